@@ -1,0 +1,36 @@
+# make quickstart and make test do everything on a fresh machine; the others are parts of them.
+
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help setup quickstart test lint bench clean
+
+help:  ## list these commands
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.ready  ## make .venv with everything in requirements-dev.txt
+
+$(VENV)/.ready: requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@
+
+quickstart: setup  ## train an agent on FrozenLake (SEED=0)
+	$(RUN) -m scripts.quickstart --seed $(SEED)
+
+test: setup  ## run all tests
+	$(RUN) -m pytest
+
+lint: setup  ## check style and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: setup  ## print the seconds of each phase of a step
+	$(RUN) -m benchmarks.step
+
+clean:  ## remove .venv, outputs and caches
+	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

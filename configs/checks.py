@@ -1,0 +1,177 @@
+"""What several settings must agree on, checked before torch is imported, and the batch arithmetic in one sentence."""
+
+from pathlib import Path
+
+from configs.loader import ConfigError, notice
+from configs.schema import ActorConfig, Config, CriticConfig
+
+ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError for settings that contradict each other; each message names a way out."""
+    check_data(config)
+    check_batches(config)
+    check_workers(config)
+    check_algorithm(config)
+    check_trainer(config)
+    check_output_folder(config.trainer.default_local_dir)
+
+
+def check_data(config: Config) -> None:
+    if config.env.id is None and not config.data.train_files:
+        raise ConfigError(
+            "there is nothing to train on: set data.train_files to .parquet, .json or .jsonl files, or env.id to a "
+            "gymnasium environment (python main.py --config-name frozenlake shows one)."
+        )
+    if config.env.id is not None and config.data.train_files:
+        raise ConfigError(
+            f"env.id={config.env.id} and data.train_files={config.data.train_files} are both set: prompts come from "
+            "one of them. Take one back with env.id=null or data.train_files=null."
+        )
+    for key in ("train_files", "val_files"):
+        files = getattr(config.data, key) or []
+        for file in [files] if isinstance(files, str) else files:
+            if not Path(file).expanduser().is_file():
+                raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+
+
+def check_batches(config: Config) -> None:
+    rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+    if prompts * rollout.n < 2:
+        raise ConfigError(
+            f"data.train_batch_size={prompts} × actor_rollout_ref.rollout.n={rollout.n} is one sequence a step, which "
+            "has nothing to be compared with: raise either."
+        )
+    for key, actor in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+        mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+        if mini is not None and mini > prompts:
+            raise ConfigError(
+                f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size={prompts}: both count prompts, and "
+                f"a mini-batch is a part of the batch. Set it to at most {prompts}, or leave it null for one update."
+            )
+        if actor.use_dynamic_bsz is False and micro is None:
+            raise ConfigError(
+                f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, the sequences of a forward "
+                f"pass (try {min(8, prompts * rollout.n)}); or leave use_dynamic_bsz null to cut by tokens."
+            )
+    longest = config.data.max_prompt_length + rollout.response_length
+    budget = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    if config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None and budget < longest:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} is below data.max_prompt_length + "
+            f"response_length = {longest}: one sequence may not fit a forward pass. Raise it to at least {longest}."
+        )
+    if rollout.response_length > config.data.max_response_length:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.response_length={rollout.response_length} is above data.max_response_length="
+            f"{config.data.max_response_length}: set data.max_response_length alone, the other follows."
+        )
+
+
+def check_workers(config: Config) -> None:
+    trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
+    asked = trainer.nnodes * max(trainer.n_gpus_per_node or 0, trainer.n_workers_per_node)
+    if asked > 1:
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
+            f"{trainer.n_workers_per_node} ask for {asked} workers: this version trains with one. Set each to 1."
+        )
+    if name in ENGINES_ELSEWHERE:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name}: that engine is not part of this version. Use hf (the model "
+            "itself generates), or the path of a file with a Rollout subclass of yours."
+        )
+    if name != "hf" and not Path(name).is_file() and "." not in name:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} is neither hf, nor a file, nor a dotted module with a Rollout "
+            "subclass."
+        )
+
+
+def check_algorithm(config: Config) -> None:
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    if config.critic.enable is False and algorithm.adv_estimator == "gae":
+        raise ConfigError(
+            "algorithm.adv_estimator=gae needs values, and critic.enable=false: leave critic.enable null, or choose an "
+            "estimator without a critic, e.g. grpo."
+        )
+    for key, optim in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
+        ("critic", config.critic.optim),
+    ):
+        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+            raise ConfigError(f"{key}.optim.betas={optim.betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
+    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
+        notice(
+            f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}: the policy that samples is then not "
+            "quite the policy that is trained. top_p=1 top_k=-1 is exact."
+        )
+
+
+def check_trainer(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N.")
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path:
+        raise ConfigError(
+            f"trainer.resume_from_path={trainer.resume_from_path} is only read with trainer.resume_mode=resume_path."
+        )
+    if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
+        raise ConfigError(
+            "validation is asked for (trainer.test_freq or trainer.val_only), but there is nothing to validate on: set "
+            "data.val_files, or with an environment env.val_episodes or env.val_size."
+        )
+    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
+    if unknown := set(contents) - {"model", "optimizer", "extra", "hf_model"}:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.checkpoint.save_contents holds {sorted(unknown)}: it can hold model, optimizer, "
+            "extra and hf_model; resuming needs the first three."
+        )
+
+
+def check_output_folder(path: str) -> None:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={path} cannot be written to ({error.strerror}): name another folder."
+        ) from error
+
+
+def has_validation(config: Config) -> bool:
+    if config.env.id is not None:
+        return config.env.val_episodes > 0 or config.env.val_size > 0
+    return bool(config.data.val_files)
+
+
+def needs_critic(config: Config) -> bool:
+    return config.critic.enable if config.critic.enable is not None else config.algorithm.adv_estimator == "gae"
+
+
+def needs_reference(config: Config) -> bool:
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def batch_arithmetic(config: Config) -> str:
+    """One sentence: from prompts a step to what a forward pass holds."""
+    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    actor = config.actor_rollout_ref.actor
+    mini = actor.ppo_mini_batch_size or prompts
+    updates = -(-prompts // mini)
+    epochs = f", {actor.ppo_epochs} times" if actor.ppo_epochs > 1 else ""
+    each = f"{updates} update{'s' * (updates > 1)} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
+    return (
+        f"{prompts} prompts × {samples} samples = {prompts * samples} sequences a step → {each}{epochs} "
+        f"→ forward passes of at most {forward_size(actor)}."
+    )
+
+
+def forward_size(config: ActorConfig | CriticConfig) -> str:
+    if config.use_dynamic_bsz or config.ppo_micro_batch_size_per_gpu is None:
+        return f"{config.ppo_max_token_len_per_gpu} tokens"
+    return f"{config.ppo_micro_batch_size_per_gpu} sequences"

@@ -1,0 +1,226 @@
+"""From a yaml name and command-line overrides to a checked, typed, read-only config.
+
+Hydra composes the yaml files and parses the override grammar; what is set is then laid over the schema, so that a
+key that does not exist, a value of the wrong type and a value outside its rule are each reported by name, with what
+to do, before torch is even imported. Old spellings are moved to today's with a one-line notice.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from configs.legacy import NO_EFFECT, RENAMED, RENAMED_VALUES
+
+CONFIG_DIR = Path(__file__).parent
+
+
+class ConfigError(ValueError):
+    """What the user set cannot work; the message says which key, why, and what to do instead."""
+
+
+@dataclass
+class Arguments:
+    """The command line of every entry point."""
+
+    config_name: str
+    config_dir: Path
+    overrides: list[str]
+    print_config: bool
+
+
+def parse_arguments(argv: list[str], default_config: str, description: str) -> Arguments:
+    """Hydra's everyday flags, without its working-directory changes and log folders."""
+    shipped = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"configs: {shipped}. Any setting is changed as key=value, e.g. trainer.seed=1; "
+        "--cfg job prints them all; configs/schema.py explains each.",
+    )
+    parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="yaml in the config dir")
+    parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
+    parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(argv)
+    config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
+    return Arguments(arguments.config_name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
+
+
+def load_config(arguments: Arguments, schema: type) -> Any:
+    """An instance of the `schema` dataclass, composed, checked and frozen.
+
+    Raises:
+        ConfigError: a yaml, a key or a value that cannot work.
+    """
+    composed = compose_dict(arguments, schema)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
+    check_rules(config)
+    if arguments.print_config:
+        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        raise SystemExit(0)
+    return config
+
+
+def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
+    """The schema's defaults, then the yaml, then the overrides."""
+    given = read_yaml(arguments)
+    for override in parse_overrides(arguments.overrides):
+        apply_override(given, override)
+    move_old_spellings(given)
+    base = OmegaConf.structured(schema)
+    for key, value in leaves(given):
+        set_checked(base, key, value)
+    return base
+
+
+def read_yaml(arguments: Arguments) -> DictConfig:
+    """The named yaml with its `defaults:` list; a user's folder falls back on the shipped configs."""
+    folder, name = arguments.config_dir, arguments.config_name.removesuffix(".yaml")
+    if not (folder / f"{name}.yaml").is_file():
+        known = sorted(path.stem for path in folder.glob("*.yaml"))
+        raise ConfigError(
+            f"--config-name {name}: there is no {name}.yaml in {folder}.{did_you_mean(name, known)} "
+            f"It holds: {', '.join(known) or 'no yaml file'}; --config-path names another folder."
+        )
+    search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base=None):
+            composed = compose(config_name=name, overrides=search)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{folder / name}.yaml: {error}") from error
+    OmegaConf.set_struct(composed, False)
+    return composed
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
+    try:
+        return OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(f"cannot read the overrides {overrides}: {first_line(error)}") from error
+
+
+def apply_override(given: DictConfig, override: Override) -> None:
+    """`key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` goes back to the default."""
+    key = override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(f"{override.input_line}: sweeps are not run here; start one run per value.")
+    if override.is_delete():
+        delete(given, key)
+    else:
+        OmegaConf.update(given, key, override.value(), force_add=True)
+
+
+def delete(given: DictConfig, key: str) -> None:
+    parent_key, _, name = key.rpartition(".")
+    parent = OmegaConf.select(given, parent_key) if parent_key else given
+    if parent is None or name not in parent:
+        raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.")
+    del parent[name]
+
+
+def move_old_spellings(given: DictConfig) -> None:
+    """Renames what guides still show, and drops what has no effect here, each with a notice on stderr."""
+    for key, value in list(leaves(given)):
+        renamed = next(((old, new) for old, new in RENAMED.items() if key == old or key.startswith(old + ".")), None)
+        if key in NO_EFFECT:
+            delete(given, key)
+            notice(f"{key}={value} has no effect: {NO_EFFECT[key]}.")
+        elif (key, value) in RENAMED_VALUES if isinstance(value, str) else False:
+            new_key, new_value = RENAMED_VALUES[key, value]
+            delete(given, key)
+            OmegaConf.update(given, new_key, new_value, force_add=True)
+            notice(f"{key}={value} is read as {new_key}.")
+        elif renamed:
+            new_key = renamed[1] + key[len(renamed[0]) :]
+            delete(given, key)
+            OmegaConf.update(given, new_key, value, force_add=True)
+            notice(f"{key} is now {new_key}.")
+
+
+def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything set; interpolations stay interpolations."""
+    for name in config:
+        key = f"{prefix}{name}"
+        value = config._get_node(name)
+        if isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value._value()
+
+
+def set_checked(base: DictConfig, key: str, value: Any) -> None:
+    """Sets one key of the schema; below a free-form section (`reward_kwargs`, `env.kwargs`, …) any key is new."""
+    node, parts = base, key.split(".")
+    try:
+        for depth, part in enumerate(parts[:-1]):
+            node = node[part]
+            if not isinstance(node, DictConfig):
+                raise ConfigKeyError(f"{part} is not a section")
+            if node._metadata.object_type is dict:
+                OmegaConf.update(node, ".".join(parts[depth + 1 :]), value, force_add=True)
+                return
+        node[parts[-1]] = value
+    except ConfigKeyError:
+        known = [known_key for known_key, _ in leaves(base)]
+        raise ConfigError(f"unknown key '{key}'.{did_you_mean(key, known)} --cfg job lists them all.") from None
+    except (OmegaConfBaseException, TypeError) as error:
+        meaning = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
+        raise ConfigError(f"{key}={value!r}: {first_line(error)}. {key}: {meaning}") from error
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """' Did you mean …?' naming the nearest key: by its full spelling, else by its last part."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not close:
+        last = name.rpartition(".")[2]
+        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+        close = [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+RULES = {
+    "choices": (lambda value, choices: value in choices, "must be one of {}"),
+    "ge": (lambda value, bound: value >= bound, "must be at least {}"),
+    "gt": (lambda value, bound: value > bound, "must be above {}"),
+    "le": (lambda value, bound: value <= bound, "must be at most {}"),
+    "lt": (lambda value, bound: value < bound, "must be below {}"),
+}
+
+
+def check_rules(config: Any, prefix: str = "") -> None:
+    """Checks every value against the rules beside its default."""
+    for item in fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if is_dataclass(value):
+            check_rules(value, f"{key}.")
+            continue
+        for rule, (holds, words) in RULES.items():
+            if rule in item.metadata and value is not None and not holds(value, item.metadata[rule]):
+                bound = item.metadata[rule]
+                bound = ", ".join(map(str, bound)) if isinstance(bound, tuple) else bound
+                raise ConfigError(f"{key}={value!r} {words.format(bound)}. {key}: {item.metadata['help']}")
+
+
+def notice(text: str) -> None:
+    print(f"notice: {text}", file=sys.stderr)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

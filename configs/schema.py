@@ -1,0 +1,368 @@
+"""Every setting of a run: its name, type, default, unit and meaning, once.
+
+verl's key names and nesting where verl has the key. Yaml files hold only what differs from here; `configs/loader.py`
+composes, checks (the rules stand beside each default) and freezes. Nothing writes to a config after that.
+"""
+
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
+
+from omegaconf import II
+
+
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds); None always passes a rule."""
+    metadata = {"help": help, **rules}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(cls: type, help: str, **overrides: Any) -> Any:
+    """A nested section; `overrides` change its defaults at this place."""
+    return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
+
+
+class Frozen:
+    """Attributes are set once: a config that somebody rewrites half way is the bug users report most."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
+        super().__setattr__(name, value)
+
+
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+)
+KL_KINDS = tuple(
+    kind + plus for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+")
+)  # fmt: skip
+
+
+@dataclass
+class ExternalObject(Frozen):
+    path: str | None = setting(None, "Python file, or dotted module, that holds the object.")
+    name: str | None = setting(None, "Name of the object in that file.")
+
+
+@dataclass
+class SamplerConfig(Frozen):
+    class_path: str | None = setting(None, "File or module of a sampler of yours; null: our own order.")
+    class_name: str | None = setting(None, "Class in that file, a subclass of data.sampler.AbstractSampler.")
+
+
+@dataclass
+class DataConfig(Frozen):
+    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).")
+    val_files: Any = setting(None, "Validation rows: one path or a list; null: no validation on rows.")
+    train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
+    val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
+    prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
+    reward_fn_key: str = setting("data_source", "Column that names where a row comes from; metrics are split by it.")
+    max_prompt_length: int = setting(512, "Longest prompt, in tokens, template included.", ge=1)
+    max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)
+    filter_overlong_prompts: bool = setting(True, "Drop prompts above max_prompt_length when loading, and count them.")
+    truncation: str = setting(
+        "error",
+        "What happens to over-long prompts when they are not filtered: raise, or cut the named side.",
+        choices=("error", "left", "right", "middle"),
+    )
+    train_batch_size: int = setting(1024, "Prompts a step.", ge=1)
+    val_batch_size: int | None = setting(None, "Prompts a validation batch; null: all at once.", ge=1)
+    shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
+    seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
+    custom_cls: ExternalObject = group(ExternalObject, "A dataset class of yours; null: RLHFDataset.")
+    sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
+
+
+@dataclass
+class EnvConfig(Frozen):
+    id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
+    path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
+    name: str = setting("make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, **kwargs).")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
+    train_size: int = setting(10_000, "States an epoch draws from the environment.", ge=1)
+    val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
+    val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
+    val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
+    max_turns: int | None = setting(None, "Most moves an episode; null: the environment's own limit.", ge=1)
+
+
+@dataclass
+class ModelConfig(Frozen):
+    path: str | None = setting(None, "Hugging Face model directory (or hub name where one is reachable).")
+    tokenizer_path: str | None = setting(None, "Tokenizer directory; null: the model's.")
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")
+    custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
+    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
+    external_lib: Any = setting(None, "Files or modules (one or a list) to import first: your estimators, losses …")
+    enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")
+
+
+@dataclass
+class OptimConfig(Frozen):
+    lr: float = setting(1e-6, "Peak learning rate of AdamW.", ge=0)
+    weight_decay: float = setting(0.01, "AdamW's decoupled weight decay.", ge=0)
+    betas: list[float] = setting([0.9, 0.999], "AdamW's betas.")
+    clip_grad: float = setting(1.0, "Largest global gradient norm; larger gradients are scaled down.", gt=0)
+    lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=("constant", "cosine", "wsd"))
+    lr_warmup_steps: int = setting(-1, "Warm-up steps; negative: lr_warmup_steps_ratio of all steps.")
+    lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0, le=1)
+    min_lr_ratio: float = setting(0.0, "Where cosine and wsd end, as a share of lr.", ge=0, le=1)
+    num_cycles: float = setting(0.5, "Cosine cycles after warm-up; 0.5 falls once.", gt=0)
+
+
+@dataclass
+class FSDPConfig(Frozen):
+    dtype: str = setting(
+        "auto",
+        "Compute dtype: auto is bfloat16 autocast on GPUs that have it, else float32. Weights are always float32.",
+        choices=("auto", "float32", "bfloat16"),
+    )
+
+
+@dataclass
+class PolicyLossConfig(Frozen):
+    loss_mode: str = setting("vanilla", "Name in the registry of policy losses.")
+
+
+@dataclass
+class CheckpointConfig(Frozen):
+    save_contents: list[str] = setting(
+        ["model", "optimizer", "extra", "hf_model"], "What a checkpoint holds; hf_model loads with from_pretrained."
+    )
+
+
+@dataclass
+class ActorConfig(Frozen):
+    ppo_mini_batch_size: int | None = setting(
+        None, "Prompts an optimiser step; null: train_batch_size, i.e. one update a step, exactly on-policy.", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None, "Sequences a forward pass; null: as many as ppo_max_token_len_per_gpu allows.", ge=1
+    )
+    use_dynamic_bsz: bool | None = setting(
+        None, "Cut micro-batches by tokens; null: yes unless ppo_micro_batch_size_per_gpu is set."
+    )
+    ppo_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
+    ppo_epochs: int = setting(1, "Passes over each batch of rollouts.", ge=1)
+    shuffle: bool = setting(False, "Shuffle the prompts before cutting mini-batches, anew every epoch.")
+    clip_ratio: float = setting(0.2, "PPO's ε.", ge=0)
+    clip_ratio_low: float | None = setting(None, "Lower ε; null: clip_ratio.", ge=0)
+    clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
+    clip_ratio_c: float = setting(3.0, "Dual-clip bound on the loss of negative advantages.", gt=1)
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
+    loss_agg_mode: str = setting("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
+    loss_scale_factor: float | None = setting(
+        None, "Divisor of seq-mean-token-sum-norm; null: the padded response width.", gt=0
+    )
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
+    calculate_entropy: bool = setting(False, "Log the entropy even when its weight is 0.")
+    use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
+    kl_loss_coef: float = setting(0.001, "Weight of that KL.", ge=0)
+    kl_loss_type: str = setting("low_var_kl", "Its estimator.", choices=KL_KINDS)
+    optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
+
+
+@dataclass
+class RefConfig(Frozen):
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        II("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"), "As in rollout, for the reference.", ge=1
+    )
+    log_prob_max_token_len_per_gpu: int = setting(
+        II("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"), "As in rollout, for the reference.", ge=1
+    )
+
+
+@dataclass
+class SamplingConfig(Frozen):
+    do_sample: bool = setting(False, "Sample; false: take the most likely token.")
+    temperature: float = setting(1.0, "Softmax temperature when sampling.", ge=0)
+    top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
+    top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
+    n: int = setting(1, "Samples a prompt.", ge=1)
+
+
+@dataclass
+class RolloutConfig(Frozen):
+    name: str = setting("hf", "Engine: hf (the model in this process), or file.py of a Rollout subclass.")
+    n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
+    do_sample: bool = setting(True, "Sample in training; false: greedy.")
+    temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
+    top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
+    top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
+    prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
+    response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
+    max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
+    )
+    log_prob_max_token_len_per_gpu: int = setting(
+        II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), "Tokens a log-prob pass may hold.", ge=1
+    )
+    val_kwargs: SamplingConfig = group(SamplingConfig, "Sampling at validation, spelt out; nothing is inherited.")
+
+
+@dataclass
+class ActorRolloutRefConfig(Frozen):
+    model: ModelConfig = group(ModelConfig, "The policy's model.")
+    actor: ActorConfig = group(ActorConfig, "The policy's updates.")
+    ref: RefConfig = group(RefConfig, "The reference policy.")
+    rollout: RolloutConfig = group(RolloutConfig, "Generation.")
+
+
+@dataclass
+class CriticModelConfig(Frozen):
+    path: str | None = setting(II("actor_rollout_ref.model.path"), "Model directory of the critic; the actor's.")
+
+
+@dataclass
+class CriticConfig(Frozen):
+    enable: bool | None = setting(None, "Train a critic; null: if algorithm.adv_estimator is gae.")
+    model: CriticModelConfig = group(CriticModelConfig, "The critic's model; its value head starts at random.")
+    optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5)
+    ppo_mini_batch_size: int | None = setting(
+        II("actor_rollout_ref.actor.ppo_mini_batch_size"), "Prompts an optimiser step.", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        II("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"), "Sequences a forward pass.", ge=1
+    )
+    use_dynamic_bsz: bool | None = setting(II("actor_rollout_ref.actor.use_dynamic_bsz"), "As for the actor.")
+    ppo_max_token_len_per_gpu: int = setting(32768, "Tokens a forward pass may hold.", ge=1)
+    ppo_epochs: int = setting(II("actor_rollout_ref.actor.ppo_epochs"), "Passes over each batch.", ge=1)
+    shuffle: bool = setting(II("actor_rollout_ref.actor.shuffle"), "As for the actor.")
+    loss_agg_mode: str = setting(
+        II("actor_rollout_ref.actor.loss_agg_mode"), "As for the actor.", choices=AGGREGATION_MODES
+    )
+    cliprange_value: float = setting(0.5, "Largest change of a value in one update, in units of reward.", gt=0)
+
+
+@dataclass
+class RewardFunctionConfig(Frozen):
+    path: str | None = setting(None, "File or module of your reward function; null: the reward manager's own.")
+    name: str = setting("compute_score", "Function in that file.")
+    reward_kwargs: dict[str, Any] = setting({}, "Passed on to the function; they win over what the caller passes.")
+
+
+@dataclass
+class RewardManagerConfig(Frozen):
+    path: str = setting("custom/reward_manager.py", "File or module of the reward manager used with an environment.")
+    name: str = setting("CustomRewardManager", "Class in that file: name(environment, tokenizer).")
+
+
+@dataclass
+class RewardConfig(Frozen):
+    custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
+    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
+
+
+@dataclass
+class KLControlConfig(Frozen):
+    type: str = setting("fixed", "Whether the coefficient moves.", choices=("fixed", "adaptive"))
+    kl_coef: float = setting(0.001, "The (first) coefficient.", ge=0)
+    horizon: int = setting(10_000, "Samples over which the adaptive controller acts.", gt=0)
+    target_kl: float = setting(0.1, "What the adaptive controller aims at, in nats a token.", gt=0)
+
+
+@dataclass
+class AlgorithmConfig(Frozen):
+    adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
+    gamma: float = setting(1.0, "Discount.", ge=0, le=1)
+    lam: float = setting(1.0, "GAE's λ.", ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the group's standard deviation.")
+    use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
+    kl_penalty: str = setting("kl", "Its estimator.", choices=KL_KINDS)
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
+
+
+@dataclass
+class TrainerConfig(Frozen):
+    seed: int = setting(0, "The one seed: every generator of the run is derived from it.", ge=0)
+    total_epochs: int = setting(1, "Passes over the training rows.", ge=1)
+    total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
+    project_name: str = setting("nano_verl", "Project at the loggers.")
+    experiment_name: str = setting("default", "Experiment at the loggers, and folder of the run.")
+    default_local_dir: str = setting(
+        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, checkpoints."
+    )
+    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written.")
+    executor: str | None = setting(
+        None,
+        "Where the worker lives: local is this process, ray an actor; null: local for one worker.",
+        choices=("local", "ray"),
+    )
+    nnodes: int = setting(1, "Machines.", ge=1)
+    n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
+    n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU.", ge=1)
+    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores.", ge=1)
+    val_before_train: bool = setting(True, "Validate before the first step.")
+    val_only: bool = setting(False, "Validate and stop.")
+    test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never.")
+    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
+    resume_mode: str = setting(
+        "auto", "Continue from the newest checkpoint, from none, or from a named one.",
+        choices=("auto", "disable", "resume_path"),
+    )  # fmt: skip
+    resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
+    critic_warmup: int = setting(0, "Steps in which only the critic learns.", ge=0)
+    rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
+    rollout_data_freq: int = setting(1, "Write them every so many steps.", ge=1)
+    validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
+    log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
+    max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
+
+
+@dataclass
+class Config(Frozen):
+    data: DataConfig = group(DataConfig, "Rows and batches.")
+    env: EnvConfig = group(EnvConfig, "A gymnasium environment as the source of prompts and rewards.")
+    actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "The policy.")
+    critic: CriticConfig = group(CriticConfig, "The critic, for estimators that need one.")
+    reward: RewardConfig = group(RewardConfig, "Rewards.")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "The algorithm.")
+    trainer: TrainerConfig = group(TrainerConfig, "The run.")
+
+
+@dataclass
+class SFTDataConfig(Frozen):
+    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).")
+    val_files: Any = setting(None, "Validation rows; null: none.")
+    prompt_key: str = setting("prompt", "Column with the prompt: chat messages, or a plain string.")
+    response_key: str = setting("response", "Column with the response, a string.")
+    train_batch_size: int = setting(256, "Rows an optimiser step.", ge=1)
+    micro_batch_size_per_gpu: int | None = setting(None, "Rows a forward pass; null: by tokens.", ge=1)
+    max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
+    max_length: int = setting(1024, "Longest prompt plus response, in tokens.", ge=2)
+    truncation: str = setting("error", "What happens to longer rows.", choices=("error", "left", "right"))
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to apply_chat_template.")
+
+
+@dataclass
+class SFTTrainerConfig(Frozen):
+    seed: int = setting(0, "The one seed: every generator of the run is derived from it.", ge=0)
+    total_epochs: int = setting(1, "Passes over the training rows.", ge=1)
+    total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
+    project_name: str = setting("nano_verl", "Project at the loggers.")
+    experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
+    default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
+    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written.")
+    n_threads: int | None = setting(None, "CPU threads; null: the machine's cores.", ge=1)
+    test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
+
+
+@dataclass
+class SFTConfig(Frozen):
+    data: SFTDataConfig = group(SFTDataConfig, "Rows.")
+    model: ModelConfig = group(ModelConfig, "The model.")
+    optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5, lr_warmup_steps_ratio=0.1)
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    trainer: SFTTrainerConfig = group(SFTTrainerConfig, "The run.")

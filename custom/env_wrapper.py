@@ -1,0 +1,129 @@
+"""Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
+
+To add one, write the two functions and an entry of `ENVIRONMENTS`, beside the shipped ones:
+
+    def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
+    def my_action(text): return 1 if "yes" in text.lower() else None   # None: no legal action in this text
+    ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
+
+then `make_env("my_module:MyGame-v0")`, where importing `my_module` registers the id. The same object gives single
+states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see custom/text_env.py.
+"""
+
+import importlib
+from collections.abc import Collection
+from functools import lru_cache, partial
+from typing import Any
+
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from custom.text_env import EnvState, TextEnv
+
+__all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env"]
+
+
+def grid_text(cells: str, columns: int, player: int) -> str:
+    """One character a cell, P in place of the player's, so that rows keep their width and columns stay aligned."""
+    cells = cells[:player] + "P" + cells[player + 1 :]
+    return "\n".join(cells[i : i + columns] for i in range(0, len(cells), columns))
+
+
+def frozen_lake_text(env: Any, cell: int) -> str:
+    return grid_text(env.desc.tobytes().decode(), env.ncol, cell)
+
+
+@lru_cache(maxsize=1 << 14)
+def frozen_lake_map(seed: int, size: int = 4) -> dict[str, Any]:
+    """Constructor arguments of a random solvable map of size x size cells."""
+    return {"desc": tuple(generate_random_map(size=size, seed=seed))}
+
+
+def cliff_walking_text(env: Any, cell: int) -> str:
+    cells = ["C" if cliff else "." for cliff in env._cliff.flat]
+    return grid_text("".join(cells[:-1]) + "G", env.shape[1], cell)
+
+
+def taxi_text(env: Any, observation: int) -> str:
+    """The map with the taxi as T, and in words what T hides (a pad) and what the map never shows (who goes where)."""
+    row, column, passenger, destination = env.decode(observation)
+    cells = env.desc.astype(str)
+    cells[1 + row, 1 + 2 * column] = "T"
+    pads = dict(zip(env.locs, "RGYB", strict=True))
+    taxi = f"on {pads[row, column]}" if (row, column) in pads else "on the road"
+    rider = "in the taxi" if passenger == len(pads) else f"at {'RGYB'[passenger]}"
+    words = f"The taxi T is {taxi}. The passenger is {rider} and wants to go to {'RGYB'[destination]}."
+    return "\n".join(["".join(line) for line in cells] + [words])
+
+
+def blackjack_text(env: Any, observation: tuple[int, int, int]) -> str:
+    total, dealer, usable_ace = observation
+    ace = " with a usable ace" if usable_ace else ""
+    return f"Your cards sum to {total}{ace}. The dealer shows {'an ace' if dealer == 1 else dealer}."
+
+
+_FROZEN_LAKE = {
+    "observation_to_text": frozen_lake_text,
+    "action_names": ("L|left", "D|down", "R|right", "U|up"),
+    "instruction": "You are P on a frozen lake. Walk to G over the ice (S, F); H is a hole. "
+    "Answer with one letter: L (left), D (down), R (right) or U (up).",
+}
+_CLIFF_WALKING = {
+    "observation_to_text": cliff_walking_text,
+    "action_names": ("up|U", "right|R", "down|D", "left|L"),
+    "instruction": "You are P. Walk to G; a step into the cliff C takes you back to the start. "
+    "Answer with one word: up, right, down or left.",
+    "success_above": -2.0,  # the step to the goal pays -1 like any other; the cliff pays -100 and does not end it
+    "invalid_reward": -1.0,
+}
+# gymnasium id -> arguments of TextEnv. Without a text_to_action, the answer's last mention of an action name counts.
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "FrozenLake-v1": {**_FROZEN_LAKE, "random_map": frozen_lake_map},
+    "FrozenLake8x8-v1": _FROZEN_LAKE,
+    "CliffWalking-v1": _CLIFF_WALKING,
+    "CliffWalkingSlippery-v1": _CLIFF_WALKING,
+    "Taxi-v4": {
+        "observation_to_text": taxi_text,
+        "action_names": ("south", "north", "east", "west", "pickup|pick up|pick-up", "dropoff|drop off|drop-off"),
+        "instruction": "You drive the taxi T; it can cross : but not |. Take the passenger to their destination. "
+        "Answer with one word: south, north, east, west, pickup or dropoff.",
+        "invalid_reward": -10.0,
+    },
+    "Blackjack-v1": {
+        "observation_to_text": blackjack_text,
+        "action_names": ("stick|stand", "hit"),
+        "instruction": "Come closer to 21 than the dealer, without going over. Answer with one word: stick or hit.",
+        "invalid_reward": -1.0,
+    },
+}
+
+
+def make_env(
+    env_id: str,
+    seed: int = 0,
+    max_turns: int | None = None,
+    instruction: str | None = None,
+    *,
+    random_maps: bool = False,
+    exclude_seeds: Collection[int] = (),
+    reward: str | None = None,
+    invalid_reward: float | None = None,
+    **env_kwargs: Any,
+) -> "TextEnv":
+    """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
+
+    `random_maps=True, size=4` gives every seed its own map. `env_kwargs` go to gymnasium (FrozenLake slips unless told
+    `is_slippery=False`); the other arguments are settings of `TextEnv`.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)  # registers the id, and may add the entry
+    settings = dict(ENVIRONMENTS.get(name, {}))
+    random_map = settings.pop("random_map", None)
+    if random_maps:
+        if random_map is None or {"desc", "map_name"} & env_kwargs.keys():
+            able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
+            raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
+        settings["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
+    given = {"max_turns": max_turns, "instruction": instruction, "reward": reward, "invalid_reward": invalid_reward}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    return TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)

@@ -1,0 +1,35 @@
+"""What a response earns in the environment: edit this file for an environment of yours.
+
+Try it without a model:
+
+    manager = CustomRewardManager(make_env("FrozenLake-v1"))
+    state = manager.environment.get_state(0)
+    manager(DataProto.from_single_dict({"responses": ["right"], "extra_info": [{"state": state}]}))
+"""
+
+from custom.env_wrapper import EnvState, TextEnv
+from data.protocol import DataProto
+
+
+class CustomRewardManager:
+    """Scores responses by what the environment pays for the action they name."""
+
+    def __init__(self, environment: TextEnv) -> None:
+        self.environment = environment
+
+    def __call__(self, data: DataProto) -> list[dict[str, float]]:
+        """One dict per response: `score`, and `valid_action` to see in the log whether answers can be read.
+
+        `data.responses` are texts; `data.extra_info[i]["state"]` is the state that response i answers.
+        """
+        return [self.score(text, info["state"]) for text, info in zip(data.responses, data.extra_info, strict=True)]
+
+    def score(self, response: str, state: EnvState) -> dict[str, float]:
+        action = self.extract_action(response)
+        return {
+            "score": self.environment.compute_reward(state, action),
+            "valid_action": float(action is not None),
+        }
+
+    def extract_action(self, text: str) -> int | None:
+        return self.environment.extract_action(text)

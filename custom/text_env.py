@@ -1,0 +1,343 @@
+"""The machinery of text environments: states that can be replayed, optimal actions, rewards and whole episodes.
+
+`custom/env_wrapper.py` says how environments look as text; nothing here knows any of them. Left out: images, vectorised
+environments, and sharing one object between threads (take a `clone` for each).
+"""
+
+import difflib
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+MAX_WALK = 20  # longest random walk to a training state, in actions
+Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # P[state][action]: probability, next, reward, done
+Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
+
+
+@dataclass(frozen=True)
+class EnvState:
+    """A state as plain data, to travel in a dataset row: playing `actions` after `reset(seed)` restores it exactly."""
+
+    seed: int
+    actions: tuple[int, ...]
+    text: str  # the observation, without the instruction
+
+
+def last_mention(names: Sequence[str], text: str) -> int | None:
+    """The index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
+
+    Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
+    """
+    words, pattern = _words(tuple(names))
+    found = pattern.findall(text.lower())
+    return words[found[-1]] if found else None
+
+
+@lru_cache(maxsize=64)
+def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
+    words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
+    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
+
+
+def mark_ansi(text: str) -> str:
+    """Turn ANSI-highlighted characters into [X], since they may be the only mark of the player; leave no escapes."""
+    marked = re.sub(r"(?:\x1b\[(?!0?m)[\d;]*m)+([^\x1b]+)(?:\x1b\[0?m)+", r"[\1]", text)
+    return re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?", "", marked)
+
+
+def rendered(env: Any, observation: Any) -> str:
+    """The text of an environment that brings none: its ansi rendering, or else plain `str`."""
+    return env.render() if env.render_mode == "ansi" else str(observation)
+
+
+@dataclass(eq=False)
+class TextEnv:
+    """A text environment; settings left at None are read off the gymnasium environment.
+
+    Raises ValueError for settings that contradict each other or the environment; RuntimeError, naming the seed and the
+    actions that led there, when the environment or `observation_to_text` raises.
+    """
+
+    env_id: str
+    observation_to_text: Callable[[Any, Any], str] = rendered
+    text_to_action: Callable[[str], int | None] | None = None  # default: `last_mention` of an action name
+    _: KW_ONLY
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    instruction: str | None = None
+    action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
+    max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
+    reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
+    invalid_reward: float = 0.0  # for an answer without a legal action: too high, and silence is the best policy
+    success_above: float = 0.0  # an episode that terminates with a last reward above this is a success
+    random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
+    exclude_seeds: Collection[int] = ()  # held out: no training state has a map equal to one of theirs (random maps)
+    seed: int = 0  # of the sequence of training states
+
+    def __post_init__(self) -> None:
+        self._layout, self._over = self.layout(0), True
+        self._env = self._make(self._layout)
+        if self.observation_to_text is rendered and "ansi" in self._env.metadata.get("render_modes", ()):
+            self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
+            self._env = self._make(self._layout)
+        self._world = lru_cache(maxsize=256)(self._make)  # environments to compute states in, apart from the episode's
+        self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
+        self._set_actions(self._env.action_space)
+        if self.max_turns is None:
+            self.max_turns = gym.spec(self._env.unwrapped.spec.id).max_episode_steps or 100
+        tabular = transition_table(self._env) is not None
+        self.reward = self.reward or ("progress" if tabular else "env")
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
+        if self.reward not in ("progress", "env") or (self.reward == "progress" and not tabular):
+            raise ValueError(f"reward={self.reward!r} for {self.env_id}: 'env', or 'progress' where it has a table P")
+
+    def _set_actions(self, space: gym.Space) -> None:
+        self._answers: dict[int, str] = {}
+        if not isinstance(space, gym.spaces.Discrete):
+            if self.text_to_action is None:
+                raise ValueError(f"{self.env_id} has {space} for actions, not numbered ones: pass text_to_action")
+            return
+        numbers = range(int(space.start), int(space.start + space.n))
+        self.action_names = tuple(self.action_names or map(str, numbers))
+        if len(self.action_names) != len(numbers):
+            raise ValueError(f"{len(self.action_names)} action_names, but {self.env_id} has {len(numbers)} actions")
+        self._answers = {a: name.split("|")[0] for a, name in zip(numbers, self.action_names, strict=True)}
+        if self.instruction is None and self.text_to_action is None:
+            self.instruction = f"Answer with one of: {', '.join(self._answers.values())}."
+
+    def layout(self, seed: int) -> Layout:
+        """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
+        return tuple(sorted(self.random_map(seed).items())) if self.random_map else ()
+
+    def train_seed(self, i: int) -> int:
+        """The reset seed of the i-th training state or episode: fixed by (seed, i), its map never a held-out one."""
+        rng = np.random.default_rng((self.seed, i))
+        for _ in range(1000):
+            seed = int(rng.integers(2**31))
+            if self.layout(seed) not in self._held_out:
+                return seed
+        raise ValueError(f"{self.env_id}: 1000 random maps were all held out: exclude fewer seeds or use larger maps")
+
+    @cached_property
+    def _held_out(self) -> frozenset[Layout]:
+        return frozenset(self.layout(seed) for seed in self.exclude_seeds)
+
+    def start_state(self, seed: int) -> EnvState:
+        """The state in which `reset(seed)` starts."""
+        return self._restore(self._world(self.layout(seed)), seed, ())
+
+    def get_state(self, i: int, reset_seed: int | None = None) -> EnvState:
+        """The i-th training state, fixed by (seed, i) and never terminal; with a `reset_seed`, of that seed's map.
+
+        Where a transition table is deterministic: uniform among the states within reach of the reset in which some
+        action is better than another, by a shortest way there. Elsewhere: the end of a random walk.
+        """
+        seed = self.train_seed(i) if reset_seed is None else reset_seed
+        env = self._world(self.layout(seed))
+        return self._play(env, seed, self._plan(env, seed, np.random.default_rng((self.seed, i, 1))))
+
+    def _plan(self, env: gym.Env, seed: int, rng: np.random.Generator) -> tuple[int, ...]:
+        table, paths = transition_table(env), {}
+        if table is not None:
+            self._play(env, seed, ())
+            paths = shortest_paths(table, env.unwrapped.s)
+        if not paths:
+            env.action_space.seed(int(rng.integers(2**31)))
+            walk = [env.action_space.sample() for _ in range(rng.integers(MAX_WALK + 1))]
+            return tuple(action.item() if isinstance(action, np.integer) else action for action in walk)
+        best = self._best(self.layout(seed))
+        useful = [path for state, path in paths.items() if not best[state].all()]
+        if not useful:
+            raise ValueError(f"{self.env_id}, seed {seed}: no action is better than another; is the goal within reach?")
+        return useful[rng.integers(len(useful))]
+
+    def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
+        """All optimal actions by the environment's own transition table; () where it has none."""
+        layout = self.layout(state.seed)
+        env = self._world(layout)
+        if transition_table(env) is None:
+            return ()
+        self._restore(env, state.seed, state.actions)
+        return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
+
+    def get_action(self, state: EnvState) -> int | None:
+        """An optimal action, or None where there is no transition table."""
+        return next(iter(self.optimal_actions(state)), None)
+
+    def compute_reward(self, state: EnvState, action: int | None) -> float:
+        """Reward of one action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the environment pays.
+
+        No action (None) earns 0.0 under "progress" and `invalid_reward` under "env". The environment's randomness is
+        restored with the state, so an action earns the same each time.
+        """
+        if self.reward == "progress":
+            return float(action in self.optimal_actions(state))
+        if action is None:
+            return self.invalid_reward
+        env = self._world(self.layout(state.seed))
+        self._restore(env, state.seed, state.actions)
+        with self._blame(state.seed, [*state.actions, action]):
+            return float(env.step(action)[1])
+
+    def state_to_text(self, state: EnvState) -> str:
+        """The prompt: the instruction, if there is one, and the observation."""
+        return f"{self.instruction}\n\n{state.text}" if self.instruction else state.text
+
+    def extract_action(self, text: str) -> int | None:
+        """The action an answer asks for; None if it names none that is legal."""
+        if self.text_to_action is None:
+            index = last_mention(self.action_names, text)
+            return None if index is None else [*self._answers][index]
+        action = self.text_to_action(text)
+        return action if action is not None and self._env.action_space.contains(action) else None
+
+    def action_to_text(self, action: int) -> str:
+        """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
+        answer = self._answers.get(action)
+        if answer is None or self.extract_action(answer) != action:
+            raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
+        return answer
+
+    def reset(self, seed: int, actions: Sequence[int] = ()) -> str:
+        """Start an episode, from a training state if its `actions` are given too; returns the prompt."""
+        layout = self.layout(seed)
+        if layout != self._layout:
+            self._env, self._layout = self._make(layout), layout
+        state = self._restore(self._env, seed, actions)
+        self._seed, self._actions, self._text = seed, list(actions), state.text
+        self._turns, self._invalid, self._over = 0, 0, False
+        return self.prompt
+
+    @property
+    def prompt(self) -> str:
+        """What the player of the running episode is shown now: the instruction and the observation."""
+        return self.state_to_text(EnvState(self._seed, tuple(self._actions), self._text))
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one answer: observation text, reward, terminated, truncated, info, as in gymnasium.
+
+        An answer without a legal action uses up a turn, earns `invalid_reward` and leaves the environment as it is.
+        `info` adds action, turns, invalid (answers so far), success (terminated on a reward above
+        `success_above`, unless the environment itself says) and end_reason: terminated, env_truncated, max_turns, None.
+        """
+        if self._over:
+            raise ValueError("no episode is running: call reset(seed) first")
+        action = self.extract_action(text)
+        reward, terminated, truncated, info = self.invalid_reward, False, False, {}
+        self._turns += 1
+        if action is None:
+            self._invalid += 1
+        else:
+            self._actions.append(action)
+            with self._blame(self._seed, self._actions):
+                observation, reward, terminated, truncated, info = self._env.step(action)
+                self._text = self._observe(self._env, observation)
+        reasons = {"terminated": terminated, "env_truncated": truncated, "max_turns": self._turns >= self.max_turns}
+        reason = next((name for name, holds in reasons.items() if holds), None)
+        self._over = reason is not None
+        info = {
+            "success": bool(terminated and reward > 0),
+            **info,
+            "action": action,
+            "turns": self._turns,
+            "invalid": self._invalid,
+            "end_reason": reason,
+        }
+        return self._text, float(reward), bool(terminated), self._over and not terminated, info
+
+    def clone(self) -> "TextEnv":
+        """A fresh environment with the same settings, to play several episodes side by side."""
+        return replace(self)
+
+    def __getstate__(self) -> dict[str, Any]:  # settings travel between processes, built environments do not
+        return {setting.name: getattr(self, setting.name) for setting in fields(self)}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)
+
+    def _make(self, layout: Layout) -> gym.Env:
+        """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
+        settings = {**self.env_kwargs, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
+        try:
+            return gym.make(self.env_id, **settings)
+        except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
+            close = difflib.get_close_matches(self.env_id, [*gym.registry], n=3)
+            remedy = "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
+            raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
+
+    def _observe(self, env: gym.Env, observation: Any) -> str:
+        return mark_ansi(self.observation_to_text(env.unwrapped, observation))
+
+    def _play(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:
+        """Reset and play `actions`, up to the one that would end the episode: the state reached."""
+        played: list[int] = []
+        with self._blame(seed, played):
+            observation, _ = env.reset(seed=seed)
+            for action in actions:
+                played.append(action)
+                observation, _, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    break
+            else:
+                return EnvState(seed, tuple(played), self._observe(env, observation))
+        return self._play(env, seed, played[:-1])
+
+    def _restore(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:
+        state = self._play(env, seed, actions)
+        if len(state.actions) < len(actions):
+            raise ValueError(f"{self.env_id}: after reset(seed={seed}) the actions {list(actions)} end the episode")
+        return state
+
+    @contextmanager
+    def _blame(self, seed: int, actions: list[int]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            story = f"after reset(seed={seed}) and actions {actions}"
+            raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {story}") from error
+
+
+def transition_table(env: gym.Env) -> Table | None:
+    """The table `P` of an environment that keeps one, and its state's number as `s`: gymnasium's toy_text does."""
+    table = vars(env.unwrapped).get("P")
+    return table if isinstance(table, dict) else None
+
+
+def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
+    """Value iteration: [S, A] bool, true for each action whose value is within `tie` of its state's best.
+
+    Values are in units of the largest reward; the table's states and actions are numbered from 0.
+    """
+    width = max(len(outcomes) for row in table.values() for outcomes in row.values())
+    padded = [[list(table[s][a]) + [(0.0, 0, 0.0, True)] * (width - len(table[s][a])) for a in table[s]] for s in table]
+    probability, following, reward, terminated = np.moveaxis(np.array(padded, dtype=np.float64), -1, 0)  # [S, A, K]
+    expected = (probability * reward).sum(-1) / max(np.abs(reward).max(), 1e-300)  # [S, A]
+    weight, following = discount * probability * (1 - terminated), following.astype(np.int64)
+    values, previous = np.zeros(len(table)), None
+    while previous is None or np.abs(values - previous).max() > 1e-12:
+        action_values = expected + (weight * values[following]).sum(-1)  # [S, A]
+        values, previous = action_values.max(-1), values
+    return action_values >= values[:, None] - tie
+
+
+def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
+    """Non-terminal state -> the actions of a shortest path to it from `start`; empty if any transition is random."""
+    paths, frontier = {start: ()}, deque([start])
+    while frontier:
+        state = frontier.popleft()
+        for action, outcomes in table[state].items():
+            if len(outcomes) > 1:
+                return {}
+            [(_, following, _, terminated)] = outcomes
+            if not terminated and following not in paths:
+                paths[following] = (*paths[state], action)
+                frontier.append(following)
+    return paths

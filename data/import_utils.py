@@ -1,0 +1,102 @@
+"""Users' own Python: datasets, samplers, rewards and estimators named in the config by file or module.
+
+A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
+that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
+name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle.
+"""
+
+import hashlib
+import importlib
+import sys
+from contextlib import ExitStack
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_module(path: str) -> ModuleType:
+    """The module at `path`: a file (relative to the working directory, absolute, or "file://…"), "pkg://a.b", or "a.b".
+
+    Raises:
+        FileNotFoundError: no such file.
+        ModuleNotFoundError: no such module.
+        RuntimeError: executing it failed; the cause carries the user's file and line.
+    """
+    file = Path(path.removeprefix("file://")).expanduser()
+    dotted = path.removeprefix("pkg://").replace("/", ".")
+    is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
+    if is_file and not file.is_file():
+        raise FileNotFoundError(
+            f"{path}: there is no file {file.absolute()} (the working directory is {Path.cwd()}). "
+            "Give a path relative to that directory, an absolute path, or a dotted module."
+        )
+    try:
+        return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
+    # Whatever a user's file raises is passed on as the cause.
+    except Exception as error:
+        if not is_file and _is_missing(dotted, error):
+            raise ModuleNotFoundError(
+                f"{path}: neither a file in {Path.cwd()} nor a module that can be imported. "
+                "Give the path of a .py file, or a module on PYTHONPATH."
+            ) from None
+        raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
+
+
+def load_modules(paths: str | list[str] | None) -> list[ModuleType]:
+    """The modules at one path or several, in order (see `load_module`); None: none."""
+    return [load_module(path) for path in ([paths] if isinstance(paths, str) else paths or [])]
+
+
+def load_extern_object(path: str, name: str | None) -> Any:
+    """The object called `name` in the module at `path` (see `load_module`).
+
+    Raises:
+        ValueError: a path without a name.
+        AttributeError: the module has no such object; lists the public ones.
+    """
+    if not name:
+        raise ValueError(f"{path} is given without the name of the object in it: set the `name` that belongs to it.")
+    module = load_module(path)
+    if name not in vars(module):
+        public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
+        raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
+    return vars(module)[name]
+
+
+def _load_file(file: Path) -> ModuleType:
+    if name := _importable_name(file):
+        return importlib.import_module(name)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = SourceFileLoader(name, str(file))
+    module = module_from_spec(spec_from_file_location(name, file, loader=loader))
+    sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
+    with ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
+        loader.exec_module(module)
+        undo.pop_all()
+    return module
+
+
+def _importable_name(file: Path) -> str | None:
+    """The name under which `import` finds this very file, if there is one."""
+    importlib.invalidate_caches()
+    for root in (Path(entry).resolve() for entry in sys.path):
+        if file.suffix != ".py" or not file.is_relative_to(root):
+            continue
+        name = ".".join(file.relative_to(root).with_suffix("").parts)
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError):  # a folder on the way is no package, or the name is no module's
+            continue
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file:
+            return name
+    return None
+
+
+def _is_missing(name: str, error: Exception) -> bool:
+    """Whether `error` says that module `name` itself, or a package above it, does not exist."""
+    return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

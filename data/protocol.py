@@ -1,0 +1,503 @@
+"""`DataProto`: what passes between the stages of a step, B rows under named columns.
+
+Tensors live in `batch` (a TensorDict), everything else in `non_tensor_batch` (numpy arrays, mostly of dtype object),
+and what holds for the whole batch in `meta_info`. Names and semantics are verl's. Whatever moves rows (slicing,
+repeating, reordering, padding, mini-batches) is one gather, `_take`, over both kinds of columns.
+
+Left out: futures and collectives (the worker groups' business), automatic padding (shards may be uneven), more than
+one batch dimension, nested tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from os import PathLike
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch.utils.data import DataLoader
+
+logger = logging.getLogger(__name__)
+
+Column = torch.Tensor | np.ndarray
+Indices = Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray
+Keys = Iterable[str] | None
+
+
+@dataclass(eq=False)
+class _Columns:
+    """The three fields of a batch, or of one row of it: columns read as attributes, and pickling."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor columns, in a dict of their own."""
+        return {} if self.batch is None else dict(self.batch.items())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The column called `name`, or `default`; also reads a column that is named like a method."""
+        return self.tensors.get(name, self.non_tensor_batch.get(name, default))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors or name in self.non_tensor_batch
+
+    def __getattr__(self, name: str) -> Any:
+        """`data.responses`: Python asks here for whatever is neither a field nor a method."""
+        if "meta_info" not in vars(self):  # half built, by copy or pickle: no columns to look into yet
+            raise AttributeError(name)
+        if name not in self:
+            raise AttributeError(f"no column {name!r}; there are {[*self.tensors, *self.non_tensor_batch]}")
+        return self.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Otherwise `data.rewards = r` would set an attribute that the next slice silently loses.
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(f"columns are read as attributes but written as data.batch[{name!r}] = tensor")
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> tuple:
+        tensors = {name: serialize_single_tensor(tensor) for name, tensor in self.tensors.items()}
+        batch = None if self.batch is None else (self.batch.batch_size, tensors)
+        return batch, self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state: tuple) -> None:
+        batch, self.non_tensor_batch, self.meta_info = state
+        if batch is not None:
+            size, tensors = batch
+            batch = TensorDict({name: deserialize_single_tensor(t) for name, t in tensors.items()}, batch_size=size)
+        self.batch = batch
+
+
+class DataProtoItem(_Columns):
+    """One row of a `DataProto`: tensors without the batch dimension, plain elements, the parent's meta_info."""
+
+
+@dataclass(eq=False)
+class DataProto(_Columns):
+    """B rows of named columns: tensors [B, ...], arrays [B, ...], and meta_info.
+
+    Slices, chunks and repeats share meta_info with their parent: they do not copy it.
+    """
+
+    def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Asserts one batch dimension, and in every column as many rows as there are in the batch."""
+        if self.batch is not None:
+            size = self.batch.batch_size
+            assert len(size) == 1, f"only support num_batch_dims=1, got a TensorDict of batch size {tuple(size)}"
+        for name, column in self.tensors.items():
+            # TensorDict takes lists too, but they would neither fold, nor concat, nor pickle here.
+            assert isinstance(column, torch.Tensor), f"{name!r} is a {type(column)}: it belongs in non_tensor_batch"
+        for name, column in self.non_tensor_batch.items():
+            assert isinstance(column, np.ndarray), f"{name!r} must be an array, see object_array; got {type(column)}"
+            rows = column.shape[:1]
+            assert rows == (len(self),), f"{name!r} has shape {column.shape}, but the batch has {len(self)} rows"
+
+    # Construction and conversion
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: dict[str, torch.Tensor] | None = None,
+        non_tensors: dict[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> Self:
+        """Columns by kind; without tensors, `batch` is None.
+
+        A non-tensor that is no array goes through `np.array(v, dtype=object)`, as in verl: inner lists of equal length
+        become a second dimension. Wrap the rows in `object_array` to keep them whole.
+        """
+        assert num_batch_dims == 1, f"only support num_batch_dims=1, got {num_batch_dims}"
+        batch = None
+        if tensors:
+            first = next(iter(tensors))
+            rows = len(tensors[first])
+            for name, tensor in tensors.items():
+                assert len(tensor) == rows, f"tensor {first!r} has {rows} rows, but {name!r} has {len(tensor)}"
+            batch = TensorDict(tensors, batch_size=[rows])
+        arrays = {
+            name: column if isinstance(column, np.ndarray) else np.array(column, dtype=object)
+            for name, column in (non_tensors or {}).items()
+        }
+        return cls(batch, arrays, meta_info)
+
+    @classmethod
+    def from_single_dict(cls, data: dict[str, Column | list], meta_info: dict[str, Any] | None = None) -> Self:
+        """Columns of any kind; a python list is an object column with one element a row.
+
+        `batch` is a TensorDict even when no column is a tensor, so that `len(data.batch)` is the number of rows.
+
+        Raises:
+            ValueError: a column is neither tensor, array nor list.
+        """
+        tensors, arrays = {}, {}
+        for name, column in data.items():
+            match column:
+                case torch.Tensor():
+                    tensors[name] = column
+                case np.ndarray():
+                    arrays[name] = column
+                case list():
+                    arrays[name] = object_array(column)
+                case _:
+                    allowed = "give a tensor, an array, or a list with one element a row"
+                    raise ValueError(f"Unsupported type in data: {name!r} is a {type(column)}; {allowed}")
+        proto = cls.from_dict(tensors, arrays, meta_info)
+        if data and not tensors:
+            proto.batch = TensorDict({}, batch_size=[len(proto)])
+        return proto
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
+        """Inverse of `to_tensordict`: per-row stacks become object arrays, single non-tensors join meta_info."""
+        columns = dict(tensor_dict.items())
+        arrays = {name: object_array(v.tolist()) for name, v in columns.items() if isinstance(v, NonTensorStack)}
+        meta = {name: v.data for name, v in columns.items() if isinstance(v, NonTensorData)}
+        tensors = {name: v for name, v in columns.items() if name not in arrays and name not in meta}
+        return cls.from_dict(tensors, arrays, {**(meta_info or {}), **meta})
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict: arrays as stacks with one entry a row (they read as lists), meta_info as single entries."""
+        names = [*self.tensors, *self.non_tensor_batch, *self.meta_info]
+        assert len(names) == len(set(names)), f"a TensorDict needs every name once, got {sorted(names)}"
+        arrays = {
+            name: NonTensorStack(*map(NonTensorData, col.tolist())) for name, col in self.non_tensor_batch.items()
+        }
+        meta = {name: NonTensorData(value) for name, value in self.meta_info.items()}
+        return TensorDict(self.tensors | arrays | meta, batch_size=[len(self)])
+
+    def clone(self) -> Self:
+        """Own tensors, arrays and meta_info dict; the python objects inside them stay shared."""
+        batch = None if self.batch is None else self.batch.clone()
+        arrays = {name: column.copy() for name, column in self.non_tensor_batch.items()}
+        return type(self)(batch, arrays, dict(self.meta_info))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves the tensors in place; returns self."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def save_to_disk(self, path: str | PathLike) -> None:
+        with open(path, "wb") as file:
+            pickle.dump(self, file)
+
+    @staticmethod
+    def load_from_disk(path: str | PathLike) -> DataProto:
+        """Unpickles: open only files you trust."""
+        with open(path, "rb") as file:
+            return pickle.load(file)
+
+    # Rows
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return next((len(column) for column in self.non_tensor_batch.values()), 0)
+
+    def __getitem__(self, index: int | np.integer | slice | Indices) -> Self | DataProtoItem:
+        """A row for an int; a DataProto for a slice and for a 1-D list, array or tensor of ints or bools."""
+        if isinstance(index, slice):
+            return self.slice(index.start, index.stop, index.step)
+        if isinstance(index, list | np.ndarray | torch.Tensor):
+            return self.select_idxs(index)
+        if isinstance(index, int | np.integer):
+            row = range(len(self))[index]
+            elements = {name: column[row] for name, column in self.non_tensor_batch.items()}
+            return DataProtoItem(None if self.batch is None else self.batch[row], elements, self.meta_info)
+        raise TypeError(f"Indexing with {type(index)} is not supported; get(name) reads a column")
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Rows start:end:step, as views of the same memory; copies if step is negative, as torch has no such views."""
+        rows = slice(start, end, step)
+        backwards = step is not None and step < 0
+        return self.select_idxs(np.arange(len(self))[rows]) if backwards else self._take(rows)
+
+    def select_idxs(self, idxs: Indices) -> Self:
+        """Copies of the rows at 1-D `idxs`: positions (negative ones count from the end), or one bool a row."""
+        picked = _as_array(idxs)
+        if picked.ndim != 1 or picked.dtype.kind not in "biu":
+            raise TypeError(f"rows are selected by 1-D ints or bools, got {picked.dtype} of shape {picked.shape}")
+        return self._take(np.arange(len(self))[picked])
+
+    def reorder(self, indices: Indices) -> None:
+        """Puts the rows into the order `indices`, in place."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Every row `repeat_times` times: aabbcc interleaved, abcabc otherwise."""
+        rows = np.arange(len(self))
+        return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Indices) -> Self:
+        """Row i `repeat_times[i]` times."""
+        counts = _as_array(repeat_times)
+        assert counts.shape == (len(self),), f"repeat_times needs a count for each of {len(self)} rows, got {counts}"
+        return self._take(np.repeat(np.arange(len(self)), counts))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> Self:
+        """Cuts every row into n: columns in `split_keys` go from [B, C, ...] to [B·n, C/n, ...], the others repeat."""
+        keys = list(split_keys or ())
+        rows = np.repeat(np.arange(len(self)), n_split)
+
+        def unfold(name: str, column: Column) -> Column:
+            if name not in keys:
+                return column[rows]
+            width = column.shape[1]
+            assert width % n_split == 0, f"column {name!r} of width {width} does not split into {n_split} equal parts"
+            return column.reshape(len(rows), width // n_split, *column.shape[2:])
+
+        return self._map_columns(unfold, len(rows))
+
+    def split(self, split_size: int) -> list[Self]:
+        """Consecutive pieces of `split_size` rows; the last may be shorter."""
+        return [self[start : start + split_size] for start in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """`chunks` consecutive pieces of equal size."""
+        sizes = f"Got size of DataProto {len(self)} and chunk {chunks}"
+        assert len(self) % chunks == 0, f"only support equal chunk. {sizes}; chunk_uneven takes any"
+        return self.chunk_uneven(chunks)
+
+    def chunk_uneven(self, chunks: int) -> list[Self]:
+        """`chunks` consecutive pieces whose sizes differ by at most one; with too few rows some have none."""
+        edges = [len(self) * i // chunks for i in range(chunks + 1)]
+        return [self[start:end] for start, end in pairwise(edges)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all pieces, which must have the same columns; the type is that of the first.
+
+        `meta_info["metrics"]`, a dict, a list of dicts or None in each piece, becomes one dict of lists. Every other
+        key must be equal wherever it appears.
+        """
+        first, total = data[0], sum(map(len, data))
+        columns = [(set(piece.tensors), set(piece.non_tensor_batch)) for piece in data]
+        assert all(names == columns[0] for names in columns), f"pieces with different columns: {columns}"
+        tensors = {name: torch.cat([piece.batch[name] for piece in data]) for name in first.tensors}
+        batch = None if first.batch is None else TensorDict(tensors, batch_size=[total], device=first.batch.device)
+        arrays = {name: np.concatenate([p.non_tensor_batch[name] for p in data]) for name in first.non_tensor_batch}
+        return type(first)(batch, arrays, _merge_meta([piece.meta_info for piece in data]))
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
+    ) -> Iterator[Self]:
+        """Mini-batches, `epochs` times over; `dataloader_kwargs={"shuffle": True}` shuffles, `seed` fixes the order."""
+        rows, options = range(len(self)), dataloader_kwargs or {}
+        assert len(rows) % mini_batch_size == 0, f"{len(rows)} rows do not divide into batches of {mini_batch_size}"
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = DataLoader(rows, mini_batch_size, generator=generator, collate_fn=self.select_idxs, **options)
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+    def _take(self, rows: slice | np.ndarray) -> Self:
+        """The rows in a slice (views) or at positions (copies)."""
+        return self._map_columns(lambda _, column: column[rows], len(np.arange(len(self))[rows]))
+
+    def _map_columns(self, fn: Callable[[str, Column], Column], num_rows: int) -> Self:
+        """`fn(name, column)` of every column: tensors and arrays index and reshape by the same spelling."""
+        batch = self.batch
+        if batch is not None:
+            tensors = {name: fn(name, tensor) for name, tensor in batch.items()}
+            batch = TensorDict(tensors, batch_size=[num_rows], device=batch.device)
+        arrays = {name: fn(name, array) for name, array in self.non_tensor_batch.items()}
+        return type(self)(batch, arrays, self.meta_info)
+
+    # Columns
+
+    def select(
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """The named entries; None keeps all. `deepcopy` copies arrays and meta_info, never tensors.
+
+        Raises:
+            KeyError: a tensor is missing. Missing arrays and meta_info entries are passed over, as in verl.
+        """
+        batch, arrays, meta = self.batch, dict(self.non_tensor_batch), self.meta_info
+        if batch is None and batch_keys:
+            raise KeyError(f"no tensors {batch_keys}: the batch has none, only the arrays {list(arrays)}")
+        if batch is not None:
+            batch = batch.select(*(batch.keys() if batch_keys is None else batch_keys))
+        if non_tensor_batch_keys is not None:
+            arrays = {name: arrays[name] for name in non_tensor_batch_keys if name in arrays}
+        if meta_info_keys is not None:
+            meta = {name: meta[name] for name in meta_info_keys if name in meta}
+        return type(self)(batch, *(copy.deepcopy((arrays, meta)) if deepcopy else (arrays, meta)))
+
+    def pop(
+        self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
+    ) -> DataProto:
+        """Removes the named entries, which must exist (assert), and returns them as a plain DataProto."""
+        tensors, arrays = _pop(self.batch, batch_keys), _pop(self.non_tensor_batch, non_tensor_batch_keys)
+        return DataProto.from_dict(tensors, arrays, _pop(self.meta_info, meta_info_keys))
+
+    def rename(self, old_keys: str | list[str], new_keys: str | list[str]) -> Self:
+        """Renames tensors in place; returns self."""
+        for keys in (old_keys, new_keys):
+            if not isinstance(keys, str | list):
+                raise TypeError(f"rename takes a str or a list of str, got {type(keys)}")
+        old, new = ([keys] if isinstance(keys, str) else keys for keys in (old_keys, new_keys))
+        others = [name for name in (*self.tensors, *self.non_tensor_batch) if name not in old]
+        if len(old) != len(new) or len({*new, *others}) < len(new) + len(others):
+            raise ValueError(f"each of {old} needs one new name, unlike the other columns {others}; got {new}")
+        renamed = _pop(self.batch, old)  # all out before any goes in, so that two names can be swapped
+        self.batch.update(dict(zip(new, renamed.values(), strict=True)))
+        return self
+
+    def union(self, other: DataProto) -> Self:
+        """Adds the other's columns and meta_info in place; returns self. What both have must be equal (assert)."""
+        if other.batch is not None:
+            mine = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch
+            self.batch = union_tensor_dict(mine, other.batch)
+        self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        # Into a new dict: the old one may be shared with other slices of the same parent.
+        self.meta_info = _union(dict(self.meta_info), other.meta_info, lambda a, b: a is b or a == b, "meta_dict")
+        self.check_consistency()
+        return self
+
+
+def object_array(rows: Sequence[Any]) -> np.ndarray:
+    """A 1-D object array with one element a row, whatever the rows are: inner lists and arrays stay elements."""
+    return np.fromiter(rows, dtype=object, count=len(rows))
+
+
+def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
+    """Rows back into a batch, without meta_info."""
+    first = items[0]
+    batch = None if first.batch is None else torch.stack([item.batch for item in items])
+    names = first.non_tensor_batch
+    return DataProto(batch, {name: object_array([item.non_tensor_batch[name] for item in items]) for name in names})
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Appends rows, cyclically from the first, until `size_divisor` divides the length; also returns how many."""
+    if len(data) == 0:
+        logger.warning("a DataProto without rows cannot be padded: it stays empty")
+    pad_size = -len(data) % size_divisor
+    return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drops the last `pad_size` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """[B, ...] to [new_batch_size, B/new_batch_size, ...], e.g. to reorder whole groups of rows."""
+    group, rest = divmod(len(data), new_batch_size)
+    assert rest == 0, f"{len(data)} rows do not fold into {new_batch_size} equal groups"
+    return data._map_columns(lambda _, column: column.reshape(new_batch_size, group, *column.shape[1:]), new_batch_size)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Inverse of `fold_batch_dim`: the first `batch_dims` dimensions, the same in all columns, become one."""
+    sizes = next(column.shape[:batch_dims] for column in (data.tensors | data.non_tensor_batch).values())
+    num_rows = math.prod(sizes)
+    return data._map_columns(lambda _, column: column.reshape(num_rows, *column.shape[batch_dims:]), num_rows)
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Adds the second's tensors to the first, in place; a name in both must hold equal tensors (assert)."""
+    sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
+    assert sizes[0] == sizes[1], f"Two tensor dict must have identical batch size. Got {sizes[0]} and {sizes[1]}"
+    return _union(tensor_dict1, tensor_dict2, lambda a, b: a is b or torch.equal(a, b), "tensor_dict")
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Adds the second's arrays to the first, in place; a name in both must hold deeply equal arrays (assert)."""
+    return _union(tensor_dict1, tensor_dict2, _deep_equal, "tensor_dict")
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list]:
+    """[{a: 1}, {a: 2}] to {a: [1, 2]}. The first dict has all the keys: a later one may lack some but add none."""
+    lists: dict[str, list] = {key: [] for key in (list_of_dict[0] if list_of_dict else ())}
+    for row in list_of_dict:
+        assert row.keys() <= lists.keys(), f"{list(row)} has keys that the first dict has not: {list(lists)}"
+        for key, value in row.items():
+            lists[key].append(value)
+    return lists
+
+
+def serialize_single_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
+    """(dtype, shape, bytes as uint8). Of a slice these are its own rows; a pickled view carries its whole parent."""
+    flat = tensor.cpu().contiguous().view(-1)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
+
+
+def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) -> torch.Tensor:
+    """A CPU tensor, whatever device the bytes left: this process may not have it."""
+    dtype, shape, data = state
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, because Ray's buffers are shared and read-only
+    return tensor
+
+
+def _as_array(values: Indices) -> np.ndarray:
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    # An empty list has no element type, and numpy takes it for float.
+    return array if array.size else array.astype(np.int64)
+
+
+def _pop(bag: MutableMapping[str, Any] | None, keys: Keys) -> dict[str, Any]:
+    keys, present = list(keys or ()), [] if bag is None else list(bag.keys())
+    assert set(keys) <= set(present), f"asked for {keys}, but there are only {present}"
+    return {key: bag.pop(key) for key in keys}
+
+
+def _union(mine: MutableMapping, theirs: MutableMapping, same: Callable[[Any, Any], bool], kind: str) -> MutableMapping:
+    """Updates `mine` with `theirs`, after checking that no value changes."""
+    for name, value in theirs.items():
+        problem = f"{name} in {kind}1 and {kind}2 are not the same object"
+        clash = name in mine.keys() and not same(mine[name], value)  # noqa: SIM118 - `in` of a TensorDict looks at values
+        assert not clash, f"{problem}: a union needs equal values; pop or rename one of them"
+    mine.update(theirs)
+    return mine
+
+
+def _deep_equal(a: Any, b: Any, path: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Equal types and values, NaN equal to NaN, arrays element by element; a pair met again inside itself is equal."""
+    if type(a) is not type(b):
+        return False
+    if not isinstance(a, np.ndarray):
+        return a is b or bool(a == b or (a != a and b != b))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype != object:
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
+    pair = (id(a), id(b))
+    return pair in path or all(_deep_equal(x, y, path | {pair}) for x, y in zip(a.flat, b.flat, strict=True))
+
+
+def _merge_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The meta_info of a concat; see there."""
+    merged: dict[str, Any] = {}
+    metrics: list[dict] = []
+    for meta in metas:
+        for key, value in meta.items():
+            if key != "metrics":
+                known = merged.setdefault(key, value)
+                same = known is value or known == value
+                assert same, f"Conflicting values for meta_info key '{key}': {known} and {value}"
+            elif value is not None:
+                metrics += value if isinstance(value, list) else [value]
+    return merged | {"metrics": list_of_dict_to_dict_of_list(metrics)} if metrics else merged

@@ -1,0 +1,274 @@
+"""Rows of an RL run: files in, dictionaries with token ids out.
+
+Prompts are tokenised here, once, when the files are read: over-long and malformed ones are found before any model
+loads, and nothing downstream encodes a prompt again. A row keeps all its columns, so rewards and environments see what
+the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images and tool schemas are left out.
+"""
+
+import logging
+import reprlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from rich.progress import track
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import DataConfig
+from data.import_utils import load_extern_object
+from data.rows import Origin, Row, read_rows
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[dict[str, Any]]
+PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
+
+
+def parse_prompt(value: Any) -> Prompt:
+    """A prompt column's value as a string, or as plain chat messages without the nulls parquet puts for absent keys.
+
+    Raises:
+        ValueError: it is neither a string nor a non-empty list of messages with a role and a content.
+    """
+    if isinstance(value, np.ndarray):  # what pandas makes of a list in a parquet file
+        value = value.tolist()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"the prompt is {reprlib.repr(value)}; it must be a string or a list of chat messages.")
+    for message in value:
+        match message:
+            case {"role": str(), "content": str() | list()} | {"role": str(), "tool_calls": list()}:
+                pass
+            case _:
+                found = reprlib.repr(message)
+                raise ValueError(f"the prompt holds {found}; a chat message needs a 'role' and a 'content'.")
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> list[int]:
+    """Token ids of a prompt, up to where the answer starts.
+
+    Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
+    `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
+    """
+    if isinstance(prompt, list) and tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
+    if isinstance(prompt, list):
+        prompt = _plain_chat(prompt)
+    return tokenizer(prompt)["input_ids"]
+
+
+def _plain_chat(messages: list[dict[str, Any]]) -> str:
+    _warn_of_plain_chat()
+    if not all(isinstance(message.get("content"), str) for message in messages):
+        raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
+    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+
+
+@cache
+def _warn_of_plain_chat() -> None:
+    logger.warning(
+        "the tokenizer has no chat template: messages are written as 'role: content' lines. "
+        "Set actor_rollout_ref.model.custom_chat_template for another format, or give prompts as plain strings."
+    )
+
+
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """`ids` without what exceeds `limit` on the named side: left, right or middle."""
+    excess = max(len(ids) - limit, 0)
+    start = {"left": 0, "middle": limit // 2, "right": limit}[side]
+    return ids[:start] + ids[start + excess :]
+
+
+class RLHFDataset(Dataset):
+    """Prompts with token ids. A row holds all columns of its file, and:
+
+    raw_prompt: the string, or the chat messages; raw_prompt_ids: list[int], with the generation prompt;
+    data_source: the column data.reward_fn_key, or "unknown"; extra_info: the column, or {};
+    index: extra_info["index"], or the position in this dataset.
+
+    A subclass whose prompts are not in files passes `data_files=None`, brings `__len__`, and returns
+    `self.make_row({data.prompt_key: prompt, …}, i)` from `__getitem__(i)`.
+
+    Args:
+        data_files: one path or several (see `read_rows`); None: no rows are read.
+        processor: kept for subclasses; not used here.
+        max_samples: use at most so many rows, drawn by data.seed if data.shuffle, else the first; -1: all.
+
+    Raises:
+        FileNotFoundError, ValueError: names file, row and remedy, for whatever makes rows unusable.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Iterable[str | Path] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: Any = None,
+        config: DataConfig | None = None,
+        max_samples: int = -1,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = DataConfig() if config is None else config
+        self.num_filtered = 0
+        self.rows: list[Row] = []
+        self.prompt_ids: list[np.ndarray] = []  # int32: a ninth of what lists take
+        if data_files is not None:
+            self._load(self._sample(read_rows(data_files), max_samples))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> Row:
+        return self.make_row(self.rows[position], position, self.prompt_ids[position].tolist())
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt before any cut; override for a format of your own."""
+        return encode_prompt(prompt, self.tokenizer, **self.config.apply_chat_template_kwargs)
+
+    def make_row(self, columns: Row, position: int, prompt_ids: list[int] | None = None) -> Row:
+        """The row that `columns` make; `prompt_ids` are encoded, and cut by data.truncation, unless given."""
+        if prompt_ids is None:
+            origin = Origin(type(self).__name__, position)
+            prompt_ids = self._fit(self._encode(columns, origin), origin)
+        extra_info = columns.get("extra_info") or {}
+        index = extra_info.get("index")
+        return {
+            **columns,
+            "raw_prompt": parse_prompt(columns[self.config.prompt_key]),
+            "raw_prompt_ids": prompt_ids,
+            "data_source": columns.get(self.config.reward_fn_key) or "unknown",
+            "extra_info": extra_info,
+            "index": position if index is None else index,
+        }
+
+    def _sample(self, rows: list[tuple[Origin, Row]], max_samples: int) -> list[tuple[Origin, Row]]:
+        if max_samples == 0:
+            raise ValueError("data.train_max_samples or data.val_max_samples is 0, which leaves no rows: -1 takes all.")
+        if not 0 < max_samples < len(rows):
+            return rows
+        if not self.config.shuffle:
+            return rows[:max_samples]
+        chosen = np.random.default_rng(self.config.seed or 0).choice(len(rows), max_samples, replace=False)
+        return [rows[i] for i in chosen]
+
+    def _load(self, rows: list[tuple[Origin, Row]]) -> None:
+        overlong: list[Origin] = []
+        longest = 0
+        for origin, columns in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
+            ids = self._encode(columns, origin)
+            longest = max(longest, len(ids))
+            if self.config.filter_overlong_prompts and len(ids) > self.config.max_prompt_length:
+                overlong.append(origin)
+                continue
+            self.rows.append(columns)
+            self.prompt_ids.append(np.asarray(self._fit(ids, origin), dtype=np.int32))
+        self.num_filtered = len(overlong)
+        if overlong:
+            self._report_overlong(overlong, longest)
+
+    def _report_overlong(self, overlong: list[Origin], longest: int) -> None:
+        limit = f"data.max_prompt_length={self.config.max_prompt_length} tokens"
+        if not self.rows:
+            raise ValueError(
+                f"all {len(overlong)} prompts are longer than {limit}, the longest has {longest}: raise "
+                "data.max_prompt_length, or cut prompts by data.filter_overlong_prompts=false data.truncation=left."
+            )
+        first = "; ".join(map(str, overlong[:3])) + ("; …" if len(overlong) > 3 else "")
+        total = len(self.rows) + len(overlong)
+        logger.warning("dropped %d of %d prompts, longer than %s: %s", len(overlong), total, limit, first)
+
+    def _encode(self, columns: Row, origin: Origin) -> list[int]:
+        """Token ids of a row's prompt, however many; ValueError says which row is bad, and why."""
+        try:
+            ids = self.encode_prompt(parse_prompt(columns.get(self.config.prompt_key)))
+        except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
+            filled = ", ".join(name for name, value in columns.items() if value is not None)
+            raise ValueError(
+                f"{origin}: {error} The prompt is read from the column data.prompt_key={self.config.prompt_key}; "
+                f"this row fills the columns {filled}."
+            ) from error
+        if not ids:
+            raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")
+        if not isinstance(columns.get("extra_info"), dict | None):
+            raise ValueError(f"{origin}: extra_info is {columns['extra_info']!r}; it must be a dictionary.")
+        return ids
+
+    def _fit(self, ids: list[int], origin: Origin) -> list[int]:
+        """`ids` cut to data.max_prompt_length as data.truncation says."""
+        limit = self.config.max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        if self.config.truncation == "error":
+            raise ValueError(
+                f"{origin}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise that, "
+                "drop such prompts by data.filter_overlong_prompts=true, or cut them by data.truncation=left."
+            )
+        return truncate(ids, limit, self.config.truncation)
+
+
+def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Columns of B rows: tensors stacked to [B, …], anything else an object array [B] whose elements stay as they are.
+
+    Raises:
+        ValueError: a row lacks a column that others have, or tensors differ in shape; names the column.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        lacking = [i for i, row in enumerate(rows) if name not in row]
+        if lacking:
+            raise ValueError(
+                f"column {name!r} is missing from row {lacking[0]} of a batch; all rows need the same columns."
+            )
+    return {name: _stack(name, [row[name] for row in rows]) for name in names}
+
+
+def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
+    if all(isinstance(value, torch.Tensor) for value in values):
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1:
+            raise ValueError(f"column {name!r} holds tensors of shapes {sorted(shapes)}; pad them, or return lists.")
+        return torch.stack(values)
+    column = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):  # element by element: numpy would make lists of equal length a matrix
+        column[i] = value
+    return column
+
+
+def get_dataset_class(config: DataConfig) -> type[Dataset]:
+    """The class data.custom_cls names, or RLHFDataset.
+
+    Raises:
+        TypeError: it is no subclass of torch.utils.data.Dataset.
+    """
+    if config.custom_cls.path is None:
+        return RLHFDataset
+    found = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+    if not isinstance(found, type) or not issubclass(found, Dataset):
+        raise TypeError(
+            f"data.custom_cls.name={config.custom_cls.name} in {config.custom_cls.path} is {found!r}; "
+            "it must be a subclass of torch.utils.data.Dataset."
+        )
+    return found
+
+
+def create_rl_dataset(
+    data_files: str | Path | Iterable[str | Path] | None,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+) -> Dataset:
+    """The dataset of `data_files`, of the configured class, which is called by keyword."""
+    dataset_class = get_dataset_class(config)
+    if data_files is None and dataset_class is RLHFDataset:
+        raise ValueError(
+            "data.train_files is not set: name a .parquet, .json or .jsonl file, "
+            "or let an environment give the prompts, e.g. env.id=FrozenLake-v1."
+        )
+    return dataset_class(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)

@@ -1,0 +1,199 @@
+"""Which rows come next, and how to come back to exactly that place.
+
+The order of epoch e is a pure function of (seed, e), so the position of a run is two numbers: the epoch and how many
+of its rows were handed out. There are no loader processes and nothing is fetched ahead: a curriculum that learns from
+a step decides over the very next row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sized
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from configs.schema import DataConfig
+from data.import_utils import load_extern_object
+from data.protocol import DataProto
+from data.rl_dataset import collate_fn
+from data.seeding import numpy_generator
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset or sampler with state of its own, which checkpoints then hold.
+
+    A sampler of this kind keeps its own place: it counts a row before yielding it, and `__iter__` after
+    `load_state_dict` yields the rest of the interrupted epoch. Any other sampler is iterated anew, and what it yielded
+    before is skipped.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class AbstractSampler(Sampler[int], ABC):
+    """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many.
+
+    `self.epoch` is set before `__iter__` is called: an order drawn from a seed and it needs no state to be resumed.
+    """
+
+    epoch = 0
+
+    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
+        self.data_source = data_source
+        self.data_config = data_config
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def update(self, batch: DataProto) -> None:
+        """Called after every training step with its batch, rewards included; does nothing here."""
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from what happened to the rows it chose."""
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None:
+        """Called after every training step with its batch: the rows it chose, with rewards and response lengths."""
+
+
+class SequentialSampler(AbstractSampler):
+    """Rows as they stand in the files."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+
+class RandomSampler(SequentialSampler):
+    """Every row once an epoch, in an order that depends on (seed, epoch) alone."""
+
+    def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:
+        super().__init__(data_source, data_config)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(len(self)).tolist())
+
+
+def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:
+    """The sampler data.sampler names, else a random (data.shuffle) or sequential one.
+
+    Args:
+        seed: trainer.seed; data.seed, where set, comes first.
+
+    Raises:
+        AssertionError: the user's class is no AbstractSampler.
+    """
+    chosen = data_config.sampler
+    if chosen.class_path is not None:
+        sampler_class = load_extern_object(chosen.class_path, chosen.class_name)
+        assert isinstance(sampler_class, type) and issubclass(sampler_class, AbstractSampler), (
+            f"data.sampler.class_name={chosen.class_name} in {chosen.class_path} is {sampler_class!r}; "
+            "it must be a subclass of data.sampler.AbstractSampler"
+        )
+        return sampler_class(data_source=dataset, data_config=data_config)
+    if data_config.shuffle:
+        return RandomSampler(dataset, data_config, seed if data_config.seed is None else data_config.seed)
+    return SequentialSampler(dataset, data_config)
+
+
+class PromptLoader:
+    """Batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
+
+    `epoch` is that of the batch handed out last, `index` the number of its rows handed out so far.
+
+    Raises:
+        ValueError: an epoch has no full batch and `drop_last` drops the rest.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, sampler: AbstractSampler, *, drop_last: bool = True) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.index = 0
+        if len(self) == 0:
+            raise self._no_batch()
+        self._rest = self._begin_epoch()
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        full, rest = divmod(len(self.sampler), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
+        """The next batch, of the next epoch where this one has no more."""
+        positions = self._take(self._rest)
+        if not positions:
+            self.epoch, self.index = self.epoch + 1, 0
+            self._rest = self._begin_epoch()
+            positions = self._take(self._rest)
+        if not positions:
+            raise self._no_batch()
+        self.index += len(positions)
+        return self._collate(positions)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor | np.ndarray]]:
+        """One whole epoch from its start; where `next_batch` stands does not change, unless the sampler is Stateful."""
+        rows = self._begin_epoch()
+        while positions := self._take(rows):
+            yield self._collate(positions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the states of a dataset and a sampler that have their own."""
+        states = {name: part.state_dict() for name, part in self._parts().items() if isinstance(part, Stateful)}
+        return {"epoch": self.epoch, "index": self.index, **states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where the loader that gave `state` stood.
+
+        Raises:
+            ValueError: the dataset or the sampler has a state of its own and `state` has none, or the reverse.
+        """
+        for name, part in self._parts().items():
+            if isinstance(part, Stateful) != (name in state):
+                raise ValueError(
+                    f"the checkpoint holds {'a' if name in state else 'no'} state of the {name}, which does not go "
+                    f"with {type(part).__name__}: resume with the {name} of the interrupted run."
+                )
+            if isinstance(part, Stateful):
+                part.load_state_dict(state[name])
+        self.epoch, self.index = state["epoch"], state["index"]
+        num_seen = 0 if isinstance(self.sampler, Stateful) else self.index
+        self._rest = islice(self._begin_epoch(), num_seen, None)
+
+    def _parts(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, "sampler": self.sampler}
+
+    def _begin_epoch(self) -> Iterator[int]:
+        self.sampler.set_epoch(self.epoch)
+        return iter(self.sampler)
+
+    def _take(self, positions: Iterator[int]) -> list[int]:
+        """The positions of the next batch; [] at the end of the epoch."""
+        taken = list(islice(positions, self.batch_size))
+        return [] if self.drop_last and len(taken) < self.batch_size else taken
+
+    def _collate(self, positions: list[int]) -> dict[str, torch.Tensor | np.ndarray]:
+        return collate_fn([self.dataset[position] for position in positions])
+
+    def _no_batch(self) -> ValueError:
+        return ValueError(
+            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {len(self.sampler)} rows. "
+            "Lower data.train_batch_size, give more rows, or look whether data.max_prompt_length drops too many."
+        )

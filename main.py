@@ -1,0 +1,56 @@
+"""Trains a language model by reinforcement learning: python main.py --config-name frozenlake key=value …"""
+
+import sys
+
+import configs.process  # noqa: F401  before torch
+from configs.checks import batch_arithmetic, check_config, needs_critic, needs_reference
+from configs.loader import ConfigError, load_config, parse_arguments
+from configs.schema import Config
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "ppo_trainer", __doc__)
+    try:
+        config = load_config(arguments, Config)
+        check_config(config)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+    run(config)
+
+
+def run(config: Config) -> dict[str, float]:
+    """Trains as `config` says; the metrics of the last validation."""
+    # torch, transformers and ray are imported only now: --help, --cfg job and config errors answer at once.
+    from training.preparation import prepare
+    from training.ray_trainer import RayPPOTrainer, Roles
+    from training.validation import Validator
+    from workers.worker_group import ActorRole, CriticRole, ReferenceRole, RolloutRole, start_worker_group
+
+    print(batch_arithmetic(config))
+    parts = prepare(config)
+    with_ref, with_critic = needs_reference(config), needs_critic(config)
+    group = start_worker_group(config, parts.total_steps, with_ref, with_critic)
+    try:
+        roles = Roles(
+            rollout=RolloutRole(group),
+            actor=ActorRole(group),
+            ref=ReferenceRole(group) if with_ref else None,
+            critic=CriticRole(group) if with_critic else None,
+        )
+        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
+        trainer = RayPPOTrainer(
+            config,
+            tokenizer=parts.tokenizer,
+            roles=roles,
+            reward=parts.reward,
+            train_loader=parts.train_loader,
+            validator=validator if parts.can_validate else None,
+            total_steps=parts.total_steps,
+        )
+        return trainer.fit()
+    finally:
+        group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+import configs.process  # noqa: F401  before torch

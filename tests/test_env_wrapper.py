@@ -1,0 +1,610 @@
+"""Text environments over the real gymnasium ones: exact replay, marked players, optimal moves, episodes, errors."""
+
+import dataclasses
+import pickle
+import threading
+from collections import Counter, deque
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
+from custom.text_env import best_actions, last_mention, mark_ansi, shortest_paths
+
+LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
+RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}
+SHIPPED = [
+    LAKE,
+    RANDOM_LAKE,
+    {**RANDOM_LAKE, "is_slippery": True},
+    {"env_id": "FrozenLake8x8-v1"},
+    {"env_id": "CliffWalking-v1"},
+    {"env_id": "CliffWalkingSlippery-v1"},
+    {"env_id": "Taxi-v4"},
+    {"env_id": "Taxi-v4", "is_rainy": True, "fickle_passenger": True},
+    {"env_id": "Blackjack-v1"},
+]
+all_shipped = pytest.mark.parametrize("config", SHIPPED, ids=lambda config: "-".join(map(str, config.values())))
+
+
+class Lock(gym.Env):
+    """A third party's environment: find the digit that opens the lock. Tuple observations; it holds a real lock."""
+
+    def __init__(self, digits: int = 4) -> None:
+        self.action_space = gym.spaces.Discrete(digits)
+        self.observation_space = gym.spaces.Tuple((gym.spaces.Discrete(9), gym.spaces.Discrete(3)))
+        self._lock = threading.Lock()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.tries, self.secret = 0, int(self.np_random.integers(self.action_space.n))
+        return (0, 0), {}
+
+    def step(self, action):
+        self.tries += 1
+        order = int(np.sign(self.secret - action))
+        return (self.tries, order + 1), float(order == 0), order == 0, self.tries == 8, {"secret": self.secret}
+
+
+class Broken(Lock):
+    """Raises at reset with an odd seed, and at the third step."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed % 2:
+            raise OSError("no such board")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.tries == 2:
+            raise KeyError("lost")
+        return *super().step(action)[:2], False, False, {}
+
+
+class Steering(Lock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+
+
+for name, entry_point in {"Lock-v0": Lock, "Broken-v0": Broken, "Steering-v0": Steering}.items():
+    gym.register(name, entry_point)
+
+
+def replay(config: dict, state: EnvState, text_env: TextEnv):
+    """Restore a state through gymnasium alone; returns the environment and the observation."""
+    kwargs = {k: v for k, v in config.items() if k not in ("env_id", "random_maps", "size")}
+    if config.get("random_maps"):
+        kwargs["desc"] = generate_random_map(size=config["size"], seed=state.seed)
+    env = gym.make(config["env_id"], **kwargs)
+    observation, _ = env.reset(seed=state.seed)
+    for action in state.actions:
+        observation, _, terminated, _, _ = env.step(action)
+        assert not terminated
+    return env.unwrapped, observation
+
+
+def lake_distances(lake: list[str], origin: tuple[int, int]) -> dict[tuple[int, int], int]:
+    """Steps between `origin` and every cell that is not a hole, by a search over the map itself."""
+    size, distances, queue = len(lake), {origin: 0}, deque([origin])
+    while queue:
+        row, column = queue.popleft()
+        for cell in [(row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)]:
+            inside = 0 <= cell[0] < size and 0 <= cell[1] < size
+            if inside and lake[cell[0]][cell[1]] != "H" and cell not in distances:
+                distances[cell] = distances[row, column] + 1
+                queue.append(cell)
+    return distances
+
+
+@all_shipped
+def test_seed_and_actions_replay_every_state_through_gymnasium_alone(config):
+    env = make_env(**config, seed=3)
+    for i in range(30):
+        state = env.get_state(i)
+        unwrapped, observation = replay(config, state, env)
+        assert env.observation_to_text(unwrapped, observation) == state.text
+        assert "\x1b" not in env.state_to_text(state)
+
+
+@all_shipped
+def test_states_depend_on_the_seed_and_the_index_alone(config):
+    forwards, env = make_env(**config, seed=1), make_env(**config, seed=1)
+    states = [forwards.get_state(i) for i in range(20)]
+    assert [env.get_state(i) for i in reversed(range(20))] == states[::-1]
+    assert [env.clone().get_state(i) for i in range(3)] == states[:3]
+    assert [make_env(**config, seed=2).get_state(i) for i in range(20)] != states
+
+
+def test_states_of_a_lake_are_all_its_cells_on_the_way_and_equally_often():
+    env = make_env(**LAKE)
+    counts = Counter(env.get_state(i).text.replace("\n", "").index("P") for i in range(2200))
+    assert set(counts) == {0, 1, 2, 3, 4, 6, 8, 9, 10, 13, 14}  # all but the holes 5, 7, 11, 12 and the goal 15
+    assert max(abs(count - 200) for count in counts.values()) < 70  # 5 standard deviations of Binomial(2200, 1/11)
+
+
+def test_states_of_a_taxi_have_the_passenger_aboard_as_well_as_waiting():
+    env = make_env("Taxi-v4")
+    aboard = Counter("is in the taxi" in env.get_state(i).text for i in range(200))
+    assert min(aboard[True], aboard[False]) > 20
+
+
+def test_random_walks_are_of_any_length_up_to_the_last_state_of_an_episode():
+    env = make_env("Lock-v0", digits=1000)  # truncated at the 8th try
+    lengths = Counter(len(env.get_state(i).actions) for i in range(200))
+    assert set(lengths) == set(range(8)) and lengths[7] > 100  # 14 walks in 21 are 7 steps or longer
+
+
+def test_a_lake_whose_goal_is_out_of_reach_is_refused():
+    with pytest.raises(ValueError, match="is the goal within reach"):
+        make_env(**LAKE, desc=["SFH", "FHF", "HFG"]).get_state(0)
+
+
+def test_cells_that_only_the_goal_connects_are_no_training_states():
+    env = make_env(**LAKE, desc=["SHF", "FHF", "FFG"])
+    texts = {env.get_state(i).text for i in range(100)}
+    assert texts == {"PHF\nFHF\nFFG", "SHF\nPHF\nFFG", "SHF\nFHF\nPFG", "SHF\nFHF\nFPG"}
+
+
+def test_a_reset_seed_gives_states_of_its_own_map_and_start_state_its_start():
+    env = make_env(**RANDOM_LAKE)
+    lake = "".join(generate_random_map(size=4, seed=7))
+    start = env.start_state(7)
+    assert start == EnvState(7, (), "\n".join(["P" + lake[1:4], lake[4:8], lake[8:12], lake[12:]]))
+    assert env.reset(7) == env.state_to_text(start)
+    cells = [env.get_state(i, reset_seed=7) for i in range(10)]
+    assert {state.seed for state in cells} == {7} and len({state.text for state in cells}) > 1
+
+
+def test_held_out_maps_never_occur_though_their_seeds_differ():
+    config = {**RANDOM_LAKE, "size": 3}  # few layouts: equal ones are certain unless they are held out
+    held_out = {make_env(**config).layout(seed) for seed in range(20)}
+    env, careless = make_env(**config, exclude_seeds=range(20)), make_env(**config)
+    assert not held_out & {env.layout(env.get_state(i).seed) for i in range(2000)}
+    assert held_out & {careless.layout(careless.get_state(i).seed) for i in range(2000)}
+
+
+def test_holding_out_every_map_is_refused():
+    with pytest.raises(ValueError, match="all held out"):
+        make_env(**{**RANDOM_LAKE, "size": 2}, exclude_seeds=range(100)).get_state(0)
+
+
+def test_states_and_settings_travel_by_pickle():
+    env = make_env(**RANDOM_LAKE, exclude_seeds=range(3))
+    state = env.get_state(5)
+    assert pickle.loads(pickle.dumps(state)) == state
+    assert pickle.loads(pickle.dumps(env)).get_state(5) == state
+    lock = make_env("Lock-v0")
+    lock.reset(0)  # holds a lock by now
+    assert pickle.loads(pickle.dumps(lock)).get_state(5) == lock.get_state(5)
+
+
+@pytest.mark.parametrize("lake", [["SFFF", "FHFH", "FFFH", "HFFG"], ["SFF", "FFF", "FFG"], ["SFFFG"]])
+def test_a_lake_shows_the_player_in_every_cell_and_keeps_its_shape(lake):
+    env = gym.make("FrozenLake-v1", desc=lake).unwrapped
+    cells, to_text = "".join(lake), ENVIRONMENTS["FrozenLake-v1"]["observation_to_text"]
+    for cell in range(len(cells)):
+        text = to_text(env, cell)
+        assert [len(row) for row in text.split("\n")] == [len(row) for row in lake]
+        assert text.replace("\n", "") == cells[:cell] + "P" + cells[cell + 1 :]
+
+
+def test_cliff_walking_shows_the_player_in_every_cell():
+    env = gym.make("CliffWalking-v1").unwrapped
+    cells = "." * 37 + "C" * 10 + "G"
+    for cell in range(48):
+        text = ENVIRONMENTS["CliffWalking-v1"]["observation_to_text"](env, cell)
+        assert text.split("\n") == [(cells[:cell] + "P" + cells[cell + 1 :])[i : i + 12] for i in (0, 12, 24, 36)]
+
+
+def test_taxi_shows_the_taxi_in_every_state_and_no_two_states_look_alike():
+    env = gym.make("Taxi-v4").unwrapped
+    texts = [ENVIRONMENTS["Taxi-v4"]["observation_to_text"](env, state) for state in range(500)]
+    assert len(set(texts)) == 500
+    for state, text in enumerate(texts):
+        row, column, _, _ = env.decode(state)
+        rows = text.split("\n")[:7]
+        assert rows[1 + row][1 + 2 * column] == "T" and "".join(rows).count("T") == 1
+
+
+def test_taxi_says_in_words_what_the_map_cannot_show():
+    env = gym.make("Taxi-v4").unwrapped
+    to_text = ENVIRONMENTS["Taxi-v4"]["observation_to_text"]
+    assert to_text(env, env.encode(4, 3, 2, 1)).endswith(
+        "| | : | : |\n|Y| : |T: |\n+---------+\nThe taxi T is on B. The passenger is at Y and wants to go to G."
+    )
+    assert to_text(env, env.encode(2, 2, 4, 0)).endswith(
+        "The taxi T is on the road. The passenger is in the taxi and wants to go to R."
+    )
+
+
+def test_blackjack_speaks_in_sentences():
+    to_text = ENVIRONMENTS["Blackjack-v1"]["observation_to_text"]
+    assert to_text(None, (14, 10, 0)) == "Your cards sum to 14. The dealer shows 10."
+    assert to_text(None, (18, 1, 1)) == "Your cards sum to 18 with a usable ace. The dealer shows an ace."
+
+
+def test_the_instruction_precedes_the_observation_or_is_left_out():
+    state = make_env(**LAKE).start_state(0)
+    assert make_env(**LAKE, instruction="Go!").state_to_text(state) == "Go!\n\nPFFF\nFHFH\nFFFH\nHFFG"
+    assert make_env(**LAKE, instruction="").state_to_text(state) == "PFFF\nFHFH\nFFFH\nHFFG"
+
+
+@pytest.mark.parametrize(
+    ("ansi", "text"),
+    [
+        ("S\x1b[41mF\x1b[0mH", "S[F]H"),
+        ("\x1b[34;1m\x1b[43mR\x1b[0m\x1b[0m: ", "[R]: "),  # nested, as Taxi does
+        ("\x1b[41mS\x1b[0m\x1b[42mF\x1b[0m", "[S][F]"),  # neighbours keep a mark each
+        ("\x1b[2J\x1b[HA\x1b[K\x1b[?25l", "A"),  # clear screen, home, erase line, hide cursor
+        ("\x1b[1mopen", "open"),  # never closed
+        ("\x1b[0mclosed\x1b[m", "closed"),  # never opened
+        ("plain [x]", "plain [x]"),
+    ],
+)
+def test_ansi_highlights_become_brackets(ansi, text):
+    assert mark_ansi(ansi) == text
+
+
+@given(st.lists(st.sampled_from(["\x1b", "[", "0", "m", ";", "41", "\x1b[0m", "\x1b[41m", "S", "\n"])).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_no_escape_survives(text):
+    assert "\x1b" not in mark_ansi(text)
+
+
+def actions_of(env_id: str, *texts: str) -> list[int | None]:
+    env = make_env(env_id)
+    return [env.extract_action(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        ("R", 2),
+        ("r", 2),
+        ("I go right.", 2),
+        ("LEFT", 0),
+        ("**Down**!", 1),
+        ("<answer>U</answer>", 3),
+        ("not left, not down: up", 3),
+        ("Move:L\n", 0),
+        ("'D'", 1),
+        ("I walk around a LUMP.", None),
+        ("Upside-down? I'd say no. All uphill.", None),
+        ("You'd better make a U-turn.", None),
+        ("right. I'd bet on it", 2),
+        ("2", None),
+        ("", None),
+        ("ſ İ ı K \udcff", None),  # letters whose lower case is another letter, or longer
+    ],
+)
+def test_frozen_lake_reads_letters_and_words(answer, action):
+    assert make_env(**LAKE).extract_action(answer) == action
+
+
+def test_each_environment_has_its_own_action_numbers():
+    assert actions_of("FrozenLake-v1", "left", "down", "right", "up") == [0, 1, 2, 3]
+    assert actions_of("CliffWalking-v1", "up", "right", "down", "left") == [0, 1, 2, 3]
+    assert actions_of("Taxi-v4", "South", "north", "east", "west", "Pick up!", "drop-off", "up") == [*range(6), None]
+    assert actions_of("Blackjack-v1", "I stick.", "HIT me", "stand", "sticky") == [0, 1, 0, None]
+    assert actions_of("Lock-v0", "2", "7", "0 or 1", "3.5", "12", "no. 1.") == [2, None, 1, None, None, 1]
+
+
+@all_shipped
+def test_the_canonical_answer_reads_back_as_its_action(config):
+    env = make_env(**config)
+    for action in range(gym.make(config["env_id"]).action_space.n):
+        assert env.extract_action(env.action_to_text(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("word", "lake"),
+    [("L", "FFF\nPSF\nFFG"), ("D", "FFF\nFSF\nFPG"), ("R", "FFF\nFSP\nFFG"), ("U", "FPF\nFSF\nFFG")],
+)
+def test_lake_moves_go_where_they_say(word, lake):
+    env = make_env(**LAKE, desc=["FFF", "FSF", "FFG"])
+    env.reset(0)
+    assert env.step(word)[0] == lake
+
+
+def test_cliff_and_taxi_moves_go_where_they_say():
+    env = make_env("CliffWalking-v1")
+    env.reset(0)
+    rows = [env.step(word)[0].split("\n") for word in ("up", "up", "right", "down", "left")]
+    assert [(row, text.index("P")) for grid in rows for row, text in enumerate(grid) if "P" in text] == [
+        (2, 0),
+        (1, 0),
+        (1, 1),
+        (2, 1),
+        (2, 0),
+    ]
+    taxi = make_env("Taxi-v4")
+    seed = next(seed for seed in range(500) if taxi.start_state(seed).text[3 * 12 + 5] == "T")  # the middle: row 3
+    for word, cell in (("south", 4 * 12 + 5), ("north", 2 * 12 + 5), ("east", 3 * 12 + 7), ("west", 3 * 12 + 3)):
+        taxi.reset(seed)
+        assert taxi.step(word)[0][cell] == "T"
+
+
+@given(st.text() | st.lists(st.sampled_from(["left", "R", "-", "'", " ", ".", "ſ", "İ"])).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_any_text_is_read_or_is_no_action(text):
+    assert last_mention(("L|left", "D", "R", "s"), text) in (None, 0, 1, 2, 3)
+
+
+def test_a_move_is_rewarded_exactly_if_it_shortens_the_way():
+    env = make_env(**RANDOM_LAKE)
+    moves = [(0, -1), (1, 0), (0, 1), (-1, 0)]
+    for i in range(150):
+        state = env.get_state(i)
+        lake = generate_random_map(size=4, seed=state.seed)
+        distances = lake_distances(lake, (3, 3))
+        row, column = divmod(state.text.replace("\n", "").index("P"), 4)
+        assert len(state.actions) == lake_distances(lake, (0, 0))[row, column]
+        for action, (down, right) in enumerate(moves):
+            after = (row + down, column + right)  # off the map or into a hole: not among the distances
+            nearer = distances.get(after, 99) < distances[row, column]
+            assert env.compute_reward(state, action) == float(nearer)
+            assert (action in env.optimal_actions(state)) == nearer
+        assert env.compute_reward(state, env.get_action(state)) == 1.0
+        assert env.compute_reward(state, None) == 0.0
+
+
+def play(env: TextEnv, seed: int) -> list[float]:
+    """Rewards of an episode of optimal answers."""
+    env.reset(seed)
+    state, rewards, terminated, truncated = env.start_state(seed), [], False, False
+    while not (terminated or truncated):
+        action = env.get_action(state)
+        text, reward, terminated, truncated, _ = env.step(f"I choose {env.action_to_text(action)}.")
+        assert "\x1b" not in text
+        rewards.append(reward)
+        state = EnvState(seed, (*state.actions, action), text)
+    assert terminated
+    return rewards
+
+
+def test_optimal_answers_cross_random_lakes_by_a_shortest_way():
+    env = make_env(**RANDOM_LAKE)
+    for seed in range(50):
+        assert play(env, seed) == [0.0] * (lake_distances(generate_random_map(size=4, seed=seed), (3, 3))[0, 0] - 1) + [
+            1.0
+        ]
+
+
+def test_optimal_answers_solve_cliff_walking_and_taxi():
+    assert play(make_env("CliffWalking-v1"), 0) == [-1.0] * 13
+    for seed in range(10):
+        rewards = play(make_env("Taxi-v4"), seed)
+        assert set(rewards[:-1]) == {-1.0} and rewards[-1] == 20.0 and len(rewards) <= 20
+
+
+@pytest.mark.parametrize("env_id", ["FrozenLake-v1", "CliffWalkingSlippery-v1"])
+def test_best_actions_agree_with_value_iteration_written_in_loops(env_id):
+    table = gym.make(env_id).unwrapped.P
+    values = [0.0] * len(table)
+    for _ in range(2500):  # 0.99^2500 < 1e-10
+        sums = [
+            [sum(p * (r + 0.99 * values[n] * (not done)) for p, n, r, done in row[a]) for a in row]
+            for row in table.values()
+        ]
+        values = [max(row) for row in sums]
+    scale = max(abs(r) for row in table.values() for outcomes in row.values() for _, _, r, _ in outcomes)
+    assert best_actions(table).tolist() == [[v >= max(row) - 1e-7 * scale for v in row] for row in sums]
+
+
+def test_outcomes_of_different_number_are_weighed_by_probability():
+    table = {
+        0: {0: [(1.0, 1, 0.0, False)], 1: [(0.5, 0, 0.0, False), (0.5, 1, 4.0, True)]},
+        1: {0: [(1.0, 1, 3.0, True)], 1: [(0.7, 1, 4.0, True), (0.3, 1, 0.0, True)]},
+    }
+    # state 1 is worth 3, not 2.8; in state 0, trying again for an even chance of 4 is worth 2 / (1 - 0.99 / 2) = 3.96
+    assert best_actions(table).tolist() == [[False, True], [True, False]]
+
+
+def test_paths_are_shortest_and_lead_through_no_end():
+    table = {
+        0: {0: [(1.0, 1, 0.0, False)], 1: [(1.0, 2, 0.0, False)]},
+        1: {0: [(1.0, 2, 0.0, False)], 1: [(1.0, 3, 0.0, True)]},
+        2: {0: [(1.0, 0, 0.0, False)], 1: [(1.0, 1, 0.0, False)]},
+        3: {0: [(1.0, 4, 0.0, False)], 1: [(1.0, 3, 0.0, False)]},
+        4: {0: [(1.0, 4, 0.0, False)], 1: [(1.0, 4, 0.0, False)]},
+    }
+    assert shortest_paths(table, 0) == {0: (), 1: (0,), 2: (1,)}
+    table[2][1] = [(0.5, 1, 0.0, False), (0.5, 2, 0.0, False)]
+    assert shortest_paths(table, 0) == {}  # a random transition: no path is sure
+
+
+def test_the_environments_own_reward_is_an_option():
+    env = make_env("CliffWalking-v1", reward="env")
+    start = env.start_state(0)
+    assert [env.compute_reward(start, action) for action in (0, 1, 2, 3, None)] == [-1.0, -100.0, -1.0, -1.0, -1.0]
+    goal = make_env(**LAKE, reward="env", invalid_reward=-0.5)
+    beside = EnvState(0, (2, 2, 1, 1, 1), "")
+    assert [goal.compute_reward(beside, action) for action in (2, 0, None)] == [1.0, 0.0, -0.5]
+
+
+def test_blackjack_has_no_table_so_the_game_itself_pays():
+    env = make_env("Blackjack-v1")
+    states = [env.get_state(i) for i in range(60)]
+    assert {env.get_action(state) for state in states} == {None} and env.optimal_actions(states[0]) == ()
+    for state in states:
+        game, _ = replay({"env_id": "Blackjack-v1"}, state, env)
+        assert env.compute_reward(state, 0) == env.compute_reward(state, 0) == game.step(0)[1]
+    assert {env.compute_reward(state, 0) for state in states} == {-1.0, 0.0, 1.0}
+    assert env.compute_reward(states[0], None) == -1.0  # silence pays no better than losing
+    with pytest.raises(ValueError, match="reward='progress' for Blackjack-v1"):
+        make_env("Blackjack-v1", reward="progress")
+
+
+def test_the_step_limit_is_ours_even_where_gymnasium_has_none():
+    env = make_env("CliffWalking-v1", max_turns=3)
+    env.reset(0)
+    ends = [env.step("left")[2:4] for _ in range(3)]
+    assert ends == [(False, False), (False, False), (False, True)]
+    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
+        env.step("left")
+    limits = {make_env(env_id).max_turns for env_id in ("FrozenLake-v1", "CliffWalking-v1")}
+    assert limits == {100} and make_env("FrozenLake8x8-v1").max_turns == 200
+    with pytest.raises(ValueError, match="max_turns=0"):
+        make_env("CliffWalking-v1", max_turns=0)
+
+
+def test_a_limit_beyond_gymnasiums_own_holds():
+    env = make_env(**LAKE, max_turns=150)
+    env.reset(0)
+    ends = [env.step("left")[2:4] for _ in range(150)]
+    assert ends == [(False, False)] * 149 + [(False, True)]
+
+
+def test_an_invalid_answer_costs_a_turn_and_changes_nothing():
+    env = make_env("Taxi-v4", max_turns=4)
+    prompt = env.reset(5)
+    text, reward, terminated, truncated, info = env.step("What is a taxi?")
+    assert prompt.endswith(text) and (reward, terminated, truncated) == (-10.0, False, False)
+    assert info == {"success": False, "action": None, "turns": 1, "invalid": 1, "end_reason": None}
+    assert env.step("pickup")[4]["invalid"] == 1
+    env.step("?")
+    *_, truncated, info = env.step("!")
+    assert truncated and info["invalid"] == 3 and info["turns"] == 4 and info["end_reason"] == "max_turns"
+
+
+def test_a_win_on_the_last_turn_is_a_win():
+    env = make_env(**LAKE, desc=["SG"], max_turns=1)
+    env.reset(0)
+    text, reward, terminated, truncated, info = env.step("R")
+    assert (text, reward, terminated, truncated, info["end_reason"]) == ("SP", 1.0, True, False, "terminated")
+
+
+def test_an_episode_may_start_from_a_training_state():
+    env = make_env(**RANDOM_LAKE)
+    state = env.get_state(4)
+    assert env.reset(state.seed, state.actions) == env.state_to_text(state)
+    with pytest.raises(ValueError, match="end the episode"):
+        make_env(**LAKE).reset(0, (2, 1))
+
+
+def test_states_can_be_asked_for_while_an_episode_runs():
+    disturbed, calm = make_env("FrozenLake-v1"), make_env("FrozenLake-v1")
+    assert disturbed.reset(3) == calm.reset(3)
+    for i, move in enumerate("LULUL"):
+        disturbed.compute_reward(disturbed.get_state(i), 1)
+        assert disturbed.step(move) == calm.step(move)
+
+
+def test_clones_play_apart():
+    env = make_env(**RANDOM_LAKE)
+    twin = env.clone()
+    prompts = [env.reset(1), twin.reset(2)]
+    assert prompts[0] != prompts[1]
+    env.step("?")
+    assert twin.step("?")[4]["turns"] == 1 and env.step("?")[4]["turns"] == 2
+
+
+def test_each_seed_resets_to_its_own_map():
+    env = make_env(**RANDOM_LAKE, instruction="")
+    for seed in (0, 1, 0):
+        lake = "\n".join(generate_random_map(size=4, seed=seed))
+        assert env.reset(seed) == "P" + lake[1:]
+
+
+def test_a_third_partys_environment_takes_two_functions():
+    def to_text(env, observation):
+        tries, order = observation
+        return f"Try {tries + 1} of 8. Your last digit was {('too high', 'right', 'too low')[order]}."
+
+    def to_action(text):
+        digits = [int(word) for word in text.split() if word.isdigit()]
+        return digits[-1] if digits else None
+
+    env = TextEnv(
+        "Lock-v0", to_text, to_action, instruction="Open the lock with a digit from 0 to 8.", env_kwargs={"digits": 9}
+    )
+    assert env.reset(0) == "Open the lock with a digit from 0 to 8.\n\nTry 1 of 8. Your last digit was too high."
+    secret = env.step("let me try 9")[4]["action"]
+    assert secret is None  # 9 is outside the action space: no legal action
+    secret = env.step("then 0")[4]["secret"]
+    assert secret > 0
+    text, reward, terminated, _, info = env.step(f"I take {secret}")
+    assert (reward, terminated, info["end_reason"]) == (1.0, True, "terminated") and "was right" in text
+    assert env.compute_reward(env.start_state(0), secret) == 1.0 and env.action_to_text(3) == "3"
+
+
+MY_GAME = """
+import gymnasium
+from custom.env_wrapper import ENVIRONMENTS
+
+gymnasium.register("MyLock-v0", entry_point="THIS_FILE:Lock", max_episode_steps=6)
+
+def to_text(env, observation):
+    return f"{observation[0]} tries"
+
+def to_action(text):
+    return int(text) if text.isdecimal() else None
+
+ENVIRONMENTS["MyLock-v0"] = {"observation_to_text": to_text, "text_to_action": to_action}
+"""
+
+
+def test_a_users_file_of_15_lines_adds_an_environment(tmp_path, monkeypatch):
+    assert len(MY_GAME.strip().splitlines()) <= 15
+    (tmp_path / "my_lock.py").write_text(MY_GAME.replace("THIS_FILE", __name__))
+    monkeypatch.syspath_prepend(tmp_path)
+    env = make_env("my_lock:MyLock-v0", max_turns=5)
+    assert env.reset(0) == "0 tries"
+    assert env.step("two")[4]["action"] is None and env.step("2")[0] == "1 tries"
+    assert make_env("my_lock:MyLock-v0").max_turns == 6 and make_env("MyLock-v0").reset(0) == "0 tries"
+
+
+def test_an_environment_without_an_entry_is_rendered_or_printed(monkeypatch):
+    monkeypatch.delitem(ENVIRONMENTS, "FrozenLake-v1")
+    lake = make_env("FrozenLake-v1", is_slippery=False)
+    assert lake.reset(0) == "Answer with one of: 0, 1, 2, 3.\n\n\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
+    assert lake.step("action 1")[0] == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n"
+    assert make_env("Lock-v0", instruction="").reset(0) == "(0, 0)"
+
+
+def test_the_environments_own_truncation_is_told_from_ours():
+    env = make_env("Lock-v0", digits=99)
+    env.reset(0)
+    infos = [env.step("98") for _ in range(8)]
+    assert infos[-1][2:4] == (False, True) and infos[-1][4]["end_reason"] == "env_truncated"
+
+
+def test_exceptions_of_an_environment_name_the_way_there():
+    env = make_env("Broken-v0")
+    with pytest.raises(
+        RuntimeError, match=r"Broken-v0 raised OSError: no such board, after reset\(seed=7\) and actions \[\]"
+    ):
+        env.reset(7)
+    env.reset(8)
+    env.step("1"), env.step("2")
+    with pytest.raises(
+        RuntimeError, match=r"KeyError: 'lost', after reset\(seed=8\) and actions \[1, 2, 3\]"
+    ) as raised:
+        env.step("3")
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_unfit_settings_are_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"'FrozenLak-v1'.*FrozenLake-v1.*my_module:MyGame-v0"):
+        make_env("FrozenLak-v1")
+    with pytest.raises(ValueError, match="Please use `Taxi-v4`"):
+        make_env("Taxi-v3")
+    with pytest.raises(ValueError, match=r"Box.*pass text_to_action"):
+        make_env("Steering-v0")
+    with pytest.raises(ValueError, match="random_maps=True works for FrozenLake-v1,"):
+        make_env("Taxi-v4", random_maps=True)
+    with pytest.raises(ValueError, match="without desc or map_name"):
+        make_env(**RANDOM_LAKE, map_name="8x8")
+    with pytest.raises(ValueError, match="3 action_names, but Blackjack-v1 has 2"):
+        TextEnv("Blackjack-v1", action_names=("stick", "hit", "split"))
+    with pytest.raises(ValueError, match="set action_names"):
+        TextEnv("Blackjack-v1", text_to_action=lambda text: None).action_to_text(0)
+
+
+def test_states_are_plain_and_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EnvState(0, (), "text").seed = 1

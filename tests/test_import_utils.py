@@ -1,0 +1,158 @@
+"""Users' files and modules: every way to name one, executed once, with errors that lead to the mistake."""
+
+import importlib
+import pickle
+import sys
+import traceback
+
+import pytest
+
+from data.import_utils import load_extern_object, load_module, load_modules
+
+REWARD = """
+import math
+
+CALLS = []
+
+class Judge:
+    def __init__(self, strictness):
+        self.strictness = strictness
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+_private = 1
+"""
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    file = tmp_path / "my_reward.py"
+    file.write_text(REWARD)
+    return file
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A user's package on PYTHONPATH: user_pkg.rewards."""
+    folder = tmp_path / "user_pkg"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "user_pkg"]:
+        del sys.modules[name]
+
+
+def test_a_file_is_found_absolute_relative_and_as_a_url(reward_file, monkeypatch):
+    monkeypatch.chdir(reward_file.parent)
+    for path in (str(reward_file), "my_reward.py", "./my_reward.py", f"file://{reward_file}"):
+        assert load_extern_object(path, "compute_score")("any", "42", "42") == 1.0
+
+
+def test_a_file_without_the_py_ending_is_found(tmp_path):
+    file = tmp_path / "reward.txt"
+    file.write_text(REWARD)
+    assert load_module(str(file)).CALLS == []
+
+
+@pytest.mark.parametrize("path", ["user_pkg.rewards", "pkg://user_pkg.rewards", "pkg://user_pkg/rewards"])
+def test_a_module_is_found_by_its_dotted_name(package, path):
+    assert load_extern_object(path, "compute_score")("any", "42", "41") == 0.0
+
+
+def test_a_file_is_executed_once_however_it_is_named(reward_file, monkeypatch):
+    load_module(str(reward_file)).CALLS.append("kept")
+    monkeypatch.chdir(reward_file.parent)
+    assert load_module("my_reward.py").CALLS == ["kept"]
+    assert load_module(f"file://{reward_file}").CALLS == ["kept"]
+
+
+def test_one_module_several_or_none_are_loaded_in_order(reward_file, package):
+    assert load_modules(None) == []
+    assert load_modules("user_pkg.rewards") == [load_module("user_pkg.rewards")]
+    assert load_modules([str(reward_file), "user_pkg"]) == [load_module(str(reward_file)), load_module("user_pkg")]
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"FOLDER = {folder!r}")
+    assert [load_module(str(tmp_path / folder / "reward.py")).FOLDER for folder in ("a", "b")] == ["a", "b"]
+
+
+def test_a_file_on_the_import_path_is_the_module_that_import_gives(package):
+    by_path = load_extern_object(str(package / "rewards.py"), "Judge")
+    assert by_path is importlib.import_module("user_pkg.rewards").Judge
+
+
+def test_a_file_named_like_a_known_module_does_not_give_that_module(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("MINE = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_module(str(tmp_path / "random.py")).MINE
+    assert "MINE" not in vars(importlib.import_module("random"))
+
+
+def test_objects_of_a_loaded_class_pickle(reward_file, package):
+    for path in (reward_file, package / "rewards.py"):
+        judge = load_extern_object(str(path), "Judge")(strictness=3)
+        assert pickle.loads(pickle.dumps(judge)).strictness == 3
+
+
+def test_dataclasses_work_in_a_loaded_file(tmp_path):
+    file = tmp_path / "typed.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from typing import ClassVar\n@dataclass\nclass A:\n    n: ClassVar[int] = 3\n    x: int = 1\n"
+    )
+    assert load_extern_object(str(file), "A")(x=2).x == 2
+
+
+def test_a_missing_file_names_the_path_and_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_module("rewards/mine.py")
+    assert "rewards/mine.py" in str(caught.value)
+    assert f"working directory is {tmp_path}" in str(caught.value)
+
+
+def test_a_missing_module_says_that_it_is_neither_file_nor_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=f"no_such_pkg.rewards: neither a file in {tmp_path} nor a module"):
+        load_module("no_such_pkg.rewards")
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "kind"),
+    [
+        ("import math\n\nx = 1 / 0\n", 3, "ZeroDivisionError"),
+        ("import no_such_library\n", 1, "ModuleNotFoundError"),
+        ("x = 1\ndef broken(:\n", 2, "SyntaxError"),
+    ],
+)
+def test_a_failing_file_shows_the_users_line_and_is_tried_again(tmp_path, source, line, kind):
+    file = tmp_path / "failing.py"
+    file.write_text(source)
+    with pytest.raises(RuntimeError, match=f"Error loading module from {file}: {kind}") as caught:
+        load_module(str(file))
+    assert f'File "{file}", line {line}' in "".join(traceback.format_exception(caught.value.__cause__))
+    file.write_text("repaired = 'now it is longer than before'\n" + "#" * 100)
+    assert load_module(str(file)).repaired
+
+
+def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(package):
+    (package / "rewards.py").write_text("import no_such_library")
+    with pytest.raises(RuntimeError, match=r"Error loading module from user_pkg.rewards: .*no_such_library"):
+        load_module("user_pkg.rewards")
+
+
+def test_a_missing_object_lists_the_public_ones(reward_file):
+    with pytest.raises(AttributeError, match=r"has no 'compute_scores'; it has CALLS, Judge, compute_score\."):
+        load_extern_object(str(reward_file), "compute_scores")
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_path_without_a_name_is_refused(reward_file, name):
+    with pytest.raises(ValueError, match="without the name of the object"):
+        load_extern_object(str(reward_file), name)

@@ -1,0 +1,423 @@
+"""Metrics of steps and validations: numbers by hand, a slow twin, and verl's bootstrap from the global generator."""
+
+import math
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.protocol import DataProto
+from training import metric_utils
+from training.metric_utils import (
+    bootstrap_metric,
+    calc_maj_val,
+    compute_data_metrics,
+    compute_group_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    flatten_validation_metrics,
+    process_validation_metrics,
+    reduce_metrics,
+    timer,
+)
+
+
+def ragged_mask(lengths: list[int], width: int, left_padded: bool) -> torch.Tensor:
+    rows = [[1] * length + [0] * (width - length) for length in lengths]
+    return torch.tensor([row[::-1] if left_padded else row for row in rows])
+
+
+def make_batch(prompt_lengths: list[int], response_lengths: list[int], width: tuple[int, int], **columns) -> DataProto:
+    """Padded rows of the given lengths; the float columns default to 0, `response_mask` to the attention's tail."""
+    prompt_mask = ragged_mask(prompt_lengths, width[0], left_padded=True)
+    response_mask = ragged_mask(response_lengths, width[1], left_padded=False)
+    floats = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
+    return DataProto.from_single_dict(
+        {
+            "responses": torch.zeros_like(response_mask),
+            "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
+            "response_mask": response_mask,
+            **{name: torch.zeros(response_mask.shape) for name in floats},
+            **columns,
+        }
+    )
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    """Widths 3 + 4: a full response, one with an observation in its middle, and one without any token."""
+    return make_batch(
+        [2, 3, 1],
+        [4, 3, 0],
+        width=(3, 4),
+        response_mask=torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]]),
+        token_level_scores=torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, -1.0, 0.0], [9.0, 0.0, 0.0, 0.0]]),
+        token_level_rewards=torch.tensor([[0.0, 0.0, 0.0, 0.75], [0.5, 0.0, -1.5, 0.0], [9.0, 0.0, 0.0, 0.0]]),
+        advantages=torch.tensor([[1.0, 2.0, 3.0, 4.0], [-2.0, 99.0, 4.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
+        returns=torch.tensor([[1.0, 1.0, 1.0, 1.0], [3.0, 99.0, 5.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
+        values=torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 99.0, 4.0, 99.0], [99.0, 99.0, 99.0, 99.0]]),
+    )
+
+
+def mean_max_min(name: str, mean: float, maximum: float, minimum: float) -> dict[str, float]:
+    return {f"{name}/mean": mean, f"{name}/max": maximum, f"{name}/min": minimum}
+
+
+def test_data_metrics_by_hand(batch):
+    # Returns 1 1 1 1 3 5: mean 2, unbiased variance (4 + 1 + 9) / 5 = 2.8. Errors 0 0 0 0 1 1: variance 4/3 / 5.
+    explained = 1 - (4 / 15) / (2.8 + 1e-5)
+    assert compute_data_metrics(batch, use_critic=True) == pytest.approx(
+        {
+            **mean_max_min("critic/score", 0.25, 1.0, -0.5),
+            **mean_max_min("critic/rewards", -0.125, 0.75, -1.0),
+            **mean_max_min("critic/advantages", 2.0, 4.0, -2.0),
+            **mean_max_min("critic/returns", 2.0, 5.0, 1.0),
+            **mean_max_min("critic/values", 10 / 6, 4.0, 1.0),
+            "critic/vf_explained_var": explained,
+            **mean_max_min("response_length", 7 / 3, 4, 0),
+            "response_length/clip_ratio": 1 / 3,
+            **mean_max_min("response_length_non_aborted", 3.5, 4, 3),
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 1 / 3,
+            **mean_max_min("prompt_length", 2, 3, 1),
+            "prompt_length/clip_ratio": 1 / 3,
+        }
+    )
+
+
+def test_without_a_critic_there_are_no_value_metrics(batch):
+    batch.pop(["values"])
+    names = compute_data_metrics(batch, use_critic=False)
+    assert not [name for name in names if name.startswith(("critic/values", "critic/vf"))]
+
+
+@pytest.mark.parametrize("reason", ["env_error", "timeout", "aborted"])
+def test_a_failed_row_is_no_measurement(batch, reason):
+    batch.non_tensor_batch["end_reason"] = np.array(["terminated", reason, "terminated"], dtype=object)
+    metrics = compute_data_metrics(batch)
+    assert metrics["critic/score/mean"] == metrics["critic/score/min"] == 1.0
+    assert metrics["critic/advantages/min"] == 1.0
+    assert metrics["critic/values/max"] == 1.0
+    assert metrics["response_length_non_aborted/min"] == 4
+    assert metrics["response_length/mean"] == pytest.approx(7 / 3)
+    assert metrics["response/aborted_ratio"] == pytest.approx(2 / 3)
+
+
+def test_a_batch_without_any_response_leaves_the_statistics_out():
+    metrics = compute_data_metrics(make_batch([1, 2], [0, 0], width=(2, 3)))
+    assert metrics == {
+        **mean_max_min("response_length", 0, 0, 0),
+        "response_length/clip_ratio": 0,
+        "response/aborted_ratio": 1,
+        **mean_max_min("prompt_length", 1.5, 2, 1),
+        "prompt_length/clip_ratio": 0.5,
+    }
+
+
+def test_the_variance_explained_by_one_value_is_left_out():
+    metrics = compute_data_metrics(make_batch([1], [1], width=(1, 2)))
+    assert "critic/values/mean" in metrics and "critic/vf_explained_var" not in metrics
+
+
+def test_turns_and_tool_calls_are_reported_where_they_are_known(batch):
+    batch.non_tensor_batch["__num_turns__"] = np.array([2, 4, 6])
+    batch.non_tensor_batch["tool_call_counts"] = np.array([0, 1, 5], dtype=object)
+    metrics = compute_data_metrics(batch)
+    expected = mean_max_min("num_turns", 4, 6, 2) | mean_max_min("tool_call_counts", 2, 5, 0)
+    assert {name: metrics[name] for name in expected} == expected
+
+
+def slow_data_metrics(batch: DataProto, width: tuple[int, int]) -> dict[str, float]:
+    """The same statistics row by row and token by token, in python floats."""
+    collected: dict[str, list[float]] = {}
+
+    def collect(name: str, value: float) -> None:
+        collected.setdefault(name, []).append(value)
+
+    for row in batch:
+        prompt_length = int(row.attention_mask[: width[0]].sum())
+        response_length = int(row.attention_mask[width[0] :].sum())
+        failed = row.end_reason in ("env_error", "timeout", "aborted") or response_length == 0
+        collect("prompt_length", prompt_length)
+        collect("response_length", response_length)
+        collect("aborted", float(failed))
+        if failed:
+            continue
+        collect("response_length_non_aborted", response_length)
+        collect("critic/score", sum(row.token_level_scores.tolist()))
+        collect("critic/rewards", sum(row.token_level_rewards.tolist()))
+        for t in range(width[1]):
+            if row.response_mask[t]:
+                for name in ("advantages", "returns", "values"):
+                    collect(f"critic/{name}", row.get(name)[t].item())
+    metrics = {"response/aborted_ratio": statistics.fmean(collected.pop("aborted"))}
+    for name, values in collected.items():
+        metrics |= mean_max_min(name, statistics.fmean(values), max(values), min(values))
+        if "length" in name:
+            full = width[0] if name == "prompt_length" else width[1]
+            metrics[f"{name}/clip_ratio"] = values.count(full) / len(values)
+    returns = collected.get("critic/returns", [])
+    if len(returns) > 1:
+        errors = [target - value for target, value in zip(returns, collected["critic/values"], strict=True)]
+        metrics["critic/vf_explained_var"] = 1 - statistics.variance(errors) / (statistics.variance(returns) + 1e-5)
+    return metrics
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt_lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    width=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_data_metrics_equal_their_slow_twin_on_ragged_rows(prompt_lengths, width, seed):
+    rng = np.random.default_rng(seed)
+    size = len(prompt_lengths), width
+    response_lengths = rng.integers(0, width + 1, size[0]).tolist()
+    tail = ragged_mask(response_lengths, width, left_padded=False)
+    floats = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
+    batch = make_batch(
+        prompt_lengths,
+        response_lengths,
+        width=(4, width),
+        response_mask=tail * torch.from_numpy(rng.integers(0, 2, size)),  # holes: observations
+        end_reason=rng.choice(["terminated", "max_tokens", "env_error"], size[0]).tolist(),
+        **{name: torch.from_numpy(rng.normal(size=size).astype(np.float32)) for name in floats},
+    )
+    expected = slow_data_metrics(batch, (4, width))
+    assert compute_data_metrics(batch) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def scored_batch(groups: dict[str, list[float]], **columns) -> DataProto:
+    """One-token responses with the given scores; groups are interleaved row by row."""
+    rows = [(uid, score) for uid, scores in groups.items() for score in scores][::-1]
+    scores = torch.tensor([[score] for _, score in rows])
+    ones = [1] * len(rows)
+    return make_batch(ones, ones, (1, 1), token_level_scores=scores, uid=[uid for uid, _ in rows], **columns)
+
+
+@pytest.mark.parametrize(
+    ("groups", "zero_std", "all_fail", "all_pass", "tie"),
+    [
+        ({"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0], "d": [0.5, 0.5, 0.5]}, 0.75, 0.25, 0.25, 0.25),
+        ({"a": [-1.0, -1.0], "b": [2.0, -1.0], "c": [-1.0, -1.0], "d": [0.0, 1.0]}, 0.5, 0.5, 0, 0),
+        ({"a": [0.0, 0.0], "b": [0.0, 0.0]}, 1, 1, 0, 0),  # a constant reward: its sign decides
+        ({"a": [-1.0, -1.0]}, 1, 1, 0, 0),
+        ({"a": [1.0, 1.0], "b": [1.0, 1.0]}, 1, 0, 1, 0),
+        ({"a": [0.0, 1.0], "b": [0.3, 0.3 + 6e-8], "alone": [0.7]}, 0.5, 0, 0, 0.5),  # rounding is no spread
+        ({"a": [0.0, 1.0], "b": [0.0, 1e-3]}, 0, 0, 0, 0),
+    ],
+)
+def test_groups_without_spread_are_split_by_how_they_scored(groups, zero_std, all_fail, all_pass, tie):
+    assert compute_group_metrics(scored_batch(groups)) == {
+        "group/zero_std_frac": zero_std,
+        "group/all_fail_frac": all_fail,
+        "group/all_pass_frac": all_pass,
+        "group/tie_frac": tie,
+    }
+
+
+def test_failed_rows_leave_their_group():
+    # Without its failed rows, group a scores alike and group b is a single row. Rows are stored in reverse order.
+    groups = {"a": [1.0, 1.0, 0.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
+    reasons = ["terminated", "terminated", "env_error", "timeout", "terminated", "terminated", "max_turns"][::-1]
+    metrics = compute_group_metrics(scored_batch(groups, end_reason=reasons))
+    assert metrics["group/zero_std_frac"] == metrics["group/all_pass_frac"] == 0.5
+
+
+def test_single_samples_have_no_group_metrics():
+    assert compute_group_metrics(scored_batch({"a": [1.0], "b": [0.0]})) == {}
+
+
+def test_every_end_reason_has_its_share():
+    reasons = ["terminated", "max_tokens", "terminated", "out_of_cheese"]
+    metrics = compute_group_metrics(scored_batch({"a": [0.0, 1.0], "b": [0.0, 1.0]}, end_reason=reasons))
+    shares = {name: share for name, share in metrics.items() if name.startswith("end_reason/")}
+    assert shares == dict.fromkeys((f"end_reason/{reason}" for reason in metric_utils.END_REASONS), 0) | {
+        "end_reason/terminated": 0.5,
+        "end_reason/max_tokens": 0.25,
+        "end_reason/out_of_cheese": 0.25,
+    }
+
+
+def test_timing_metrics_divide_by_the_tokens_a_stage_reads(batch):
+    timing = {"gen": 14.0, "adv": 1.3, "update_actor": 2.6, "save_checkpoint": 5.0}
+    assert compute_timing_metrics(batch, timing) == pytest.approx(
+        {
+            **{f"timing_s/{stage}": seconds for stage, seconds in timing.items()},
+            "timing_per_token_ms/gen": 2000,  # 7 response tokens
+            "timing_per_token_ms/adv": 100,  # 13 tokens
+            "timing_per_token_ms/update_actor": 200,
+        }
+    )
+
+
+def test_no_time_per_token_without_tokens():
+    metrics = compute_timing_metrics(make_batch([1], [0], (1, 1)), {"gen": 1.0, "ref": 2.0})
+    assert metrics == {"timing_s/gen": 1.0, "timing_s/ref": 2.0, "timing_per_token_ms/ref": 2000.0}
+
+
+def test_throughput_is_per_device(batch):
+    batch.meta_info["global_token_num"] = [6, 6, 1]
+    assert compute_throughout_metrics(batch, {"step": 2.0, "gen": 1.0}, n_gpus=4) == {
+        "perf/total_num_tokens": 13,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 1.625,
+    }
+
+
+def test_throughput_without_devices_is_refused(batch):
+    batch.meta_info["global_token_num"] = [1]
+    with pytest.raises(AssertionError, match="number of workers"):
+        compute_throughout_metrics(batch, {"step": 1.0}, n_gpus=0)
+
+
+def test_timer_accumulates_even_when_its_body_raises(monkeypatch):
+    readings = iter([10.0, 12.5, 20.0, 21.0])
+    monkeypatch.setattr(metric_utils, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    timing: dict[str, float] = {}
+    with timer("gen", timing):
+        pass
+    with pytest.raises(KeyError), timer("gen", timing):
+        raise KeyError
+    assert timing == {"gen": 3.5}
+
+
+def test_reduce_metrics_goes_by_the_name():
+    metrics = {"loss": [1.0, 2.0, 6.0], "length/max": [1, 5, 3], "length/min": [4, 2, 3], "minimax": [1, 9], "none": []}
+    reduced = reduce_metrics(metrics)
+    assert math.isnan(reduced.pop("none"))
+    assert reduced == {"loss": 3.0, "length/max": 5.0, "length/min": 2.0, "minimax": 9.0}
+    assert metrics["loss"] == [1.0, 2.0, 6.0]
+
+
+def verl_bootstrap(data: list, subset_size: int, reduce_fn, n_bootstrap: int = 1000) -> tuple[float, float]:
+    """The definition: seed the global generator, draw one resample after the other, reduce each."""
+    np.random.seed(42)
+    results = []
+    for _ in range(n_bootstrap):
+        picks = np.random.choice(len(data), size=subset_size, replace=True)
+        results.append(reduce_fn([data[i] for i in picks]))
+    return float(np.mean(results)), float(np.std(results))
+
+
+@pytest.mark.parametrize("subset_size", [1, 2, 3, 7])
+def test_bootstrap_draws_what_verl_draws_and_leaves_the_global_generator_alone(subset_size):
+    data = [0.0, 1.5, 1.0, -2.0, 0.25]
+    np.random.seed(7)
+    expected_next = np.random.RandomState(7).random()
+    results = bootstrap_metric(data, subset_size, [max, np.minimum, np.mean])
+    assert np.random.random() == expected_next
+    for result, reduce_fn in zip(results, (np.max, np.min, np.mean), strict=True):
+        assert result == pytest.approx(verl_bootstrap(data, subset_size, reduce_fn), rel=1e-12)
+
+
+def test_bootstrap_of_equal_values_has_no_spread():
+    assert bootstrap_metric([2.0, 2.0, 2.0], 2, [np.maximum, np.mean], n_bootstrap=10) == [(2.0, 0.0), (2.0, 0.0)]
+
+
+def test_bootstrap_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no data"):
+        bootstrap_metric([], 2, [np.mean])
+
+
+@pytest.mark.parametrize(
+    ("ballots", "value"),
+    [
+        ([("A", 0.9), ("B", 0.7), ("A", 0.8)], 0.9),  # the first value of the winner
+        ([("B", 0.1), ("A", 0.2), ("A", 0.3), ("B", 0.4)], 0.1),  # a tie: the vote seen first
+        ([("A", 0.2), ("B", 0.1), ("B", 0.4), ("A", 0.3)], 0.2),
+        ([("A", 0.5)], 0.5),
+        ([(None, 0.0), ("A", 1.0), (None, 0.25)], 0.0),
+    ],
+)
+def test_majority_vote(ballots, value):
+    data = [{"answer": answer, "score": score} for answer, score in ballots]
+    assert calc_maj_val(data, vote_key="answer", val_key="score") == value
+
+
+def test_majority_of_nothing_is_refused():
+    with pytest.raises(ValueError):
+        calc_maj_val([], vote_key="answer", val_key="score")
+
+
+def test_validation_metrics_are_computed_per_prompt_and_averaged_over_prompts():
+    # Prompt p has four samples, q four; rows of both are mixed.
+    uids = ["p", "q", "p", "q", "p", "q", "p", "q"]
+    reward = [1.0, 0.0, 0.0, 0.5, 1.0, 0.0, 0.0, 0.5]
+    answer = ["4", "9", "5", "7", "4", "9", "6", "7"]
+    nested = process_validation_metrics(["gsm8k"] * 8, uids, {"reward": reward, "pred": answer, "notes": []})
+    of_p, of_q = [1.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.0, 0.5]
+    expected = {"mean@4": 0.375, "std@4": 0.375}
+    for n in (2, 4):
+        for kind, reduce_fn in (("best", np.max), ("worst", np.min)):
+            mean, std = np.mean([verl_bootstrap(of_p, n, reduce_fn), verl_bootstrap(of_q, n, reduce_fn)], axis=0)
+            expected |= {f"{kind}@{n}/mean": mean, f"{kind}@{n}/std": std}
+        votes_p = list(zip(["4", "5", "4", "6"], of_p, strict=True))
+        votes_q = list(zip(["9", "7", "9", "7"], of_q, strict=True))
+        mean, std = np.mean([verl_bootstrap(votes, n, slow_majority) for votes in (votes_p, votes_q)], axis=0)
+        expected |= {f"maj@{n}/mean": mean, f"maj@{n}/std": std}
+    assert list(nested) == ["gsm8k"] and list(nested["gsm8k"]) == ["reward"]
+    assert nested["gsm8k"]["reward"] == pytest.approx(expected)
+
+
+def slow_majority(votes: list[tuple[str, float]]) -> float:
+    answers = [answer for answer, _ in votes]
+    winner = max(answers, key=answers.count)
+    return votes[answers.index(winner)][1]
+
+
+@pytest.mark.parametrize(("num_samples", "sizes"), [(1, []), (2, [2]), (3, [2, 3]), (5, [2, 4, 5]), (8, [2, 4, 8])])
+def test_subset_sizes_double_up_to_the_number_of_samples(num_samples, sizes):
+    metrics = process_validation_metrics(["s"] * num_samples, ["p"] * num_samples, {"acc": [True] * num_samples})
+    assert [name for name in metrics["s"]["acc"] if name.startswith("best") and name.endswith("mean")] == [
+        f"best@{n}/mean" for n in sizes
+    ]
+    assert metrics["s"]["acc"][f"mean@{num_samples}"] == 1.0
+
+
+def test_one_uid_in_two_sources_is_two_prompts():
+    nested = process_validation_metrics(["a", "b"], ["p", "p"], {"reward": [1.0, 0.0]})
+    assert nested == {"a": {"reward": {"mean@1": 1.0}}, "b": {"reward": {"mean@1": 0.0}}}
+
+
+def test_missing_values_are_dropped_and_their_answers_with_them():
+    infos = {"acc": [1.0, None, 0.0], "pred": ["x", "x", "x"], "late": [None, None, None]}
+    nested = process_validation_metrics(["s"] * 3, ["p"] * 3, infos)
+    assert list(nested["s"]) == ["acc"]
+    assert nested["s"]["acc"]["mean@2"] == 0.5
+    assert nested["s"]["acc"]["maj@2/mean"] == pytest.approx(verl_bootstrap([1.0, 0.0], 2, lambda row: row[0])[0])
+
+
+def test_variables_of_other_types_have_no_metrics():
+    of_other_types = {"feedback": ["good", "bad"], "turns": [[1, 2], [3]], "mixed": [1.0, "n/a"]}
+    infos = {"reward": [np.float32(0.5), np.True_], **of_other_types}
+    nested = process_validation_metrics(["s", "s"], ["p", "p"], infos)
+    assert list(nested["s"]) == ["reward"]
+    assert "maj@2/mean" not in nested["s"]["reward"]
+
+
+def test_a_variable_of_another_length_is_refused():
+    with pytest.raises(AssertionError, match="'acc' has 1 values for 2 samples"):
+        process_validation_metrics(["s", "s"], ["p", "q"], {"acc": [1.0]})
+
+
+def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
+    at_2 = {"best@2/mean": 1.0, "best@2/std": 0.0, "worst@2/mean": 0.0, "maj@2/mean": 1.0}
+    at_4 = {"mean@4": 0.5, "std@4": 0.5, "best@4/mean": 1.0, "best@4/std": 0.1, "worst@4/mean": 0.0, "maj@4/mean": 1.0}
+    nested = {"math": {"reward": {"mean@1": 0.1}, "acc": {**at_2, **at_4}}, "maze": {"reward": {"mean@1": 0.7}}}
+    assert flatten_validation_metrics(nested, num_turns=[1, 2, 6]) == {
+        "val-aux/math/reward/mean@1": 0.1,
+        **{f"val-aux/math/acc/{metric}": value for metric, value in at_2.items()},
+        "val-core/math/acc/mean@4": 0.5,
+        "val-aux/math/acc/std@4": 0.5,
+        "val-core/math/acc/best@4/mean": 1.0,
+        "val-core/math/acc/best@4/std": 0.1,
+        "val-aux/math/acc/worst@4/mean": 0.0,
+        "val-core/math/acc/maj@4/mean": 1.0,
+        "val-core/maze/reward/mean@1": 0.7,
+        **mean_max_min("val-aux/num_turns", 3, 6, 1),
+    }

@@ -1,0 +1,800 @@
+"""DataProto against its slow twin: a python list with one tuple a row (`rows`), where every operation is obvious."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from data.protocol import (
+    DataProto,
+    DataProtoItem,
+    collate_fn,
+    deserialize_single_tensor,
+    fold_batch_dim,
+    list_of_dict_to_dict_of_list,
+    object_array,
+    pad_dataproto_to_divisor,
+    serialize_single_tensor,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpad_dataproto,
+)
+
+few = settings(max_examples=40, deadline=None)
+sizes = st.integers(0, 9)
+bounds = st.none() | st.integers(-12, 12)
+slices = st.builds(slice, bounds, bounds, st.none() | st.integers(1, 4) | st.integers(-4, -1))
+
+
+class CustomProto(DataProto):
+    """A user's subclass."""
+
+
+def make(n: int, cls: type[DataProto] = DataProto, **meta) -> DataProto:
+    """n different rows: a matrix, a vector, objects of different types and lengths, a numeric array."""
+    return cls.from_dict(
+        tensors={"obs": torch.arange(2 * n).view(n, 2), "score": torch.arange(n) / 2},
+        non_tensors={"label": object_array([[f"r{i}"] * i for i in range(n)]), "number": np.arange(n) * 10},
+        meta_info=meta,
+    )
+
+
+def rows(data: DataProto) -> list[tuple]:
+    names = [*data.batch.keys(), *data.non_tensor_batch.keys()]
+    return list(zip(*(data.get(name).tolist() for name in sorted(names)), strict=True))
+
+
+def assert_same(a: DataProto, b: DataProto) -> None:
+    assert type(a) is type(b)
+    assert a.meta_info == b.meta_info
+    assert (a.batch is None) == (b.batch is None)
+    assert len(a) == len(b)
+    assert set(a.tensors) == set(b.tensors)
+    assert all(torch.equal(a.batch[k], b.batch[k]) and a.batch[k].dtype == b.batch[k].dtype for k in a.tensors)
+    assert set(a.non_tensor_batch) == set(b.non_tensor_batch)
+    for name, array in a.non_tensor_batch.items():
+        assert array.dtype == b.non_tensor_batch[name].dtype
+        assert array.tolist() == b.non_tensor_batch[name].tolist()
+
+
+# Construction
+
+
+def test_from_dict_needs_the_same_number_of_rows_and_names_both_columns():
+    with pytest.raises(AssertionError, match="tensor 'obs' has 3 rows, but 'act' has 4"):
+        DataProto.from_dict({"obs": torch.zeros(3), "act": torch.zeros(4)})
+
+
+def test_there_is_one_batch_dimension():
+    data = DataProto.from_dict({"obs": torch.zeros(10, 3, 2)})
+    assert data.batch.batch_size == torch.Size([10])
+    for dims in (0, 2, 3):
+        with pytest.raises(AssertionError, match="only support num_batch_dims=1"):
+            DataProto.from_dict({"obs": torch.zeros(10, 3, 2)}, num_batch_dims=dims)
+    with pytest.raises(AssertionError, match="only support num_batch_dims=1"):
+        DataProto(TensorDict({"obs": torch.zeros(10, 3)}, batch_size=[10, 3]))
+
+
+@pytest.mark.parametrize("tensors", [None, {}])
+def test_from_dict_without_tensors_has_no_batch(tensors):
+    data = DataProto.from_dict(tensors, {"label": ["a", "b"]})
+    assert data.batch is None
+    assert len(data) == 2
+
+
+def test_from_dict_leaves_the_callers_dict_alone_and_makes_equal_lists_two_dimensional():
+    given_columns = {"pairs": [["a", "b"], ["c", "d"]], "ragged": [[1], [1, 2]]}
+    data = DataProto.from_dict(non_tensors=given_columns)
+    assert given_columns == {"pairs": [["a", "b"], ["c", "d"]], "ragged": [[1], [1, 2]]}
+    assert data.pairs.shape == (2, 2)
+    assert data.ragged.shape == (2,)
+    assert data.pairs.dtype == data.ragged.dtype == object
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (["a", "b"], "'label' must be an array, see object_array; got <class 'list'>"),
+        (np.array(["a"]), r"'label' has shape \(1,\), but the batch has 2 rows"),
+        (np.array("a"), r"'label' has shape \(\), but the batch has 2 rows"),
+    ],
+)
+def test_every_array_has_as_many_rows_as_the_batch(column, message):
+    batch = TensorDict({"obs": torch.zeros(2)}, batch_size=[2])
+    with pytest.raises(AssertionError, match=message):
+        DataProto(batch, {"label": column})
+
+
+def test_arrays_of_different_lengths_fail_without_tensors_too():
+    with pytest.raises(AssertionError, match=r"'b' has shape \(3,\), but the batch has 2 rows"):
+        DataProto.from_dict(non_tensors={"a": [1, 2], "b": [1, 2, 3]})
+
+
+def test_a_list_put_into_batch_is_found_by_the_next_operation():
+    data = make(3)
+    data.batch["uid"] = ["a", "b", "c"]
+    with pytest.raises(AssertionError, match=r"'uid' is a .* belongs in non_tensor_batch"):
+        data[:2]
+
+
+def test_from_single_dict_sorts_by_type_and_keeps_inner_lists_whole():
+    tensor, array = torch.zeros(2, 3), np.array([1.5, 2.5])
+    data = CustomProto.from_single_dict({"t": tensor, "a": array, "l": [[1, 2], [3, 4]]}, meta_info={"k": 1})
+    assert type(data) is CustomProto
+    assert data.batch["t"] is tensor
+    assert data.non_tensor_batch["a"] is array
+    assert data.l.shape == (2,)
+    assert data.l.tolist() == [[1, 2], [3, 4]]
+    assert data.meta_info == {"k": 1}
+
+
+@pytest.mark.parametrize("column", ["text", 3, (1, 2), {"a": 1}, None])
+def test_from_single_dict_refuses_other_types_by_name(column):
+    with pytest.raises(ValueError, match=f"Unsupported type in data: 'bad' is a {type(column)}"):
+        DataProto.from_single_dict({"good": [1, 2], "bad": column})
+
+
+def test_from_single_dict_of_nothing_is_empty():
+    assert len(DataProto.from_single_dict({})) == 0
+    assert len(DataProto.from_single_dict({"a": []}).batch) == 0
+
+
+def test_length_in_every_shape():
+    batch = TensorDict({"obs": torch.zeros(3)}, batch_size=[3])
+    assert len(DataProto(batch, {"label": np.arange(3)})) == 3
+    assert len(DataProto(None, {"label": np.arange(2)})) == 2
+    assert len(DataProto(None, {})) == 0
+    assert len(DataProto(None, None, None)) == 0
+    assert len(DataProto()) == 0
+
+
+# Plain access
+
+
+def test_short_scripts_read_columns_as_attributes():
+    data = DataProto.from_single_dict({"responses": ["answer: 42"] * 4, "ground_truths": ["42"] * 4})
+    assert [r.split(": ")[1] == g for r, g in zip(data.responses, data.ground_truths, strict=True)] == [True] * 4
+    assert data.get("ground_truths", None) is data.ground_truths
+    assert data.get("missing", "default") == "default"
+    assert len(data.batch) == len(data) == 4
+    assert data.meta_info == {}
+    assert "responses" in data
+    assert "missing" not in data
+    assert [row.responses for row in data] == ["answer: 42"] * 4
+    assert_same(data.clone(), data)
+
+
+def test_attributes_read_tensors_too_and_get_reads_a_column_named_like_a_method():
+    data = DataProto.from_dict({"obs": torch.zeros(2)}, {"split": ["train", "test"]})
+    assert data.obs is data.batch["obs"]
+    assert data.get("split").tolist() == ["train", "test"]
+    assert len(data.split(1)) == 2
+
+
+def test_an_unknown_column_lists_those_there_are():
+    with pytest.raises(AttributeError, match=r"no column 'reward'; there are \['obs', 'score', 'label', 'number'\]"):
+        _ = make(2).reward
+
+
+def test_writing_a_column_as_an_attribute_is_refused():
+    data = make(2)
+    with pytest.raises(AttributeError, match=r"data\.batch\['rewards'\] = tensor"):
+        data.rewards = torch.zeros(2)
+
+
+def test_a_half_built_object_has_no_columns_to_search():
+    with pytest.raises(AttributeError, match="anything"):
+        _ = DataProto.__new__(DataProto).anything
+
+
+def test_clone_owns_its_columns_and_meta_info():
+    data = make(3, temperature=1.0)
+    twin = data.clone()
+    twin.batch["obs"][0] = -1
+    twin.non_tensor_batch["number"][0] = -1
+    twin.meta_info["temperature"] = 0.0
+    twin.batch["new"] = torch.zeros(3)
+    assert_same(data, make(3, temperature=1.0))
+
+
+# Rows
+
+
+@few
+@given(slices, sizes)
+def test_slices_are_those_of_a_list(picked, n):
+    data = make(n, CustomProto, name="abc")
+    part = data[picked]
+    assert rows(part) == rows(data)[picked]
+    assert type(part) is CustomProto
+    assert part.meta_info is data.meta_info
+    assert rows(data.slice(picked.start, picked.stop, picked.step)) == rows(part)
+
+
+@few
+@given(st.data(), st.integers(1, 9), st.sampled_from([list, np.array, torch.tensor]))
+def test_positions_select_rows_in_their_order(draw, n, kind):
+    data = make(n, CustomProto, name="abc")
+    positions = draw.draw(st.lists(st.integers(-n, n - 1), max_size=12))
+    part = data[kind(positions)]
+    assert rows(part) == [rows(data)[i] for i in positions]
+    assert type(part) is CustomProto
+    assert part.meta_info is data.meta_info
+
+
+@few
+@given(st.data(), sizes, st.sampled_from([list, np.array, torch.tensor]))
+def test_a_bool_for_each_row_selects_the_true_ones(draw, n, kind):
+    data = make(n)
+    mask = draw.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    assert rows(data[kind(mask)]) == [row for row, keep in zip(rows(data), mask, strict=True) if keep]
+
+
+@pytest.mark.parametrize("index", [2, -1, np.int64(1), np.int32(-3)])
+def test_an_int_gives_a_row(index):
+    data = make(3, name="abc")
+    row = data[index]
+    assert type(row) is DataProtoItem
+    assert (row.label, row.number, row.obs.tolist(), row.score.item()) == rows(data)[index]
+    assert row.batch.batch_size == torch.Size([])
+    assert row.meta_info is data.meta_info
+
+
+def test_rows_of_a_batch_without_tensors():
+    data = DataProto.from_dict(non_tensors={"label": ["a", "b", "c"]})
+    assert data[1].label == "b"
+    assert data[1].batch is None
+    assert data[::-1].label.tolist() == ["c", "b", "a"]
+    assert data.repeat(2).label.tolist() == ["a", "a", "b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize("index", ["obs", 1.0, (0, 1), None])
+def test_other_index_types_are_not_supported(index):
+    with pytest.raises(TypeError, match=f"Indexing with {type(index)} is not supported"):
+        make(3)[index]
+
+
+@pytest.mark.parametrize("index", [[0.5], np.zeros((2, 2), dtype=int), torch.tensor(1), ["obs"]])
+def test_rows_are_selected_by_one_dimension_of_ints_or_bools(index):
+    with pytest.raises(TypeError, match="rows are selected by 1-D ints or bools"):
+        make(3)[index]
+
+
+@pytest.mark.parametrize("index", [3, -4, [3], [True, False], torch.tensor([-4])])
+def test_rows_that_are_not_there_raise(index):
+    with pytest.raises(IndexError):
+        make(3)[index]
+    with pytest.raises(IndexError):
+        DataProto()[index]
+
+
+def test_batch_size_after_indexing_is_a_torch_size_of_plain_ints():
+    data = make(4)
+    for part in (data[1:], data[[0, 1]], data[np.array([True] * 4)], data.repeat(2), *data.chunk(2)):
+        assert type(part.batch.batch_size) is torch.Size
+        assert all(type(size) is int for size in part.batch.batch_size)
+
+
+def test_slices_are_views_and_selections_are_copies():
+    data = make(4)
+    data[1:3].batch["obs"][:] = -1
+    assert data.obs.tolist() == [[0, 1], [-1, -1], [-1, -1], [6, 7]]
+    data[[0, 3]].batch["obs"][:] = -2
+    assert data.obs[0].tolist() == [0, 1]
+
+
+@few
+@given(sizes, st.integers(0, 4))
+def test_repeat_interleaved_or_tiled(n, times):
+    data = make(n, CustomProto, name="abc")
+    assert rows(data.repeat(times)) == [row for row in rows(data) for _ in range(times)]
+    assert rows(data.repeat(times, interleave=False)) == rows(data) * times
+    assert data.repeat(times).meta_info is data.meta_info
+    assert type(data.repeat(times)) is CustomProto
+
+
+@few
+@given(st.lists(st.integers(0, 3), max_size=6), st.sampled_from([list, tuple, np.array, torch.tensor]))
+def test_sample_level_repeat(counts, kind):
+    data = make(len(counts))
+    expected = [row for row, count in zip(rows(data), counts, strict=True) for _ in range(count)]
+    assert rows(data.sample_level_repeat(kind(counts))) == expected
+
+
+@pytest.mark.parametrize("counts", [2, [1, 2], [[1], [2], [3]]])
+def test_sample_level_repeat_needs_one_count_a_row(counts):
+    with pytest.raises(AssertionError, match="repeat_times needs a count for each of 3 rows"):
+        make(3).sample_level_repeat(counts)
+
+
+@few
+@given(st.permutations(range(6)))
+def test_reorder_is_in_place(order):
+    data = make(6)
+    assert data.reorder(torch.tensor(order)) is None
+    assert rows(data) == [rows(make(6))[i] for i in order]
+
+
+def test_rows_collate_into_the_batch_they_came_from():
+    data = DataProto.from_dict({"obs": torch.rand(3, 2)}, {"label": object_array([[1], [2, 3], "x"])}, {"k": 1})
+    again = collate_fn(list(data))
+    assert rows(again) == rows(data)
+    assert again.meta_info == {}
+    assert collate_fn(list(DataProto.from_dict(non_tensors={"a": [1, 2]}))).a.tolist() == [1, 2]
+
+
+# Cutting and joining
+
+
+@few
+@given(sizes, st.integers(1, 6))
+def test_concat_inverts_every_way_to_cut(n, pieces):
+    data = make(n, CustomProto, name="abc")
+    uneven = data.chunk_uneven(pieces)
+    assert len(uneven) == pieces
+    assert max(map(len, uneven)) - min(map(len, uneven)) <= 1
+    assert_same(DataProto.concat(uneven), data)
+    if n:
+        split = data.split(pieces)
+        assert [len(part) for part in split[:-1]] == [pieces] * (len(split) - 1)
+        assert 1 <= len(split[-1]) <= pieces
+        assert_same(DataProto.concat(split), data)
+    assert all(part.meta_info is data.meta_info for part in uneven)
+
+
+def test_chunk_cuts_equally_or_not_at_all():
+    data = make(6, name="abc")
+    assert [rows(part) for part in data.chunk(3)] == [rows(data)[0:2], rows(data)[2:4], rows(data)[4:6]]
+    with pytest.raises(AssertionError, match=r"only support equal chunk\. Got size of DataProto 6 and chunk 5"):
+        data.chunk(5)
+
+
+@pytest.mark.parametrize(
+    ("given_metrics", "merged"),
+    [
+        ([{"loss": 1}, {"loss": 2}], {"loss": [1, 2]}),
+        ([[{"loss": 1}, {"loss": 2}], [{"loss": 3}]], {"loss": [1, 2, 3]}),
+        ([{"loss": 1}, [{"loss": 2}, {"loss": 3}]], {"loss": [1, 2, 3]}),
+        ([None, {"loss": 2}], {"loss": [2]}),
+        (["absent", {"loss": 2}], {"loss": [2]}),
+        ([{"loss": 1, "lr": 5}, {"loss": 2}], {"loss": [1, 2], "lr": [5]}),
+    ],
+)
+def test_concat_collects_metrics(given_metrics, merged):
+    pieces = [make(1, name="abc", **({} if m == "absent" else {"metrics": m})) for m in given_metrics]
+    assert DataProto.concat(pieces).meta_info == {"name": "abc", "metrics": merged}
+
+
+def test_concat_without_any_metrics_adds_none():
+    assert DataProto.concat([make(1, metrics=None), make(1)]).meta_info == {}
+
+
+def test_concat_refuses_metrics_that_only_later_pieces_have():
+    with pytest.raises(AssertionError, match="keys that the first dict has not"):
+        DataProto.concat([make(1, metrics={"loss": 1}), make(1, metrics={"loss": 2, "lr": 3})])
+
+
+def test_concat_unites_meta_info_but_not_conflicts():
+    assert DataProto.concat([make(1, a=1), make(1, b=2), make(1, a=1)]).meta_info == {"a": 1, "b": 2}
+    with pytest.raises(AssertionError, match="Conflicting values for meta_info key 'a'"):
+        DataProto.concat([make(1, a=1), make(1, a=2)])
+
+
+def test_concat_takes_a_shared_value_as_equal_to_itself():
+    data = make(4, weights=np.ones(2))
+    assert DataProto.concat(data.chunk(2)).meta_info["weights"] is data.meta_info["weights"]
+
+
+def test_concat_refuses_different_columns_and_nothing_at_all():
+    for other in (make(1).select(batch_keys=["obs"]), make(1).select(non_tensor_batch_keys=["label"])):
+        for pieces in ([make(1), other], [other, make(1)]):
+            with pytest.raises(AssertionError, match="pieces with different columns"):
+                DataProto.concat(pieces)
+    with pytest.raises(IndexError):
+        DataProto.concat([])
+
+
+def test_list_of_dict_to_dict_of_list():
+    assert list_of_dict_to_dict_of_list([]) == {}
+    assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3, "b": 4}]) == {"a": [1, 3], "b": [2, 4]}
+
+
+@few
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
+    data = make(n, CustomProto, metrics={"loss": 1})
+    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
+    assert len(padded) == math.ceil(n / divisor) * divisor == n + pad_size
+    assert rows(padded) == [rows(data)[i % n] for i in range(len(padded))]
+    assert padded.meta_info is data.meta_info
+    assert (padded is data) == (pad_size == 0)
+    assert_same(unpad_dataproto(padded, pad_size), data)
+
+
+def test_an_empty_batch_is_not_padded(caplog):
+    data = make(0)
+    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
+    assert "cannot be padded" in caplog.text
+
+
+def test_folded_groups_reorder_together():
+    data = make(6, name="abc")
+    folded = fold_batch_dim(data, 3)
+    assert folded.batch.batch_size == torch.Size([3])
+    assert folded.obs.shape == (3, 2, 2)
+    assert folded.label.shape == (3, 2)
+    folded.reorder(torch.tensor([1, 2, 0]))
+    assert rows(unfold_batch_dim(folded)) == [rows(data)[i] for i in (2, 3, 4, 5, 0, 1)]
+    assert_same(data, make(6, name="abc"))
+    with pytest.raises(AssertionError, match="6 rows do not fold into 4 equal groups"):
+        fold_batch_dim(data, 4)
+
+
+def test_unfold_column_chunks():
+    data = DataProto.from_dict(
+        {"flat": torch.tensor([[1, 2], [3, 4]]), "deep": torch.arange(16).view(2, 4, 2), "score": torch.tensor([5, 6])},
+        {"labels": [["a1", "a2"], ["b1", "b2"]], "uid": ["a", "b"]},
+    )
+    cut = data.unfold_column_chunks(2, split_keys=["flat", "deep", "labels"])
+    assert cut.flat.tolist() == [[1], [2], [3], [4]]
+    assert cut.deep.tolist() == torch.arange(16).view(4, 2, 2).tolist()
+    assert cut.labels.tolist() == [["a1"], ["a2"], ["b1"], ["b2"]]
+    assert cut.score.tolist() == [5, 5, 6, 6]
+    assert cut.uid.tolist() == ["a", "a", "b", "b"]
+    assert_same(data.unfold_column_chunks(2), data.repeat(2))
+    with pytest.raises(AssertionError, match="column 'flat' of width 2 does not split into 3 equal parts"):
+        data.unfold_column_chunks(3, split_keys=["flat"])
+
+
+# Mini-batches
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_every_epoch_visits_every_row_once(size, count, epochs, shuffle):
+    data = make(size * count, CustomProto, name="abc")
+    batches = list(data.make_iterator(size, epochs, seed=1, dataloader_kwargs={"shuffle": shuffle}))
+    assert [len(batch) for batch in batches] == [size] * count * epochs
+    assert all(batch.meta_info is data.meta_info and type(batch) is CustomProto for batch in batches)
+    for epoch in range(epochs):
+        visited = [row for batch in batches[epoch * count : (epoch + 1) * count] for row in rows(batch)]
+        assert sorted(visited) == sorted(rows(data))
+        assert shuffle or visited == rows(data)
+
+
+def test_the_seed_decides_the_order():
+    data = make(32)
+
+    def order(seed: int) -> list[tuple]:
+        batches = data.make_iterator(8, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True})
+        return [row for batch in batches for row in rows(batch)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:32] != order(1)[32:]
+
+
+def test_mini_batches_must_divide_the_batch():
+    with pytest.raises(AssertionError, match="6 rows do not divide into batches of 4"):
+        make(6).make_iterator(4, epochs=1)
+
+
+# Columns
+
+
+def test_select_keeps_what_is_named_and_everything_for_none():
+    data = make(3, CustomProto, name="abc", step=1)
+    part = data.select(["obs"], ["label", "missing"], ["step", "missing"])
+    assert type(part) is CustomProto
+    assert (set(part.tensors), set(part.non_tensor_batch), part.meta_info) == ({"obs"}, {"label"}, {"step": 1})
+    assert_same(data.select(), data)
+    assert len(data.select(batch_keys=[], non_tensor_batch_keys=[])) == 3
+
+
+def test_select_is_a_new_set_of_columns_over_the_same_tensors():
+    data = make(3)
+    part = data.select()
+    part.batch["new"] = torch.zeros(3)
+    part.non_tensor_batch["new"] = np.arange(3)
+    assert "new" not in data
+    assert part.obs is data.obs
+
+
+def test_select_deepcopy_copies_objects_but_no_tensors():
+    data = make(3, nested={"a": [1]})
+    part = data.select(deepcopy=True)
+    part.label[1].append("changed")
+    part.meta_info["nested"]["a"].append(2)
+    assert data.label[1] == ["r1"]
+    assert data.meta_info == {"nested": {"a": [1]}}
+    assert part.obs is data.obs
+
+
+@pytest.mark.parametrize("data", [make(2), DataProto.from_dict(non_tensors={"label": ["a", "b"]})])
+def test_selecting_a_missing_tensor_raises(data):
+    with pytest.raises(KeyError, match="missing"):
+        data.select(batch_keys=["missing"])
+
+
+def test_pop_moves_entries_into_a_plain_dataproto():
+    data = make(3, CustomProto, name="abc", step=1)
+    popped = data.pop(["obs"], ["label"], ["step"])
+    assert type(popped) is DataProto
+    assert_same(popped, make(3, step=1).select(["obs"], ["label"]))
+    assert_same(data, make(3, CustomProto, name="abc").select(["score"], ["number"]))
+    assert len(data.pop()) == 0
+
+
+def test_pop_and_select_without_tensors():
+    data = DataProto.from_dict(non_tensors={"label": ["a", "b"]}, meta_info={"k": 1})
+    assert data.select(non_tensor_batch_keys=["label"]).label.tolist() == ["a", "b"]
+    assert data.pop(non_tensor_batch_keys=["label"]).label.tolist() == ["a", "b"]
+    assert data.non_tensor_batch == {}
+
+
+@pytest.mark.parametrize("bag", ["batch_keys", "non_tensor_batch_keys", "meta_info_keys"])
+def test_pop_needs_every_key(bag):
+    with pytest.raises(AssertionError, match=r"asked for \['missing'\], but there are only"):
+        make(2, name="abc").pop(**{bag: ["missing"]})
+
+
+def test_a_batch_that_lost_all_columns_still_has_its_rows():
+    data = make(3)
+    data.pop(["obs", "score"], ["label", "number"])
+    assert len(data.repeat(2)) == 6
+    assert len(data[1:]) == 2
+
+
+def test_rename_in_place_even_to_swap():
+    data = make(2)
+    obs, score = data.obs, data.score
+    assert data.rename("obs", "state") is data
+    assert data.state is obs
+    data.rename(["state", "score"], ["score", "state"])
+    assert data.score is obs
+    assert data.state is score
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        (("obs",), "a", TypeError, "rename takes a str or a list of str, got <class 'tuple'>"),
+        ("obs", 3, TypeError, "rename takes a str or a list of str, got <class 'int'>"),
+        (["obs"], ["a", "b"], ValueError, "needs one new name"),
+        (["obs", "score"], ["a", "a"], ValueError, "needs one new name"),
+        ("obs", "score", ValueError, "unlike the other columns"),
+        ("obs", "label", ValueError, "unlike the other columns"),
+        ("missing", "a", AssertionError, r"asked for \['missing'\], but there are only \['obs', 'score'\]"),
+    ],
+)
+def test_rename_refuses_what_would_lose_a_column(old, new, error, message):
+    data = make(2)
+    with pytest.raises(error, match=message):
+        data.rename(old, new)
+    assert_same(data, make(2))
+
+
+def test_to_moves_the_tensors_in_place():
+    data = make(2)
+    assert data.to("meta") is data
+    for moved in (data, data[:1], data[[0]], DataProto.concat([data, data])):
+        assert moved.obs.device.type == moved.batch.device.type == "meta"
+    assert DataProto().to("cpu").batch is None
+
+
+# Union
+
+
+def test_union_adds_columns_and_meta_info_in_place():
+    data, other = make(3, CustomProto, name="abc"), make(3, name="abc", step=1)
+    other.batch["adv"] = torch.ones(3)
+    other.non_tensor_batch["uid"] = np.array(["x", "y", "z"], dtype=object)
+    sibling = data[:1]
+    assert data.union(other) is data
+    assert {"obs", "adv", "uid", "label"} <= {*data.tensors, *data.non_tensor_batch}
+    assert data.meta_info == {"name": "abc", "step": 1}
+    assert sibling.meta_info == {"name": "abc"}
+
+
+def test_union_of_batches_without_tensors():
+    data = DataProto.from_dict(non_tensors={"a": [1, 2]}).union(DataProto.from_dict(non_tensors={"b": [3, 4]}))
+    assert data.b.tolist() == [3, 4]
+    assert data.batch is None
+    assert data.union(DataProto.from_dict({"obs": torch.zeros(2)})).obs.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.batch.set("obs", d.obs + 1), "obs in tensor_dict1 and tensor_dict2 are not the same object"),
+        (lambda d: d.label.__setitem__(0, "x"), "label in tensor_dict1 and tensor_dict2 are not the same object"),
+        (lambda d: d.meta_info.update(name="x"), "name in meta_dict1 and meta_dict2 are not the same object"),
+    ],
+)
+def test_union_refuses_conflicts(change, message):
+    other = make(3, name="abc")
+    change(other)
+    with pytest.raises(AssertionError, match=message):
+        make(3, name="abc").union(other)
+
+
+def test_union_needs_equal_lengths():
+    with pytest.raises(AssertionError, match="Two tensor dict must have identical batch size"):
+        make(3).union(make(4))
+    with pytest.raises(AssertionError, match=r"'b' has shape \(2,\), but the batch has 3 rows"):
+        make(3).union(DataProto.from_dict(non_tensors={"b": [1, 2]}))
+
+
+def test_union_tensor_dict_accepts_equal_values_and_changes_nothing_on_conflict():
+    first = TensorDict({"obs": torch.arange(3)}, batch_size=[3])
+    more = TensorDict({"act": torch.ones(3), "obs": torch.arange(3)}, batch_size=[3])
+    assert union_tensor_dict(first, more) is first
+    assert set(first.keys()) == {"obs", "act"}
+    clash = TensorDict({"new": torch.ones(3), "obs": torch.arange(3) + 1}, batch_size=[3])
+    with pytest.raises(AssertionError, match="obs in tensor_dict1"):
+        union_tensor_dict(first, clash)
+    assert set(first.keys()) == {"obs", "act"}
+
+
+def test_the_same_tensor_unites_with_itself_whatever_it_holds():
+    nan = torch.full((2,), torch.nan)
+    data = DataProto.from_dict({"obs": nan})
+    assert data.union(DataProto.from_dict({"obs": nan})).obs is nan
+
+
+def nested(*elements) -> np.ndarray:
+    return object_array(elements)
+
+
+def cyclic() -> np.ndarray:
+    array = nested("x", None)
+    array[1] = array
+    return array
+
+
+def mutually_cyclic() -> np.ndarray:
+    array = nested(None)
+    array[0] = nested(array, 1)
+    return array
+
+
+@pytest.mark.parametrize(
+    "make_array",
+    [
+        lambda: np.array([1.0, np.nan]),
+        lambda: np.array([1.0 + 1j, complex("nan")]),
+        lambda: np.array(["a", "b"]),
+        lambda: np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
+        lambda: nested(1, "a", None, float("nan"), np.float32("nan")),
+        lambda: nested(np.array([1.0, np.nan]), nested(float("nan"), [1, {"a": 2}])),
+        cyclic,
+        mutually_cyclic,
+    ],
+)
+def test_arrays_that_are_deeply_equal_unite(make_array):
+    assert list(union_numpy_dict({"a": make_array()}, {"a": make_array(), "b": np.arange(2)})) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.array([1, 2]), np.array([1, 3])),
+        (np.array([1, 2]), np.array([1.0, 2.0])),
+        (np.array([1, 2]), np.array([[1, 2]])),
+        (np.array([1.0, np.nan]), np.array([np.nan, 1.0])),
+        (nested(1, 2), nested(1, 2).reshape(1, 2)),
+        (nested(1), nested(1.0)),
+        (nested(True), nested(1)),
+        (nested(float("nan")), nested(0.0)),
+        (nested([1, 2]), nested((1, 2))),
+        (nested(np.array([1, 2])), nested(np.array([1, 3]))),
+        (nested(np.array([1])), nested(np.array([1.0]))),
+        (nested("x", cyclic()), nested("y", cyclic())),
+        (cyclic(), nested("x", nested("x", None))),
+    ],
+)
+def test_arrays_that_differ_in_type_shape_or_value_do_not(a, b):
+    with pytest.raises(AssertionError, match="a in tensor_dict1 and tensor_dict2 are not the same object"):
+        union_numpy_dict({"a": a}, {"a": b})
+
+
+# Pickling
+
+
+@few
+@given(sizes)
+def test_disk_and_pickle_round_trips(tmp_path_factory, n):
+    data = make(n, CustomProto, name="abc", values=[1, 2])
+    path = tmp_path_factory.mktemp("proto") / "data.pkl"
+    data.save_to_disk(path)
+    for again in (DataProto.load_from_disk(path), pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
+        assert_same(again, data)
+        again.check_consistency()
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (0, 3), (2, 0)])
+def test_a_tensor_of_any_type_and_shape_survives(dtype, shape):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    again = deserialize_single_tensor(pickle.loads(pickle.dumps(serialize_single_tensor(tensor))))
+    assert (again.dtype, again.shape) == (dtype, shape)
+    assert again.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(6).view(2, 3).T, torch.arange(6)[::2], torch.ones(1).expand(3), torch.ones(3).requires_grad_()],
+)
+def test_views_and_tensors_with_gradients_survive(tensor):
+    assert torch.equal(deserialize_single_tensor(serialize_single_tensor(tensor)), tensor)
+
+
+def test_a_slice_carries_its_own_rows_only():
+    data = DataProto.from_dict({"obs": torch.zeros(100_000)})
+    assert len(pickle.dumps(data[:2])) < 1_000
+
+
+def test_tensors_from_read_only_shared_memory_are_writable_copies():
+    """As Ray delivers them: out-of-band buffers that belong to other processes too."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(make(3), protocol=5, buffer_callback=buffers.append)
+    shared = [bytes(buffer.raw()) for buffer in buffers]
+    pickle.loads(pickled, buffers=shared).batch["obs"].fill_(-1)
+    assert_same(pickle.loads(pickled, buffers=shared), make(3))
+
+
+@pytest.mark.parametrize("batch", [None, TensorDict({}, batch_size=[3]), TensorDict({}, batch_size=[0])])
+def test_batches_without_tensors_pickle(batch):
+    again = pickle.loads(pickle.dumps(DataProto(batch, meta_info={"k": 1})))
+    assert_same(again, DataProto(batch, meta_info={"k": 1}))
+
+
+def test_a_row_pickles():
+    row = pickle.loads(pickle.dumps(make(3, name="abc")[1]))
+    assert type(row) is DataProtoItem
+    assert (row.label, row.number, row.obs.tolist(), row.meta_info) == (["r1"], 10, [2, 3], {"name": "abc"})
+
+
+# TensorDict
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_tensordict_round_trip_keeps_nested_structures(n):
+    turns, extra = [[], [0.5, 0.8], [1.0]][:n], [{"acc": [1, {"x": 2}]}, {}, {"b": None}][:n]
+    prompts = [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": "ho"}] * 2][:n]
+    columns = {"turn_scores": turns, "reward_extra_info": extra, "raw_prompt": prompts, "obs": torch.rand(n, 2)}
+    data = CustomProto.from_single_dict(columns, meta_info={"step": 1, "list": [1, 2], "none": None})
+    merged = data.to_tensordict()
+    assert merged.batch_size == torch.Size([n])
+    assert [list(scores) for scores in merged["turn_scores"]] == turns
+    assert merged["list"] == [1, 2]
+    assert_same(CustomProto.from_tensordict(merged), data)
+
+
+def test_arrays_read_as_lists_of_plain_elements_in_a_tensordict():
+    merged = DataProto.from_dict(non_tensors={"number": np.arange(2), "pair": [["a", "b"], ["c", "d"]]}).to_tensordict()
+    assert [type(number) for number in merged["number"]] == [int, int]
+    assert list(merged["pair"]) == [["a", "b"], ["c", "d"]]
+
+
+def test_from_tensordict_adds_the_meta_info_it_is_given():
+    merged = make(2, step=1).to_tensordict()
+    assert DataProto.from_tensordict(merged, meta_info={"name": "abc"}).meta_info == {"name": "abc", "step": 1}
+
+
+def test_a_name_in_two_places_does_not_fit_into_a_tensordict():
+    with pytest.raises(AssertionError, match="needs every name once"):
+        make(2, obs=1).to_tensordict()
+    both = DataProto.from_dict({"obs": torch.zeros(2)}, {"obs": ["a", "b"]})
+    with pytest.raises(AssertionError, match="needs every name once"):
+        both.to_tensordict()

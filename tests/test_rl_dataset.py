@@ -1,0 +1,418 @@
+"""Real files and a real tokenizer: what users' rows become, and what they are told when rows are unusable."""
+
+import json
+import logging
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from configs.schema import DataConfig, ExternalObject
+from data import rl_dataset
+from data.rl_dataset import (
+    RLHFDataset,
+    collate_fn,
+    create_rl_dataset,
+    encode_prompt,
+    get_dataset_class,
+    parse_prompt,
+    truncate,
+)
+from data.rows import read_rows
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}{% if think %}<{{ think }}>{% endif %}"
+)
+QUESTION = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+GSM8K_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": QUESTION,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 41, "split": "train"},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a character, so lengths can be counted by eye."""
+    vocab = {character: i for i, character in enumerate(["<eos>", "\n", *map(chr, range(32, 127))])}
+    characters = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<eos>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def untemplated(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    rl_dataset._warn_of_plain_chat.cache_clear()
+    return tokenizer
+
+
+def text(tokenizer, ids):
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(json.dumps(rows, indent=1))
+    return str(path)
+
+
+def dataset(path, tokenizer, max_samples=-1, **settings):
+    return RLHFDataset(path, tokenizer, config=DataConfig(**settings), max_samples=max_samples)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".json", ".jsonl"])
+def test_a_verl_row_comes_out_whole_in_plain_python_with_its_token_ids(tmp_path, tokenizer, ending):
+    rows = dataset(write(tmp_path / f"train{ending}", [GSM8K_ROW, GSM8K_ROW]), tokenizer)
+    assert len(rows) == 2
+    row = rows[1]
+    assert text(tokenizer, row.pop("raw_prompt_ids")) == "s:Add.;u:1+1?;a:"
+    assert row == {**GSM8K_ROW, "raw_prompt": QUESTION, "index": 41}
+    assert type(row["prompt"]) is list and type(row["prompt"][0]) is dict
+
+
+def test_lines_of_objects_are_read_from_json_too_and_line_separators_inside_texts_do_no_harm(tmp_path, tokenizer):
+    file = tmp_path / "rows.json"
+    file.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [row["raw_prompt"] for row in dataset(file, tokenizer)] == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
+def test_values_keep_their_type_beside_missing_ones(tmp_path, ending):
+    """A frame would turn level into 3.0, and digits in a text into a number."""
+    path = write(tmp_path / f"rows{ending}", [{"prompt": "a", "answer": "007"}, {"prompt": "b", "answer": "8"}])
+    other = write(tmp_path / f"more{ending}", [{"prompt": "c", "level": 3}])
+    assert [row for _, row in read_rows([path, other])] == [
+        {"prompt": "a", "answer": "007", "level": None},
+        {"prompt": "b", "answer": "8", "level": None},
+        {"prompt": "c", "answer": None, "level": 3},
+    ]
+
+
+def test_several_files_are_read_in_order(tmp_path, tokenizer):
+    files = [write(tmp_path / "a.jsonl", [{"prompt": "1"}]), write(tmp_path / "b.parquet", [{"prompt": "2"}])]
+    assert [row["raw_prompt"] for row in dataset(files, tokenizer)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "prompt", "response"),
+    [
+        ({"instruction": "Say hi.", "output": "hi"}, "Say hi.", "hi"),
+        ({"instruction": "Add.", "input": "1+1", "output": "2"}, "Add.\n\n1+1", "2"),
+        ({"instruction": "Say hi.", "input": ""}, "Say hi.", None),
+        ({"messages": QUESTION}, QUESTION, None),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "2"}]}, QUESTION, "2"),
+        ({"prompt": "p", "response": "r", "instruction": "i", "output": "o", "messages": []}, "p", "r"),
+    ],
+)
+def test_other_spellings_of_prompt_and_response_are_accepted(tmp_path, tokenizer, columns, prompt, response):
+    row = dataset(write(tmp_path / "rows.jsonl", [columns]), tokenizer)[0]
+    assert row["raw_prompt"] == row["prompt"] == prompt
+    assert row.get("response") == response
+    assert columns.items() <= row.items(), "the columns as the user wrote them stay"
+
+
+def test_what_a_row_lacks_is_filled(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "extra_info": {"split": "train"}}])
+    first, second = dataset(path, tokenizer)
+    assert first["extra_info"] == {} and first["data_source"] == "unknown" and first["index"] == 0
+    assert second["extra_info"] == {"split": "train"} and second["index"] == 1
+    assert "reward_model" not in first
+
+
+def test_data_source_is_read_from_the_configured_column(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"question": "a", "task": "sums"}])
+    assert dataset(path, tokenizer, prompt_key="question", reward_fn_key="task")[0]["data_source"] == "sums"
+
+
+def test_a_string_bypasses_the_template_and_messages_go_through_it(tokenizer):
+    assert text(tokenizer, encode_prompt("1+1=", tokenizer)) == "1+1="
+    assert text(tokenizer, encode_prompt(QUESTION, tokenizer)) == "s:Add.;u:1+1?;a:"
+
+
+def test_template_arguments_are_passed_on(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}])
+    row = dataset(path, tokenizer, apply_chat_template_kwargs={"think": "no"})[0]
+    assert text(tokenizer, row["raw_prompt_ids"]).endswith("a:<no>")
+
+
+def test_messages_without_a_template_become_lines_with_one_warning(untemplated, caplog):
+    expected = "system: Add.\nuser: 1+1?\nassistant:"
+    assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
+    assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
+    assert [record.name for record in caplog.records] == ["data.rl_dataset"]
+    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
+        encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
+
+
+def test_nulls_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path, tokenizer):
+    prompt = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "user", "content": "b"}]
+    row = dataset(write(tmp_path / "rows.parquet", [{"prompt": prompt}]), tokenizer)[0]
+    assert row["prompt"][1] == {"role": "user", "content": "b", "name": None}
+    assert row["raw_prompt"] == prompt
+
+
+def test_the_arrays_pandas_makes_of_parquet_lists_are_prompts_too(tmp_path):
+    frame = pd.read_parquet(write(tmp_path / "rows.parquet", [{"prompt": QUESTION}]))
+    assert isinstance(frame.prompt[0], np.ndarray)
+    assert parse_prompt(frame.prompt[0]) == QUESTION
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (None, "the prompt is None; it must be"),
+        (7, "the prompt is 7; it must be"),
+        ([], r"the prompt is \[\]; it must be"),
+        ("", "the prompt has no tokens"),
+        ([{"content": "no role"}], "the prompt holds .*'role' and a 'content'"),
+        ([{"role": "user", "content": None}], "the prompt holds"),
+        (["text"], "the prompt holds 'text'"),
+    ],
+)
+def test_a_bad_prompt_names_file_and_row(tmp_path, tokenizer, bad, complaint):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "fine"}, {"prompt": bad}])
+    with pytest.raises(ValueError, match=f"{path}, row 1: {complaint}"):
+        dataset(path, tokenizer)
+
+
+def test_a_missing_prompt_column_names_the_key_and_the_columns_there_are(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.parquet", [{"question": "a", "answer": "b"}])
+    expected = f"{path}, row 0: the prompt is None.*data.prompt_key=prompt; this row fills the columns question, answer"
+    with pytest.raises(ValueError, match=expected):
+        dataset(path, tokenizer)
+
+
+def test_messages_that_the_template_refuses_name_file_and_row(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}])
+    with pytest.raises(ValueError, match=f"{path}, row 0: roles must alternate"):
+        dataset(path, tokenizer)
+
+
+def test_extra_info_that_is_no_dictionary_names_file_and_row(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "extra_info": "index 1"}])
+    with pytest.raises(ValueError, match=f"{path}, row 0: extra_info is 'index 1'; it must be a dictionary"):
+        dataset(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "complaint"),
+    [
+        ("rows.csv", "prompt\na", ValueError, r"rows.csv: unknown ending '.csv'; known are .parquet, .json and .jsonl"),
+        (
+            "rows.jsonl",
+            None,
+            FileNotFoundError,
+            r"rows.jsonl: there is no file .*working directory is .*data.train_files",
+        ),
+        ("rows.jsonl", "", ValueError, "no rows in .*rows.jsonl"),
+        ("rows.json", "[]", ValueError, "no rows in .*rows.json"),
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', ValueError, "rows.jsonl, line 2: this is not JSON"),
+        ("rows.jsonl", '{"prompt": "a"}\n"b"\n', ValueError, "rows.jsonl, row 1 is 'b'; a row must be a JSON object"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path, tokenizer, name, content, error, complaint):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(error, match=complaint):
+        dataset(tmp_path / name, tokenizer)
+
+
+def test_overlong_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer, caplog):
+    lengths = [3, 9, 10, 11, 10, 12, 13, 14]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "x" * length} for length in lengths])
+    with caplog.at_level(logging.INFO):
+        rows = dataset(path, tokenizer, max_prompt_length=10)
+    assert [len(row["raw_prompt_ids"]) for row in rows] == [3, 9, 10, 10]
+    assert rows.num_filtered == 4
+    (record,) = caplog.records
+    assert record.name == "data.rl_dataset"
+    assert record.getMessage() == (
+        "dropped 4 of 8 prompts, longer than data.max_prompt_length=10 tokens: "
+        f"{path}, row 3; {path}, row 5; {path}, row 6; …"
+    )
+
+
+def test_the_template_counts_toward_the_length(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}, {"prompt": "short"}])
+    assert len(dataset(path, tokenizer, max_prompt_length=len("s:Add.;u:1+1?;a:"))) == 2
+    assert len(dataset(path, tokenizer, max_prompt_length=len("s:Add.;u:1+1?;a:") - 1)) == 1
+
+
+def test_when_every_prompt_is_overlong_the_longest_and_the_limit_are_told(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "abcde"}, {"prompt": "abcdefg"}])
+    with pytest.raises(ValueError, match=r"all 2 prompts are longer than data.max_prompt_length=4 tokens, .* has 7"):
+        dataset(path, tokenizer, max_prompt_length=4)
+
+
+def test_an_unfiltered_overlong_prompt_is_an_error_unless_a_side_is_named(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "ok"}, {"prompt": "abcdefg"}])
+    with pytest.raises(
+        ValueError, match=r"row 1: the prompt has 7 tokens, more than data.max_prompt_length=5: .*trunc"
+    ):
+        dataset(path, tokenizer, max_prompt_length=5, filter_overlong_prompts=False)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")])
+def test_truncation_cuts_the_named_side(tmp_path, tokenizer, side, kept):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "abcdefg"}])
+    rows = dataset(path, tokenizer, max_prompt_length=5, filter_overlong_prompts=False, truncation=side)
+    assert text(tokenizer, rows[0]["raw_prompt_ids"]) == kept
+    assert rows[0]["raw_prompt"] == "abcdefg"
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_truncation_keeps_what_fits_and_all_of_the_limit(side, limit):
+    assert truncate([1, 2, 3], 3, side) == [1, 2, 3]
+    assert len(truncate(list(range(7)), limit, side)) == min(limit, 7)
+
+
+def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(50)])
+
+    def drawn(**settings):
+        return [row["raw_prompt"] for row in dataset(path, tokenizer, max_samples=5, **settings)]
+
+    assert drawn(shuffle=False) == ["0", "1", "2", "3", "4"]
+    assert drawn() == drawn(seed=0) == [str(i) for i in np.random.default_rng(0).choice(50, 5, replace=False)]
+    assert drawn(seed=1) != drawn(seed=0)
+    with pytest.raises(ValueError, match="leaves no rows: -1 takes all"):
+        dataset(path, tokenizer, max_samples=0)
+    assert len(dataset(path, tokenizer, max_samples=99)) == len(dataset(path, tokenizer)) == 50
+
+
+def test_a_long_file_shows_progress_and_keeps_every_row(tmp_path, tokenizer, monkeypatch, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(10)])
+    dataset(path, tokenizer)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(rl_dataset, "PROGRESS_BAR_FROM", 10)
+    assert len(dataset(path, tokenizer)) == 10
+    assert "tokenising prompts" in capsys.readouterr().out
+
+
+class States(RLHFDataset):
+    """A dataset without files: rows are made when they are asked for, as those of an environment are."""
+
+    def __init__(self, tokenizer, config):
+        super().__init__(None, tokenizer, config=config)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        return self.make_row({"prompt": f"state {i}", "state": i}, i)
+
+
+def test_a_subclass_brings_rows_without_files(tokenizer):
+    row = States(tokenizer, DataConfig())[12]
+    assert text(tokenizer, row.pop("raw_prompt_ids")) == "state 12"
+    columns = {"prompt": "state 12", "state": 12}
+    assert row == {**columns, "raw_prompt": "state 12", "index": 12, "extra_info": {}, "data_source": "unknown"}
+
+
+def test_rows_made_on_demand_keep_to_the_length_limit(tokenizer):
+    cut = States(tokenizer, DataConfig(max_prompt_length=2, truncation="left"))
+    assert text(tokenizer, cut[12]["raw_prompt_ids"]) == "12"
+    with pytest.raises(
+        ValueError, match=r"States, row 12: the prompt has 8 tokens, more than data.max_prompt_length=7"
+    ):
+        States(tokenizer, DataConfig(max_prompt_length=7))[12]
+
+
+def test_a_subclass_may_encode_prompts_its_own_way(tmp_path, tokenizer):
+    class Shouting(RLHFDataset):
+        def encode_prompt(self, prompt):
+            return super().encode_prompt(prompt.upper())
+
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "hi"}])
+    assert text(tokenizer, Shouting(path, tokenizer)[0]["raw_prompt_ids"]) == "HI"
+
+
+def test_collating_stacks_tensors_and_keeps_everything_else_as_elements():
+    rows = [
+        {"state": torch.tensor([i, i + 1]), "raw_prompt_ids": [1, i], "extra_info": {"i": i}, "board": np.eye(2) * i}
+        for i in range(3)
+    ]
+    batch = collate_fn(rows)
+    assert torch.equal(batch["state"], torch.tensor([[0, 1], [1, 2], [2, 3]]))
+    for name in ("raw_prompt_ids", "extra_info", "board"):
+        assert batch[name].dtype == object and batch[name].shape == (3,)
+        assert all(kept is row[name] for kept, row in zip(batch[name], rows, strict=True))
+
+
+def test_a_single_row_with_nested_lists_stays_one_element():
+    assert collate_fn([{"raw_prompt": [QUESTION, QUESTION]}])["raw_prompt"].shape == (1,)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_collating_rows_with_different_keys_names_the_key(order):
+    with pytest.raises(ValueError, match=r"column 'state' is missing from row"):
+        collate_fn([{"prompt": "a", "state": 1}, {"prompt": "b"}][::order])
+
+
+def test_collating_tensors_of_different_shapes_names_the_key():
+    with pytest.raises(ValueError, match=r"column 'state' holds tensors of shapes \[\(2,\), \(3,\)\]"):
+        collate_fn([{"state": torch.zeros(2)}, {"state": torch.zeros(3)}])
+
+
+CUSTOM = """
+import torch
+
+class MyDataset(torch.utils.data.Dataset):
+    def __init__(self, data_files, tokenizer, processor=None, config=None, **kwargs):
+        self.prompts = [f"{name}: 1+{i}=" for name in data_files for i in range(config.max_prompt_length)]
+        self.kwargs = kwargs
+
+    def __len__(self):
+        return len(self.prompts)
+
+    def __getitem__(self, i):
+        return {"raw_prompt": self.prompts[i]}
+
+def make_dataset(**kwargs):
+    return MyDataset(**kwargs)
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    def config(name):
+        return DataConfig(max_prompt_length=3, custom_cls=ExternalObject(path=str(tmp_path / "my_data.py"), name=name))
+
+    (tmp_path / "my_data.py").write_text(CUSTOM)
+    return config
+
+
+def test_a_users_dataset_class_is_built_by_keyword(custom, tokenizer):
+    made = create_rl_dataset(["a", "b"], custom("MyDataset"), tokenizer, max_samples=2)
+    assert isinstance(made, Dataset) and len(made) == 6
+    assert made[3] == {"raw_prompt": "b: 1+0="}
+    assert made.kwargs == {"max_samples": 2}
+
+
+def test_a_users_class_that_is_no_dataset_is_refused(custom):
+    with pytest.raises(TypeError, match=r"data.custom_cls.name=make_dataset in .* subclass of torch"):
+        get_dataset_class(custom("make_dataset"))
+
+
+def test_without_a_users_class_the_files_are_needed(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    made = create_rl_dataset(path, DataConfig(shuffle=False), tokenizer, max_samples=1)
+    assert type(made) is RLHFDataset and [row["raw_prompt"] for row in made] == ["a"]
+    with pytest.raises(ValueError, match=r"data.train_files is not set"):
+        create_rl_dataset(None, DataConfig(), tokenizer)

@@ -1,0 +1,325 @@
+"""The order of rows is a function of (seed, epoch), and a run resumed anywhere sees what an unbroken one would."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from configs.schema import DataConfig, SamplerConfig
+from data.protocol import DataProto
+from data.sampler import (
+    AbstractCurriculumSampler,
+    AbstractSampler,
+    PromptLoader,
+    RandomSampler,
+    SequentialSampler,
+    Stateful,
+    create_rl_sampler,
+)
+
+CONFIG = DataConfig()
+
+
+class Numbers(Dataset):
+    """Row i is {"index": i}."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, i):
+        return {"index": i}
+
+
+class GrowingNumbers(Numbers):
+    """A dataset whose rows change with the run, so it has state of its own."""
+
+    offset = 0
+
+    def __getitem__(self, i):
+        return {"index": i + self.offset}
+
+    def on_batch_end(self, batch):
+        self.offset += int(sum(batch["index"])) % 7
+
+    def state_dict(self):
+        return {"offset": self.offset}
+
+    def load_state_dict(self, state):
+        self.offset = state["offset"]
+
+
+CURRICULUM = """
+import numpy as np
+from data.sampler import AbstractCurriculumSampler
+
+class HardestFirst(AbstractCurriculumSampler):
+    '''Draws rows by weights that grow with what the last batch scored.'''
+
+    def __init__(self, data_source, data_config):
+        super().__init__(data_source, data_config)
+        self.weights = np.ones(len(data_source))
+        self.rng = np.random.default_rng(0)
+        self.place = 0
+
+    def __len__(self):
+        return len(self.data_source)
+
+    def __iter__(self):
+        while self.place < len(self):
+            self.place += 1
+            yield int(self.rng.choice(len(self.weights), p=self.weights / self.weights.sum()))
+        self.place = 0
+
+    def update(self, batch):
+        for index in batch.index:
+            self.weights[index] += index + 1
+
+    def state_dict(self):
+        return {"weights": self.weights.tolist(), "rng": self.rng.bit_generator.state, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.weights = np.array(state["weights"])
+        self.rng.bit_generator.state = state["rng"]
+        self.place = state["place"]
+"""
+
+
+def seen(batch):
+    return batch["index"].tolist()
+
+
+def make_sampler(dataset, shuffle=True, seed=0):
+    return create_rl_sampler(DataConfig(shuffle=shuffle), dataset, seed)
+
+
+def through_json(state):
+    """A state as a checkpoint gives it back: by value, in plain types."""
+    return json.loads(json.dumps(state))
+
+
+def test_sequential_order_is_that_of_the_rows():
+    assert list(SequentialSampler(Numbers(4), CONFIG)) == [0, 1, 2, 3]
+
+
+def test_random_order_is_a_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        sampler = RandomSampler(Numbers(50), CONFIG, seed)
+        list(sampler)  # what was drawn before must not matter
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, 3) == order(0, 3)
+    assert sorted(order(0, 3)) == list(range(50))
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_data_shuffle_and_data_seed_choose_the_order():
+    rows = Numbers(20)
+    assert type(create_rl_sampler(DataConfig(shuffle=False), rows, seed=1)) is SequentialSampler
+    by_run_seed = [list(create_rl_sampler(DataConfig(), rows, seed)) for seed in (1, 2)]
+    by_data_seed = [list(create_rl_sampler(DataConfig(seed=2), rows, seed)) for seed in (1, 2)]
+    assert by_run_seed[0] != by_run_seed[1]
+    assert by_data_seed[0] == by_data_seed[1] == by_run_seed[1]
+
+
+def test_batches_by_hand_roll_over_to_the_next_epoch():
+    loader = PromptLoader(Numbers(5), 2, make_sampler(Numbers(5), shuffle=False))
+    assert len(loader) == 2
+    places = []
+    for _ in range(4):
+        places.append((seen(loader.next_batch()), loader.epoch, loader.index))
+    assert places == [([0, 1], 0, 2), ([2, 3], 0, 4), ([0, 1], 1, 2), ([2, 3], 1, 4)]
+
+
+def test_without_drop_last_the_rest_is_a_batch():
+    loader = PromptLoader(Numbers(5), 2, make_sampler(Numbers(5), shuffle=False), drop_last=False)
+    assert len(loader) == 3
+    assert [seen(loader.next_batch()) for _ in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert [seen(batch) for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.booleans())
+def test_resuming_after_any_batch_continues_the_unbroken_run(num_rows, batch_size, drop_last, shuffle):
+    if drop_last:
+        num_rows += batch_size - 1
+    rows = Numbers(num_rows)
+
+    def loader():
+        return PromptLoader(rows, batch_size, make_sampler(rows, shuffle), drop_last=drop_last)
+
+    num_batches = 3 * len(loader()) + 1
+    unbroken_loader = loader()
+    unbroken, states = [], []
+    for _ in range(num_batches):
+        states.append(through_json(unbroken_loader.state_dict()))
+        unbroken.append(seen(unbroken_loader.next_batch()))
+    for k, state in enumerate(states):
+        assert set(state) == {"epoch", "index"}
+        resumed = loader()
+        resumed.load_state_dict(state)
+        assert [seen(resumed.next_batch()) for _ in range(num_batches - k)] == unbroken[k:], f"resumed after {k}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 5))
+def test_every_epoch_holds_each_row_once(num_rows, batch_size, seed):
+    rows = Numbers(num_rows)
+    loader = PromptLoader(rows, batch_size, make_sampler(rows, seed=seed), drop_last=False)
+    for epoch in range(3):
+        batches = [seen(loader.next_batch()) for _ in range(len(loader))]
+        assert loader.epoch == epoch
+        assert sorted(index for batch in batches for index in batch) == list(range(num_rows))
+
+
+def test_every_epoch_of_a_run_has_an_order_of_its_own():
+    rows = Numbers(20)
+    loader = PromptLoader(rows, 20, make_sampler(rows))
+    assert len({tuple(seen(loader.next_batch())) for _ in range(4)}) == 4
+
+
+def test_iterating_an_epoch_repeats_it_and_leaves_the_position():
+    rows = Numbers(10)
+    loader, untouched = (PromptLoader(rows, 3, make_sampler(rows)) for _ in range(2))
+    assert seen(loader.next_batch()) == seen(untouched.next_batch())
+    epoch = [seen(batch) for batch in loader]
+    assert [seen(batch) for batch in loader] == epoch
+    assert len(epoch) == len(loader)
+    assert loader.state_dict() == untouched.state_dict()
+    assert seen(loader.next_batch()) == seen(untouched.next_batch()) == epoch[1]
+
+
+def test_too_few_rows_for_a_batch_name_the_key_and_the_remedy():
+    rows = Numbers(3)
+    with pytest.raises(ValueError, match=r"data.train_batch_size=4 .* an epoch has 3 rows. Lower"):
+        PromptLoader(rows, 4, make_sampler(rows))
+    with pytest.raises(ValueError, match="an epoch has 0 rows"):
+        PromptLoader(Numbers(0), 4, make_sampler(Numbers(0)), drop_last=False)
+
+
+def test_a_sampler_that_yields_less_than_it_says_is_an_error_and_not_an_endless_loop():
+    class Liar(SequentialSampler):
+        def __iter__(self):
+            return iter([0])
+
+    with pytest.raises(ValueError, match="cannot be filled"):
+        PromptLoader(Numbers(4), 2, Liar(Numbers(4), CONFIG)).next_batch()
+
+
+@pytest.fixture
+def curriculum_config(tmp_path):
+    file = tmp_path / "my_curriculum.py"
+    file.write_text(CURRICULUM)
+    return DataConfig(sampler=SamplerConfig(class_path=str(file), class_name="HardestFirst"))
+
+
+def run_curriculum(loader, num_steps):
+    """What a trainer does: a batch, then the sampler hears of it."""
+    batches = []
+    for _ in range(num_steps):
+        batches.append(loader.next_batch())
+        loader.sampler.update(DataProto.from_single_dict(batches[-1]))
+    return [seen(batch) for batch in batches]
+
+
+def test_a_users_curriculum_learns_and_resumes_at_every_step(curriculum_config):
+    rows = Numbers(7)
+
+    def loader():
+        return PromptLoader(rows, 2, create_rl_sampler(curriculum_config, rows, seed=0))
+
+    assert isinstance(loader().sampler, AbstractCurriculumSampler)
+    unbroken = run_curriculum(loader(), 10)
+    plain = loader()
+    assert unbroken != [seen(plain.next_batch()) for _ in range(10)], "update must have an effect"
+    for k in range(10):
+        first = loader()
+        assert run_curriculum(first, k) == unbroken[:k]
+        resumed = loader()
+        resumed.load_state_dict(through_json(first.state_dict()))
+        assert run_curriculum(resumed, 10 - k) == unbroken[k:], f"resumed after {k}"
+
+
+def test_a_dataset_with_state_resumes_at_every_step():
+    def run(loader, num_steps):
+        batches = []
+        for _ in range(num_steps):
+            batches.append(loader.next_batch())
+            loader.dataset.on_batch_end(batches[-1])
+        return [seen(batch) for batch in batches]
+
+    def loader():
+        return PromptLoader(GrowingNumbers(5), 2, make_sampler(Numbers(5)))
+
+    unbroken = run(loader(), 6)
+    for k in range(6):
+        first, resumed = loader(), loader()
+        run(first, k)
+        resumed.load_state_dict(through_json(first.state_dict()))
+        assert run(resumed, 6 - k) == unbroken[k:]
+
+
+def test_a_checkpoint_of_another_kind_of_dataset_is_refused():
+    plain, growing = (PromptLoader(rows, 2, make_sampler(rows)) for rows in (Numbers(5), GrowingNumbers(5)))
+    with pytest.raises(ValueError, match="holds no state of the dataset, which does not go with GrowingNumbers"):
+        growing.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="holds a state of the dataset, which does not go with Numbers"):
+        plain.load_state_dict(growing.state_dict())
+
+
+def test_state_is_recognised_by_its_two_methods():
+    assert isinstance(GrowingNumbers(1), Stateful)
+    assert not isinstance(Numbers(1), Stateful)
+    assert not isinstance(make_sampler(Numbers(1)), Stateful)
+
+
+def test_every_sampler_may_be_told_of_a_step():
+    rows = Numbers(2)
+    sampler = make_sampler(rows)
+    sampler.update(DataProto.from_single_dict({"index": np.array([0, 1], dtype=object)}))
+    assert sorted(sampler) == [0, 1]
+
+
+def test_a_curriculum_without_update_cannot_be_made():
+    class Forgetful(AbstractCurriculumSampler):
+        def __iter__(self):
+            return iter([])
+
+        def __len__(self):
+            return 0
+
+    with pytest.raises(TypeError, match="update"):
+        Forgetful(Numbers(1), CONFIG)
+
+
+@pytest.mark.parametrize("name", ["Other", "make"])
+def test_a_sampler_class_of_another_kind_is_refused(tmp_path, name):
+    file = tmp_path / "other_sampler.py"
+    file.write_text("class Other:\n    pass\n\ndef make(data_source, data_config):\n    return None\n")
+    config = DataConfig(sampler=SamplerConfig(class_path=str(file), class_name=name))
+    with pytest.raises(
+        AssertionError, match=f"data.sampler.class_name={name} .* subclass of data.sampler.AbstractSampler"
+    ):
+        create_rl_sampler(config, Numbers(1), seed=0)
+
+
+def test_a_users_sampler_gets_the_data_and_its_config_by_keyword(tmp_path):
+    file = tmp_path / "reversed_order.py"
+    file.write_text(
+        "from data.sampler import AbstractSampler\n\n"
+        "class Reversed(AbstractSampler):\n"
+        "    def __init__(self, *, data_source, data_config):\n"
+        "        super().__init__(data_source, data_config)\n"
+        "    def __iter__(self):\n        return reversed(range(len(self)))\n"
+        "    def __len__(self):\n        return len(self.data_source)\n"
+    )
+    config = DataConfig(sampler=SamplerConfig(class_path=str(file), class_name="Reversed"))
+    sampler = create_rl_sampler(config, Numbers(3), seed=0)
+    assert isinstance(sampler, AbstractSampler) and sampler.data_config is config
+    assert list(sampler) == [2, 1, 0]

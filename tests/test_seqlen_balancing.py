@@ -1,0 +1,176 @@
+"""Partitions cover everything once, are as balanced as theory promises, and micro-batches fit their budget."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.seqlen_balancing import (
+    calculate_workload,
+    ceildiv,
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+    greedy_partition,
+    karmarkar_karp,
+    log_seqlen_unbalance,
+    micro_batch_indices,
+    roundup_divisible,
+)
+
+few = settings(max_examples=100, deadline=None)
+
+
+def sums(values, parts):
+    return [sum(values[index] for index in part) for part in parts]
+
+
+def fewest_tokens_in_the_largest_part(values, k):
+    """Optimum by trying every assignment."""
+    assignments = product(range(k), repeat=len(values))
+    return min(
+        max(sum(v for v, a in zip(values, chosen, strict=True) if a == j) for j in range(k)) for chosen in assignments
+    )
+
+
+def test_integer_helpers_by_hand():
+    assert [ceildiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [roundup_divisible(a, 4) for a in (0, 1, 4, 5)] == [0, 4, 4, 8]
+    assert calculate_workload(10) == 245_860
+    assert get_reverse_idx([2, 0, 1]) == [1, 2, 0]
+
+
+@few
+@given(st.permutations(range(9)))
+def test_the_reverse_index_undoes_a_permutation(order):
+    rows = list("abcdefghi")
+    moved = [rows[index] for index in order]
+    assert [moved[index] for index in get_reverse_idx(order)] == rows
+
+
+def test_largest_differencing_by_hand():
+    """8-7 and 6-5 are paired, 4 goes to 7, then {7, 4} (ahead by 3) takes the smaller of {6}, {5}."""
+    assert karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False) == [[4, 1, 3], [0, 2]]
+
+
+def test_largest_differencing_with_equal_sizes_by_hand():
+    """Blocks 1 2, 3 4, 10 20: 10-20 has the largest spread and takes 3-4 crosswise, then 1-2 crosswise."""
+    assert karmarkar_karp([20, 1, 4, 2, 3, 10], 2, equal_size=True) == [[0, 4, 1], [5, 2, 3]]
+
+
+def test_ties_are_broken_by_index():
+    assert get_seqlen_balanced_partitions([5] * 6, 3, equal_size=False) == get_seqlen_balanced_partitions(
+        [5] * 6, 3, equal_size=True
+    )
+    assert karmarkar_karp([5, 5], 2, equal_size=False) == [[1], [0]]
+
+
+def test_greedy_by_hand():
+    assert greedy_partition([8, 7, 6, 5, 4], 2, equal_size=False) == [[0, 3, 4], [1, 2]]
+    assert greedy_partition([9, 1, 1, 1], 2, equal_size=False) == [[0], [1, 2, 3]]
+    assert greedy_partition([9, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
+
+
+@few
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8), st.booleans())
+def test_partitions_cover_every_index_once(values, k, equal_size):
+    values = values * k if equal_size else values + [1] * k
+    for partition in (get_seqlen_balanced_partitions, greedy_partition):
+        parts = partition(values, k, equal_size)
+        assert len(parts) == k
+        assert sorted(index for part in parts for index in part) == list(range(len(values)))
+        assert not equal_size or {len(part) for part in parts} == {len(values) // k}
+        if partition is get_seqlen_balanced_partitions:
+            assert all(parts) and all(part == sorted(part) for part in parts)
+            assert sums(values, parts) == sorted(sums(values, parts), reverse=True)
+
+
+@few
+@given(st.lists(st.integers(1, 100), min_size=3, max_size=7), st.integers(2, 3))
+def test_the_largest_part_is_within_the_proven_bound_of_the_optimum(values, k):
+    """4/3 - 1/(3k) of the optimum: Michiels, Korst, Aarts, van Leeuwen, 2003, for k-way largest differencing."""
+    largest = max(sums(values, get_seqlen_balanced_partitions(values, k, equal_size=False)))
+    optimum = fewest_tokens_in_the_largest_part(values, k)
+    assert optimum <= largest <= (4 / 3 - 1 / (3 * k)) * optimum + 1e-9
+
+
+@few
+@given(st.lists(st.integers(1, 4096), min_size=4, max_size=10), st.integers(2, 4))
+def test_equal_sizes_differ_by_no_more_than_the_longest_row(values, k):
+    values = values * k
+    totals = sums(values, get_seqlen_balanced_partitions(values, k, equal_size=True))
+    assert max(totals) - min(totals) <= max(values) - min(values)
+
+
+def test_balancing_typical_lengths_beats_greedy():
+    lengths = [97 * i * i % 1009 + 1 for i in range(64)]
+    balanced = sums(lengths, get_seqlen_balanced_partitions(lengths, 8, equal_size=False))
+    greedy = sums(lengths, greedy_partition(lengths, 8, equal_size=False))
+    assert max(balanced) - min(balanced) < (max(greedy) - min(greedy)) / 10
+
+
+def test_impossible_partitions_are_refused():
+    with pytest.raises(AssertionError, match="2 items cannot fill 3 parts"):
+        get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
+    for partition in (karmarkar_karp, greedy_partition):
+        with pytest.raises(AssertionError, match="3 items do not divide into 2 equal parts"):
+            partition([1, 2, 3], 2, equal_size=True)
+
+
+def test_balance_metrics_by_hand():
+    metrics = log_seqlen_unbalance([10, 20, 30, 40], [[0, 3], [1, 2]], prefix="global_seqlen")
+    assert metrics == {
+        "global_seqlen/min": 30,
+        "global_seqlen/max": 70,
+        "global_seqlen/minmax_diff": 40,
+        "global_seqlen/balanced_min": 50,
+        "global_seqlen/balanced_max": 50,
+        "global_seqlen/mean": 50.0,
+    }
+
+
+def test_micro_batches_by_rows_are_consecutive():
+    assert micro_batch_indices([9, 9, 9, 9, 9], micro_batch_size=2) == [[0, 1], [2, 3], [4]]
+    assert micro_batch_indices([9, 9], micro_batch_size=8) == [[0, 1]]
+    assert micro_batch_indices([], micro_batch_size=2) == micro_batch_indices([], max_token_len=2) == []
+
+
+def test_micro_batches_by_tokens_by_hand():
+    assert micro_batch_indices([4, 3, 2, 1], max_token_len=10) == [[0, 1, 2, 3]]
+    assert micro_batch_indices([4, 3, 2, 1], max_token_len=5) == [[0, 3], [1, 2]]
+
+
+def test_rows_above_half_the_budget_stand_alone():
+    """A count from the sum of tokens alone, 4, would put two of them together."""
+    assert sorted(micro_batch_indices([6] * 6, max_token_len=10)) == [[i] for i in range(6)]
+
+
+@few
+@given(st.lists(st.integers(0, 100), max_size=40), st.integers(100, 400))
+def test_micro_batches_hold_every_row_once_and_fit_the_budget(lengths, budget):
+    parts = micro_batch_indices(lengths, max_token_len=budget)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    assert all(total <= budget for total in sums(lengths, parts))
+    assert parts == micro_batch_indices(lengths, max_token_len=budget), "the cut must be deterministic"
+
+
+@pytest.mark.parametrize("budget", [64, 100, 150, 256, 1000])
+def test_no_more_micro_batches_than_the_search_from_below_needs(budget):
+    """The twin counts up from the sum of tokens, one by one; ours starts from first-fit decreasing."""
+    lengths = [19 * i * i % 61 + 4 for i in range(48)]
+    count = ceildiv(sum(lengths), budget)
+    workloads = [calculate_workload(length) for length in lengths]
+    while max(sums(lengths, get_seqlen_balanced_partitions(workloads, count, equal_size=False))) > budget:
+        count += 1
+    assert len(micro_batch_indices(lengths, max_token_len=budget)) == count
+
+
+def test_a_row_above_the_budget_names_the_key_and_both_numbers():
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=100 .* a sequence of 101 tokens: raise it"):
+        micro_batch_indices([5, 101], max_token_len=100)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_token_len": 4, "micro_batch_size": 4}])
+def test_exactly_one_limit_is_given(limits):
+    with pytest.raises(AssertionError, match="one of them"):
+        micro_batch_indices([1], **limits)

@@ -1,0 +1,419 @@
+"""The record of a run and its views: real files, a real terminal, failures injected."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import reports, tracking
+from training.reports import dump_jsonl, plot_metric, print_samples, read_metrics
+from training.tracking import METRICS_FILE, Tracking
+
+ROOT = Path(__file__).parent.parent
+
+
+def start(folder: Path, logger=(), resume_step: int = 0, total_steps: int = 10) -> Tracking:
+    return Tracking(
+        folder,
+        logger,
+        project_name="project",
+        experiment_name="experiment",
+        config={"trainer": {"seed": 1}},
+        resume_step=resume_step,
+        total_steps=total_steps,
+    )
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Every line must be whole JSON here, unlike for `read_metrics`."""
+    return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def test_each_step_is_one_line_with_its_numbers_in_full_precision(tmp_path):
+    folder = tmp_path / "outputs" / "run"
+    with start(folder) as track:
+        track.log(0, {"val-core/maze/reward/mean@1": 0.1})
+        track.log(1, {"a": 1 / 3, "count": 3, "np": np.float32(0.1), "tensor": torch.tensor(2.5), "flag": np.True_})
+        assert (folder / METRICS_FILE).read_bytes().count(b"\n") == 2  # already there while the run goes on
+    assert read_metrics(folder / METRICS_FILE) == [
+        {"step": 0, "data": {"val-core/maze/reward/mean@1": 0.1}},
+        {"step": 1, "data": {"a": 1 / 3, "count": 3.0, "np": float(np.float32(0.1)), "tensor": 2.5, "flag": 1.0}},
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_survives_the_record(tmp_path_factory, value):
+    folder = tmp_path_factory.mktemp("run")
+    start(folder).log(1, {"x": value})
+    assert read_metrics(folder / METRICS_FILE) == [{"step": 1, "data": {"x": value}}]
+
+
+def test_non_finite_numbers_are_null_in_strict_json(tmp_path):
+    start(tmp_path).log(1, {"nan": float("nan"), "inf": -np.inf, "x": 1.0})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
+    assert line["data"] == {"nan": None, "inf": None, "x": 1.0}
+
+
+@pytest.mark.parametrize("value", ["high", None, [1.0, 2.0]])
+def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_path, value):
+    track = start(tmp_path)
+    with pytest.raises(TypeError, match="metric 'mood' is"):
+        track.log(1, {"x": 1.0, "mood": value})
+    assert not (tmp_path / METRICS_FILE).exists()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_is_recorded_once_and_in_order(tmp_path, step):
+    track = start(tmp_path)
+    track.log(2, {"x": 1.0})
+    with pytest.raises(AssertionError, match=f"step {step} was logged after step 2"):
+        track.log(step, {"x": 2.0})
+    assert recorded_steps(tmp_path) == [2]
+
+
+def write_run(folder: Path, steps: range, torn: bytes = b"") -> bytes:
+    with start(folder) as track:
+        for step in steps:
+            track.log(step, {"x": float(step)})
+    with (folder / METRICS_FILE).open("ab") as file:
+        file.write(torn)
+    return (folder / METRICS_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"step": 6, "data": {"x": 0.', b"\x00\x00\x00"])
+def test_a_resumed_run_has_each_step_once(tmp_path, torn):
+    before = write_run(tmp_path, range(6), torn)
+    with start(tmp_path, resume_step=3) as track:
+        assert recorded_steps(tmp_path) == [0, 1, 2, 3]
+        track.log(4, {"x": 40.0})
+    assert recorded_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert read_metrics(tmp_path / METRICS_FILE)[-1]["data"] == {"x": 40.0}
+    assert (tmp_path / f"{METRICS_FILE}.bak-1").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS_FILE, f"{METRICS_FILE}.bak-1"]
+
+
+def test_resuming_after_the_last_line_changes_nothing(tmp_path):
+    before = write_run(tmp_path, range(4))
+    start(tmp_path, resume_step=3)
+    assert (tmp_path / METRICS_FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+
+
+def test_the_resumed_step_itself_is_not_recorded_again(tmp_path):
+    write_run(tmp_path, range(4))
+    with pytest.raises(AssertionError, match="step 2 was logged after step 2"):
+        start(tmp_path, resume_step=2).log(2, {"x": 0.0})
+
+
+def test_a_fresh_start_sets_earlier_records_aside(tmp_path):
+    first = write_run(tmp_path, range(3))
+    second = write_run(tmp_path, range(2))
+    third = write_run(tmp_path, range(1))
+    assert (tmp_path / f"{METRICS_FILE}.bak-1").read_bytes() == first
+    assert (tmp_path / f"{METRICS_FILE}.bak-2").read_bytes() == second
+    assert (tmp_path / METRICS_FILE).read_bytes() == third
+
+
+def test_a_killed_process_leaves_the_steps_it_logged(tmp_path):
+    program = f"""
+import os, signal
+from tests.test_tracking import start
+track = start({str(tmp_path)!r})
+track.log(1, {{"x": 1.0}})
+track.log(2, {{"x": 2.0}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert recorded_steps(tmp_path) == [1, 2]
+
+
+def test_an_unknown_logger_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"trainer\.logger has 'swanlab': choose from console, .*mlflow, file"):
+        start(tmp_path / "run", ["console", "swanlab"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard")]
+)
+def test_a_missing_package_is_reported_before_the_run_touches_anything(tmp_path, monkeypatch, name, package):
+    before = write_run(tmp_path, range(3))
+    for module in [module for module in sys.modules if module.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
+    with pytest.raises(ValueError, match=rf"trainer\.logger has '{name}'.*not installed.*`pip install {package}`"):
+        start(tmp_path, ["console", name])
+    assert (tmp_path / METRICS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("logger", ["file", ["file"], [], None])
+def test_the_record_needs_no_logger(tmp_path, capsys, logger):
+    start(tmp_path, logger).log(1, {"x": 1.0})
+    assert recorded_steps(tmp_path) == [1]
+    assert capsys.readouterr().out == ""
+
+
+def tensorboard_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_shows_what_was_logged(tmp_path):
+    with start(tmp_path, "tensorboard") as track:
+        track.log(1, {"critic/score/mean": 0.5, "val-core/maze/reward/mean@1": 0.25})
+        track.log(2, {"critic/score/mean": 0.75})
+        assert tensorboard_scalars(tmp_path, "critic/score/mean") == [(1, 0.5), (2, 0.75)]  # before it is closed
+    assert tensorboard_scalars(tmp_path, "val-core/maze/reward/mean@1") == [(1, 0.25)]
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(2, [(0, 0.0), (1, 1.0), (2, 2.0)]), (0, [])])
+def test_tensorboard_hides_what_the_resumed_run_repeats(tmp_path, resume_step, kept):
+    with start(tmp_path, "tensorboard") as track:
+        for step in range(5):
+            track.log(step, {"x": float(step)})
+    with start(tmp_path, "tensorboard", resume_step=resume_step) as track:
+        track.log(3, {"x": 30.0})
+    assert tensorboard_scalars(tmp_path, "x") == [*kept, (3, 30.0)]
+
+
+def test_wandb_gets_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with start(tmp_path, "wandb") as track:
+        [view] = track.views
+        track.log(3, {"x": 1.5})
+        assert view.wandb_run.summary["x"] == 1.5
+        assert view.wandb_run.config["trainer"] == {"seed": 1}
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_mlflow_gets_the_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyError), start(tmp_path, "mlflow") as track:
+        track.log(3, {"val-core/maze/reward/mean@1": 1.5})
+        raise KeyError
+    [run] = mlflow.search_runs(experiment_names=["project"], output_format="list")
+    assert run.data.metrics == {"val-core/maze/reward/mean_at_1": 1.5}
+    assert run.info.status == "FAILED"
+
+
+STEP = {
+    "critic/score/mean": 0.614,
+    "actor/entropy": 0.8312,
+    "actor/grad_norm": 0.00091,
+    "response_length/mean": 1234.4,
+    "timing_s/step": 2.149,
+    "response_length/max": 2000.0,
+}
+
+
+def test_without_a_terminal_the_console_prints_plain_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "PLAIN_LINE_SECONDS", 0.0)
+    with start(tmp_path, ["console"], total_steps=2) as track:
+        track.log(0, {"val-core/maze/reward/mean@4": 0.25, "val-core/maze/reward/best@4/mean": 0.5})
+        print("a line of other code")
+        track.log(1, STEP)
+        track.log(2, {"actor/entropy_loss": 1.0, "val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["step 0/2  val 0.25", "a line of other code"]
+    headline = "step 1/2  reward 0.61  entropy 0.83  grad_norm 9.1e-04  length 1234  2.15 s/step  val 0.25  eta "
+    assert re.fullmatch(re.escape(headline) + r"\d+ s", lines[2])
+    assert lines[3:] == ["step 2/2  entropy 1.00  val 0.50"]
+
+
+def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "PLAIN_LINE_SECONDS", float("inf"))
+    with start(tmp_path, "console", total_steps=6) as track:
+        for step in range(1, 7):
+            track.log(step, {"val-core/maze/reward/mean@1": 0.5} if step == 3 else STEP)
+    steps = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["1/6", "3/6", "6/6"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (99.4, "99 s"), (480, "8 min"), (5999, "100 min"), (11520, "3.2 h")]
+)
+def test_durations_are_short(seconds, text):
+    assert tracking._duration(seconds) == text
+
+
+def run_on_a_terminal(program: str) -> tuple[int, str]:
+    """Exit status and output of a python program that runs on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    while chunk := read_terminal(ours):
+        output += chunk
+    os.close(ours)
+    return process.wait(), output.decode()
+
+
+def read_terminal(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # how Linux says that the program on the other side has ended
+        return b""
+
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize("closing", ["with track:", "if True:"])
+def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_path, monkeypatch, closing):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    program = f"""
+import sys
+from tests.test_tracking import STEP, start
+from training.reports import print_samples
+track = start({str(tmp_path)!r}, "console")
+{closing}
+    track.log(1, STEP)
+    print("a line of other code")
+    print("and one on stderr", file=sys.stderr)
+    print_samples("Validation", [{{"response": "left [/INST]"}}])
+    track.log(2, STEP)
+    raise RuntimeError("out of memory")
+"""
+    status, output = run_on_a_terminal(program)
+    assert status == 1
+    for text in ("step 1/10", "a line of other code\r\n", "and one on stderr\r\n", "left [/INST]", "step 2/10"):
+        assert text in output
+    assert "━" in output
+    assert "RuntimeError: out of memory" in output
+    assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
+    assert output.rindex(SHOW_CURSOR) > output.rindex("step 2/10")
+
+
+def test_one_view_that_cannot_close_does_not_keep_the_others_open(tmp_path):
+    class View:
+        def __init__(self, error: Exception | None):
+            self.error, self.closed = error, None
+
+        def close(self, failed: bool) -> None:
+            self.closed = failed
+            if self.error:
+                raise self.error
+
+    for failing in (0, 1):
+        track = start(tmp_path / str(failing))
+        track.views = views = [View(OSError("gone") if place == failing else None) for place in (0, 1)]
+        with pytest.raises(OSError, match="gone"), track:
+            raise KeyError
+        assert [view.closed for view in views] == [True, True]
+
+
+def test_samples_are_printed_as_they_are(capsys):
+    samples = [
+        {"prompt": "\x1b[31mS\x1b[0mFFF \x1b[2J[bold]go[/INST]", "response": "left\nright", "score": 1.0},
+        {"prompt": "x" * 10_000 + "END", "response": "", "score": np.float32(0.5), "ground_truth": None},
+    ]
+    print_samples("Validation at step 4", samples)
+    output = capsys.readouterr().out
+    for text in ("Validation at step 4 · 1 of 2", "2 of 2", "SFFF [bold]go[/INST]", "prompt", "left", "1.0", "0.5"):
+        assert text in output
+    assert "\x1b" not in output
+    assert "8003 characters" in output and "END" in output
+    assert output.count("x") < 2_100
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "an odd object"
+
+
+def test_dump_converts_what_json_does_not_know(tmp_path):
+    row = {
+        "text": "迷宮 \ud800 é\u2028",
+        "scalar": np.float32(0.5),
+        "count": np.int64(3),
+        "flag": np.bool_(True),
+        "array": np.array([[1, 2], [3, 4]]),
+        "objects": np.array([None, "a", {"x": np.float64(1.5)}], dtype=object),
+        "tensor": torch.tensor([1.0, float("nan")], requires_grad=True),
+        "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16),
+        "nested": {1: (np.int32(1), float("inf")), "odd": Odd()},
+        "decimal": Decimal("0.1"),
+        "path": Path("a/b"),
+    }
+    path = tmp_path / "new" / "3.jsonl"
+    dump_jsonl(path, [row, {"text": "second"}])
+    first, second = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    assert json.loads(first) == {
+        "text": "迷宮 \ud800 é\u2028",
+        "scalar": 0.5,
+        "count": 3,
+        "flag": True,
+        "array": [[1, 2], [3, 4]],
+        "objects": [None, "a", {"x": 1.5}],
+        "tensor": [1.0, None],
+        "bfloat16": 2.0,
+        "nested": {"1": [1, None], "odd": "an odd object"},
+        "decimal": "0.1",
+        "path": "a/b",
+    }
+    assert "迷宮" in first  # readable in an editor, not escaped
+    assert json.loads(second) == {"text": "second"}
+
+
+def test_a_dump_that_fails_leaves_the_old_file(tmp_path):
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError("no name")
+
+    path = tmp_path / "rows.jsonl"
+    dump_jsonl(path, [{"a": 1}])
+    with pytest.raises(RuntimeError):
+        dump_jsonl(path, [{"a": 2}, {"a": Broken()}])
+    assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plot_draws_a_png_and_steps_over_gaps(tmp_path):
+    with start(tmp_path) as track:
+        for step in range(40):
+            track.log(
+                step, {"reward": float("nan") if step == 3 else step / 40} | ({"val": 0.5} if step % 9 == 0 else {})
+            )
+    plot_metric(tmp_path / METRICS_FILE, ["reward", "val"], tmp_path / "curve.png")
+    content = (tmp_path / "curve.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 5_000
+
+
+def test_plot_of_an_unknown_metric_names_the_known_ones(tmp_path):
+    start(tmp_path).log(1, {"reward": 1.0, "broken": float("nan")})
+    for key in ("rewrad", "broken"):
+        with pytest.raises(ValueError, match=rf"no numbers for '{key}'; plot one of \['broken', 'reward'\]"):
+            plot_metric(tmp_path / METRICS_FILE, [key], tmp_path / "curve.png")
+
+
+def test_smoothing_is_a_mean_over_a_tenth_of_the_points():
+    assert reports._smooth(np.array([1.0, 5.0])).tolist() == [1.0, 5.0]
+    values = np.arange(40.0) ** 2
+    smoothed = reports._smooth(values)
+    assert smoothed[20] == pytest.approx(np.mean([18**2, 19**2, 20**2, 21**2, 22**2]))
+    assert smoothed[0] == pytest.approx(np.mean([0, 1, 4]))
+    assert smoothed[-1] == pytest.approx(np.mean([37**2, 38**2, 39**2]))

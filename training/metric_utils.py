@@ -1,0 +1,316 @@
+"""What a step and a validation report: pure functions from a batch to `{metric name: float}`.
+
+Names and formulas are verl 0.9.1's; `group/...` and `end_reason/...` are ours. A row is aborted if it has no response
+token or ended in one of FAILED_END_REASONS: its score is no measurement and enters no statistic but `aborted_ratio`
+and the plain lengths. A statistic over nothing (say, every row aborted) is left out; verl reports NaN there.
+Left out as well: verl's `Metric` class, its variance-proxy metrics and its `expected_acc_counts`.
+"""
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.protocol import DataProto
+
+FAILED_END_REASONS = ("env_error", "timeout", "aborted")
+END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
+
+NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of one training batch.
+
+    Reads responses, attention_mask, response_mask, token_level_scores, token_level_rewards, advantages, returns, with
+    `use_critic` values, and where they exist end_reason, __num_turns__ and tool_call_counts. Lengths are sums of the
+    attention mask, in tokens, so that observations between two turns count; `clip_ratio` is the share of rows that
+    fill the padded width.
+    """
+    prompt_lengths, response_lengths = _lengths(batch)
+    completed = ~_aborted(batch)
+    trained = batch.response_mask.bool() & completed.unsqueeze(-1)  # [B, R]
+    max_response_length = batch.responses.size(-1)
+    max_prompt_length = batch.attention_mask.size(-1) - max_response_length
+    metrics = {
+        **_mean_max_min("critic/score", batch.token_level_scores.sum(-1)[completed]),
+        **_mean_max_min("critic/rewards", batch.token_level_rewards.sum(-1)[completed]),
+        **_mean_max_min("critic/advantages", batch.advantages[trained]),
+        **_mean_max_min("critic/returns", batch.returns[trained]),
+        **_length_metrics("response_length", response_lengths, max_response_length),
+        **_length_metrics("response_length_non_aborted", response_lengths[completed], max_response_length),
+        "response/aborted_ratio": 1 - completed.float().mean().item(),
+        **_length_metrics("prompt_length", prompt_lengths, max_prompt_length),
+    }
+    if use_critic:
+        metrics |= _critic_metrics(batch.values[trained], batch.returns[trained])
+    for name, column in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
+        if column in batch:
+            metrics |= _mean_max_min(name, torch.tensor([float(count) for count in batch.get(column)]))
+    return metrics
+
+
+def compute_group_metrics(batch: DataProto) -> dict[str, float]:
+    """Shares of prompt groups that teach nothing, as all their samples score alike, and of the ways episodes ended.
+
+    A group is the completed rows of one `uid`; groups of fewer than two have no spread and are not counted. Of those
+    without spread, `all_pass_frac` are at the batch's best score, `all_fail_frac` at its worst, `tie_frac` in between;
+    `zero_std_frac` is the sum. If the whole batch scores alike there is no best: a positive score passes, others fail.
+    """
+    metrics: dict[str, float] = {}
+    if "end_reason" in batch:
+        counts = dict.fromkeys(END_REASONS, 0) | Counter(batch.end_reason.tolist())
+        metrics = {f"end_reason/{reason}": count / len(batch) for reason, count in counts.items()}
+    groups = _scores_by_group(batch)
+    if not groups:
+        return metrics
+    worst, best = min(map(min, groups)), max(map(max, groups))
+    verdicts = Counter(_group_verdict(scores, worst, best) for scores in groups)
+    shares = {verdict: verdicts[verdict] / len(groups) for verdict in ("all_fail", "all_pass", "tie")}
+    metrics["group/zero_std_frac"] = sum(shares.values())
+    return metrics | {f"group/{verdict}_frac": share for verdict, share in shares.items()}
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """`timing_s/<stage>` in seconds, and for the stages that read tokens `timing_per_token_ms/<stage>`.
+
+    Generation is divided by the response tokens, the other stages by the tokens of prompts and responses.
+    """
+    prompt_lengths, response_lengths = _lengths(batch)
+    num_response_tokens = response_lengths.sum().item()
+    num_tokens = num_response_tokens + prompt_lengths.sum().item()
+    tokens_of = dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), num_tokens)
+    tokens_of["gen"] = num_response_tokens
+    return {f"timing_s/{stage}": seconds for stage, seconds in timing_raw.items()} | {
+        f"timing_per_token_ms/{stage}": 1000 * seconds / tokens_of[stage]
+        for stage, seconds in timing_raw.items()
+        if tokens_of.get(stage)
+    }
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, and tokens per second and device; the name is verl's, typo included.
+
+    Reads `meta_info["global_token_num"]` (tokens of each row) and `timing_raw["step"]`. `n_gpus` counts whatever the
+    step ran on: without GPUs, the workers.
+    """
+    assert n_gpus > 0, f"n_gpus is {n_gpus}: throughput is per device, so without GPUs pass the number of workers"
+    num_tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": num_tokens / (seconds * n_gpus),
+    }
+
+
+@contextmanager
+def timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
+    """Adds the seconds that its body takes to `timing_raw[name]`, also when the body raises."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
+
+
+def reduce_metrics(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """One number for each list: the largest if its name contains "max", the smallest if "min", else the mean.
+
+    As in verl the name alone decides, wherever in it the word stands. An empty list gives NaN.
+    """
+
+    def reduce_one(name: str, values: Sequence[float]) -> float:
+        reducer = np.max if "max" in name else np.min if "min" in name else np.mean
+        return float(reducer(values)) if len(values) else math.nan
+
+    return {name: reduce_one(name, values) for name, values in metrics.items()}
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[np.ufunc | Callable[[list], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """(mean, population std) of each reducer over `n_bootstrap` resamples of `subset_size` items with replacement.
+
+    A reducer takes one resample, a list, and returns a number. A ufunc (np.maximum) is reduced over all resamples at
+    once: the same numbers, some twenty times faster. Every call draws the resamples that verl draws after
+    `np.random.seed(seed)`, but leaves numpy's global generator alone. Raises ValueError if `data` is empty.
+    """
+    if len(data) == 0:
+        raise ValueError("bootstrap_metric got no data to resample: leave out prompts without samples")
+    draws = np.random.RandomState(seed).choice(len(data), size=(n_bootstrap, subset_size), replace=True)
+
+    def reduce_resamples(reduce_fn: np.ufunc | Callable[[list], float]) -> Any:
+        if isinstance(reduce_fn, np.ufunc):
+            return reduce_fn.reduce(np.asarray(data, dtype=np.float64)[draws], axis=1)
+        return [reduce_fn([data[i] for i in row]) for row in draws.tolist()]
+
+    results = [reduce_resamples(reduce_fn) for reduce_fn in reduce_fns]
+    return [(float(np.mean(result)), float(np.std(result))) for result in results]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> Any:
+    """The value of the first item that cast the most frequent vote; among equally frequent ones the first seen wins.
+
+    Raises ValueError if `data` is empty.
+    """
+    votes = Counter(item[vote_key] for item in data)
+    winner = max(votes, key=votes.__getitem__)  # a Counter keeps the order of first appearance, and max the first
+    return next(item[val_key] for item in data if item[vote_key] == winner)
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str], sample_uids: Sequence[Hashable], infos_dict: Mapping[str, Sequence], seed: int = 42
+) -> NestedMetrics:
+    """data source -> variable -> metric, each metric computed per prompt (uid) and averaged over prompts.
+
+    `infos_dict` maps a variable ("reward", "acc", "pred", ...) to one value a sample, or to an empty list. With N the
+    samples of a prompt: `mean@N`; if N > 1 also `std@N` and, for n = 2, 4, 8 ... below N and for N itself, the
+    bootstrapped `best@n/mean`, `best@n/std`, `worst@n/...` and, if "pred" holds the answers, `maj@n/...`. None values
+    are dropped (a None answer is a vote of its own); variables that hold anything but numbers have no metrics.
+
+    Raises AssertionError for a variable with another number of values than there are samples.
+    """
+    rows_of_prompt: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
+    for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):
+        rows_of_prompt[prompt].append(row)
+    columns = {name: values for name, values in infos_dict.items() if len(values)}
+    for name, values in columns.items():
+        assert len(values) == len(data_sources), (
+            f"validation variable {name!r} has {len(values)} values for {len(data_sources)} samples"
+        )
+    answers = columns.get("pred", [None] * len(data_sources))
+    over_prompts: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for (source, _), rows in rows_of_prompt.items():
+        for name, values in columns.items():
+            ballots = [{"val": values[row], "pred": answers[row]} for row in rows if values[row] is not None]
+            for metric, value in _prompt_metrics(ballots, seed).items():
+                over_prompts[source][name][metric].append(value)
+    return {
+        source: {
+            name: {metric: float(np.mean(values)) for metric, values in metrics.items()}
+            for name, metrics in variables.items()
+        }
+        for source, variables in over_prompts.items()
+    }
+
+
+def flatten_validation_metrics(nested: NestedMetrics, num_turns: Sequence[int] | None = None) -> dict[str, float]:
+    """`{section}/{source}/{variable}/{metric}` for each metric of `process_validation_metrics`.
+
+    The section is val-core for the mean, maj and best at the largest n of the source's core variable ("acc" if it has
+    one, else "reward"), and val-aux for the rest. `num_turns`, one a sample, adds val-aux/num_turns/{mean,max,min}.
+    """
+    flat: dict[str, float] = {}
+    for source, variables in nested.items():
+        core_variable = "acc" if "acc" in variables else "reward"
+        for variable, metrics in variables.items():
+            largest = max(map(_samples_in_name, metrics))
+            for metric, value in metrics.items():
+                is_headline = metric.startswith(("mean", "maj", "best")) and _samples_in_name(metric) == largest
+                section = "val-core" if variable == core_variable and is_headline else "val-aux"
+                flat[f"{section}/{source}/{variable}/{metric}"] = value
+    if num_turns is not None:
+        flat |= _mean_max_min("val-aux/num_turns", torch.tensor([float(turns) for turns in num_turns]))
+    return flat
+
+
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Tokens of each prompt and each response, [B] float32 each."""
+    mask = batch.attention_mask.float()
+    prompt_width = mask.size(-1) - batch.responses.size(-1)
+    return mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+
+
+def _aborted(batch: DataProto) -> Tensor:
+    """[B] bool: rows without a response token, and rows whose episode failed."""
+    empty = _lengths(batch)[1] == 0
+    if "end_reason" not in batch:
+        return empty
+    failed = [reason in FAILED_END_REASONS for reason in batch.end_reason]
+    return empty | torch.tensor(failed, device=empty.device)
+
+
+def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    reducers = {"mean": torch.mean, "max": torch.max, "min": torch.min} if values.numel() else {}
+    return {f"{name}/{how}": reducer(values).item() for how, reducer in reducers.items()}
+
+
+def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, float]:
+    metrics = _mean_max_min(name, lengths)
+    if metrics:
+        metrics[f"{name}/clip_ratio"] = (lengths == max_length).float().mean().item()
+    return metrics
+
+
+def _critic_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+    metrics = _mean_max_min("critic/values", values)
+    if values.numel() > 1:
+        unexplained = torch.var(returns - values) / (torch.var(returns) + 1e-5)
+        metrics["critic/vf_explained_var"] = 1 - unexplained.item()
+    return metrics
+
+
+def _scores_by_group(batch: DataProto) -> list[list[float]]:
+    """Summed scores of the completed rows of each uid, where there are at least two."""
+    scores_of: dict[Hashable, list[float]] = defaultdict(list)
+    rows = zip(batch.uid, batch.token_level_scores.sum(-1).tolist(), _aborted(batch).tolist(), strict=True)
+    for uid, score, aborted in rows:
+        if not aborted:
+            scores_of[uid].append(score)
+    return [scores for scores in scores_of.values() if len(scores) > 1]
+
+
+def _group_verdict(scores: list[float], worst: float, best: float) -> str:
+    # Float32 sums of the same rewards of several turns may differ in the last bit.
+    same = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
+    if not same(min(scores), max(scores)):
+        return "mixed"
+    if same(worst, best):
+        return "all_pass" if best > 0 else "all_fail"
+    if same(scores[0], best):
+        return "all_pass"
+    return "all_fail" if same(scores[0], worst) else "tie"
+
+
+def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float]:
+    """Metrics of one variable over the samples of one prompt; {} unless all its values are numbers."""
+    values = [ballot["val"] for ballot in ballots]
+    if not values or not all(isinstance(value, Real | np.bool_) for value in values):
+        return {}
+    num_samples = len(values)
+    metrics = {f"mean@{num_samples}": float(np.mean(values))}
+    if num_samples == 1:
+        return metrics
+    metrics[f"std@{num_samples}"] = float(np.std(values))
+    has_answers = any(ballot["pred"] is not None for ballot in ballots)
+    majority = partial(calc_maj_val, vote_key="pred", val_key="val")
+    for n in _subset_sizes(num_samples):
+        results = {}
+        results["best"], results["worst"] = bootstrap_metric(values, n, [np.maximum, np.minimum], seed=seed)
+        if has_answers:
+            [results["maj"]] = bootstrap_metric(ballots, n, [majority], seed=seed)
+        for kind, (mean, std) in results.items():
+            metrics |= {f"{kind}@{n}/mean": mean, f"{kind}@{n}/std": std}
+    return metrics
+
+
+def _subset_sizes(num_samples: int) -> list[int]:
+    """2, 4, 8 ... below `num_samples`, then `num_samples` itself."""
+    return [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
+
+
+def _samples_in_name(metric: str) -> int:
+    """The n of `best@n/mean`."""
+    return int(metric.split("@")[1].split("/")[0])

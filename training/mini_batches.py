@@ -1,0 +1,50 @@
+"""How often the optimiser steps: a batch of rollouts cut into mini-batches of whole prompts, with their counts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from configs.schema import ActorConfig, CriticConfig
+from data.protocol import DataProto
+from data.seeding import derive_seed, numpy_generator
+
+
+def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int) -> Iterator[DataProto]:
+    """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time; the samples of a prompt stay together.
+
+    Each mini-batch carries in `meta_info` what its loss needs: `global_batch_info` and a `seed` of its own.
+    """
+    uids = batch.non_tensor_batch["uid"]
+    groups = [np.flatnonzero(uids == uid) for uid in dict.fromkeys(uids)]
+    size = config.ppo_mini_batch_size or len(groups)
+    for epoch in range(config.ppo_epochs):
+        order = np.arange(len(groups))
+        if config.shuffle:
+            order = numpy_generator(seed, "shuffle", epoch).permutation(order)
+        for start in range(0, len(groups), size):
+            rows = np.concatenate([groups[place] for place in order[start : start + size]])
+            mini_batch = batch.select_idxs(rows)
+            mini_batch.meta_info = {
+                **batch.meta_info,
+                "global_batch_info": global_batch_info(mini_batch, config),
+                "seed": derive_seed(seed, "mini_batch", epoch, start),
+            }
+            yield mini_batch
+
+
+def updates_per_step(config: ActorConfig | CriticConfig, prompts: int) -> int:
+    """Optimiser steps for a batch of so many prompts; 1 is exactly on-policy."""
+    return config.ppo_epochs * -(-prompts // (config.ppo_mini_batch_size or prompts))
+
+
+def global_batch_info(mini_batch: DataProto, config: ActorConfig | CriticConfig) -> dict[str, Any]:
+    """The one denominator of every loss of a mini-batch: its tokens and its rows that have any (agg_loss's names)."""
+    mask = mini_batch.batch["response_mask"]
+    scale = config.loss_scale_factor if isinstance(config, ActorConfig) else None
+    return {
+        "dp_size": 1,
+        "batch_num_tokens": int(mask.sum()),
+        "global_batch_size": int(mask.any(1).sum()),
+        "loss_scale_factor": scale or mask.shape[1],
+    }

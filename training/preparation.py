@@ -1,0 +1,128 @@
+"""Everything a run needs beside its workers: built, and checked, before any model is loaded."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import has_validation
+from configs.schema import Config
+from data.import_utils import load_extern_object, load_modules
+from data.rl_dataset import create_rl_dataset, get_dataset_class
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
+from data.seeding import derive_seed
+from data.tokenizer import check_model_path, load_tokenizer
+from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
+from training.reward import RewardManager, load_reward_manager
+from training.tracking import check_loggers
+
+
+@dataclass
+class Parts:
+    tokenizer: PreTrainedTokenizerBase
+    environment: Any | None
+    reward: RewardManager
+    train_loader: PromptLoader
+    val_loader: PromptLoader | None
+    can_validate: bool
+    total_steps: int
+
+
+def prepare(config: Config) -> Parts:
+    """Builds tokenizer, environment, reward and data, the cheap ones first.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError …: what cannot work, with its key, file or row.
+    """
+    seed_everything(config.trainer.seed)
+    check_loggers(config.trainer.logger)
+    load_modules(config.actor_rollout_ref.model.external_lib)
+    check_registered(config)
+    check_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+    environment = build_environment(config)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    reward = load_reward_manager(config.reward, tokenizer, environment)
+    train_loader = build_train_loader(config, tokenizer, environment)
+    return Parts(
+        tokenizer=tokenizer,
+        environment=environment,
+        reward=reward,
+        train_loader=train_loader,
+        val_loader=build_val_loader(config, tokenizer, environment),
+        can_validate=has_validation(config),
+        total_steps=config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """The global generators, for users' code that draws from them; the run's own derive theirs by name."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch"))
+
+
+def check_registered(config: Config) -> None:
+    """The estimator and the policy loss exist, and the batch is what the estimator compares.
+
+    Raises:
+        ValueError: names the known ones and the files that were imported.
+    """
+    name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    loaded = f"imported from actor_rollout_ref.model.external_lib: {config.actor_rollout_ref.model.external_lib}"
+    try:
+        get_adv_estimator_fn(name)
+    except ValueError as error:
+        raise ValueError(f"algorithm.adv_estimator={name}: {error} ({loaded})") from error
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        get_policy_loss_fn(mode)
+    except ValueError as error:
+        raise ValueError(f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}: {error} ({loaded})") from error
+    if name in NEEDS_GROUPS and samples < 2:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
+            "and needs at least 2 (8 is usual)."
+        )
+
+
+def build_environment(config: Config) -> Any | None:
+    settings = config.env
+    if settings.id is None:
+        return None
+    factory = load_extern_object(settings.path, settings.name)
+    seed = derive_seed(config.trainer.seed, "environment")
+    held_out = range(settings.val_seed, settings.val_seed + settings.val_episodes)
+    return factory(settings.id, seed=seed, max_turns=settings.max_turns, exclude_seeds=held_out, **settings.kwargs)
+
+
+def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
+    if environment is None:
+        dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
+    else:
+        dataset = env_dataset_class(config)(environment, tokenizer, config.data, size=config.env.train_size)
+    sampler = create_rl_sampler(config.data, dataset, derive_seed(config.trainer.seed, "data"))
+    return PromptLoader(dataset, config.data.train_batch_size, sampler)
+
+
+def env_dataset_class(config: Config) -> type:
+    """The dataset around an environment: data.custom_cls, or the one in custom/env_dataset.py."""
+    if config.data.custom_cls.path is None:
+        return load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
+    return get_dataset_class(config.data)
+
+
+def build_val_loader(
+    config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
+) -> PromptLoader | None:
+    if environment is not None and config.env.val_size:
+        first = config.env.train_size  # states that no training epoch draws
+        dataset = env_dataset_class(config)(environment, tokenizer, config.data, config.env.val_size, first)
+    elif environment is None and config.data.val_files:
+        dataset = create_rl_dataset(config.data.val_files, config.data, tokenizer, config.data.val_max_samples)
+    else:
+        return None
+    sampler = SequentialSampler(dataset, config.data)
+    return PromptLoader(dataset, config.data.val_batch_size or len(dataset), sampler, drop_last=False)

@@ -1,0 +1,297 @@
+"""The loop of PPO, GRPO and their kin: `step` is the dataflow, `fit` is everything around it.
+
+The trainer drives roles (training/roles.py) and does the small arithmetic between them; it knows neither where they
+run nor what runs there.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import ActorConfig, Config, CriticConfig
+from data.protocol import DataProto
+from data.sampler import PromptLoader
+from data.seeding import derive_seed
+from training.advantage import apply_kl_penalty, compute_advantage
+from training.checkpoint import (
+    config_drift,
+    config_yaml,
+    find_checkpoint,
+    read_part,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
+from training.core_algos import get_kl_controller
+from training.metric_utils import (
+    compute_data_metrics,
+    compute_group_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    reduce_metrics,
+    timer,
+)
+from training.mini_batches import mini_batches, updates_per_step
+from training.reports import dump_jsonl
+from training.reward import RewardManager, compute_reward
+from training.roles import Actor, Critic, Reference, Rollout, SamplingParams
+from training.tracking import Tracking
+from training.validation import Validator, sample_rows
+
+Metrics = dict[str, float]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Roles:
+    """Who does the work; ref and critic only where the algorithm needs them."""
+
+    rollout: Rollout
+    actor: Actor
+    ref: Reference | None
+    critic: Critic | None
+
+
+class RayPPOTrainer:
+    """Trains a policy.
+
+    Args:
+        config: the run's.
+        tokenizer: for rewards and transcripts.
+        roles: the workers.
+        reward: scores responses, called with `reward_view`s.
+        train_loader: prompts, with a position that is saved and restored.
+        validator: measures the policy; None: never.
+        total_steps: the last step's number.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        roles: Roles,
+        reward: RewardManager,
+        train_loader: PromptLoader,
+        validator: Validator | None,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
+        self.reward = reward
+        self.train_loader = train_loader
+        self.validator = validator
+        self.total_steps = total_steps
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.global_step = 0
+        self.skipped_in_a_row = 0
+        self.folder = Path(config.trainer.default_local_dir)
+
+    def fit(self) -> Metrics:
+        """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
+        settings = self.config.trainer
+        self.resume()
+        if settings.val_only:
+            return self.validator.run(self.global_step)
+        validation: Metrics = {}
+        with self.tracking() as tracking:
+            if self.validator and settings.val_before_train and self.global_step == 0:
+                validation = self.validator.run(self.global_step)
+                tracking.log(self.global_step, validation)
+            while self.global_step < self.total_steps:
+                self.global_step += 1
+                batch, metrics = self.step(self.next_prompts())
+                if self.validator and self.is_due(settings.test_freq):
+                    validation = self.validator.run(self.global_step)
+                    metrics |= validation
+                self.train_loader.sampler.update(batch)
+                self.dump_rollouts(batch)
+                if self.is_due(settings.save_freq):
+                    metrics |= self.save()
+                tracking.log(self.global_step, metrics)
+                self.refuse_lasting_nonsense(metrics)
+        return validation
+
+    def next_prompts(self) -> DataProto:
+        """The next prompts, each `rollout.n` times in a row under one uid."""
+        prompts = DataProto.from_single_dict(self.train_loader.next_batch())
+        uids = [f"{self.global_step}-{place}" for place in range(len(prompts))]
+        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+        rollout = self.config.actor_rollout_ref.rollout
+        prompts.meta_info = {
+            "sampling": SamplingParams.of(rollout, rollout.response_length),
+            "temperature": rollout.temperature,
+            "seed": derive_seed(self.config.trainer.seed, "rollout", self.global_step),
+            "update_index": self.global_step - 1,
+        }
+        return prompts.repeat(rollout.n, interleave=True)
+
+    def step(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """One step of the algorithm: the finished batch, and what is worth logging about it."""
+        config, timing, metrics = self.config, {}, {}
+        with timer("step", timing):
+            with timer("gen", timing):
+                batch = self.rollout.generate_sequences(prompts)
+            with timer("reward", timing):
+                batch = self.score(batch, metrics)
+            if self.needs_old_log_probs():
+                with timer("old_log_prob", timing):
+                    batch = batch.union(self.actor.compute_log_prob(batch))
+            if self.ref:
+                with timer("ref", timing):
+                    batch = batch.union(self.ref.compute_log_prob(batch))
+            if self.critic:
+                with timer("values", timing):
+                    batch = batch.union(self.critic.compute_values(batch))
+            with timer("adv", timing):
+                if config.algorithm.use_kl_in_reward:
+                    metrics |= apply_kl_penalty(batch, self.kl_ctrl, config.algorithm.kl_penalty)
+                else:
+                    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+                batch = compute_advantage(batch, config.algorithm)
+            if self.critic:
+                with timer("update_critic", timing):
+                    metrics |= self.update(self.critic.update_critic, batch, config.critic)
+            if self.global_step > config.trainer.critic_warmup:
+                with timer("update_actor", timing):
+                    metrics |= self.update_actor(batch)
+                with timer("update_weights", timing):
+                    self.rollout.update_weights(self.global_step)
+        return batch, metrics | self.describe(batch, timing)
+
+    def score(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """`batch` with its token_level_scores; numbers that the reward returned beside the score are logged."""
+        scores, extra = compute_reward(batch, self.reward, self.tokenizer)
+        batch.batch["token_level_scores"] = scores
+        for name, values in extra.items():
+            batch.non_tensor_batch[name] = values
+            if all(isinstance(value, int | float) for value in values):
+                metrics[f"reward/{name}/mean"] = float(values.astype(float).mean())
+        return batch
+
+    def needs_old_log_probs(self) -> bool:
+        """Not when every update is the first of its batch: then the ratio is 1 whatever they are."""
+        actor = self.config.actor_rollout_ref.actor
+        several = updates_per_step(actor, self.config.data.train_batch_size) > 1
+        return several or self.config.algorithm.use_kl_in_reward
+
+    def update_actor(self, batch: DataProto) -> Metrics:
+        """The actor's updates; the first of a batch is exactly on-policy, so it goes without old_log_probs."""
+        first = True
+
+        def update(mini_batch: DataProto) -> Metrics:
+            nonlocal first
+            if first and "old_log_probs" in mini_batch.batch:
+                mini_batch.batch = mini_batch.batch.exclude("old_log_probs")
+            first = False
+            return self.actor.update_policy(mini_batch)
+
+        return self.update(update, batch, self.config.actor_rollout_ref.actor)
+
+    def update(
+        self, update: Callable[[DataProto], Metrics], batch: DataProto, config: ActorConfig | CriticConfig
+    ) -> Metrics:
+        """All mini-batches through `update`; their metrics averaged. A batch that was refused is kept for study."""
+        collected: dict[str, list[float]] = {}
+        for mini_batch in mini_batches(
+            batch, config, derive_seed(self.config.trainer.seed, "update", self.global_step)
+        ):
+            metrics = update(mini_batch)
+            if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
+                mini_batch.save_to_disk(self.folder / f"refused_update_step_{self.global_step}.pkl")
+            for name, value in metrics.items():
+                collected.setdefault(name, []).append(value)
+        return reduce_metrics(collected)
+
+    def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
+        """Metrics of the data, of time and of throughput."""
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(1).tolist()
+        return {
+            "training/global_step": self.global_step,
+            "training/epoch": (self.global_step - 1) // len(self.train_loader),
+            **compute_data_metrics(batch, use_critic=self.critic is not None),
+            **compute_group_metrics(batch),
+            **compute_timing_metrics(batch, timing),
+            **compute_throughout_metrics(batch, timing, n_gpus=1),
+        }
+
+    def is_due(self, frequency: int) -> bool:
+        return frequency > 0 and (self.global_step % frequency == 0 or self.global_step == self.total_steps)
+
+    def refuse_lasting_nonsense(self, metrics: Metrics) -> None:
+        """Ends the run when several steps in a row had an update that was not finite."""
+        skipped = any(value > 0 for name, value in metrics.items() if name.endswith("/skipped_updates"))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
+            raise RuntimeError(
+                f"the loss or gradient was not finite in {self.skipped_in_a_row} steps in a row "
+                f"(trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}). The weights are as before "
+                f"them; the batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
+                "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size."
+            )
+
+    def dump_rollouts(self, batch: DataProto) -> None:
+        settings = self.config.trainer
+        if settings.rollout_data_dir and self.is_due(settings.rollout_data_freq):
+            rows = sample_rows(batch, self.tokenizer, self.global_step)
+            dump_jsonl(Path(settings.rollout_data_dir) / f"{self.global_step}.jsonl", rows)
+
+    def tracking(self) -> Tracking:
+        settings = self.config.trainer
+        return Tracking(
+            self.folder,
+            settings.logger,
+            project_name=settings.project_name,
+            experiment_name=settings.experiment_name,
+            config=asdict(self.config),
+            resume_step=self.global_step,
+            total_steps=self.total_steps,
+        )
+
+    def save(self) -> Metrics:
+        """A checkpoint of this step. A full disk does not end the run: older ones stay, and a warning is shown."""
+        timing: dict[str, float] = {}
+        try:
+            with timer("save_checkpoint", timing):
+                save_checkpoint(self.folder, self.global_step, self.write_state, self.config.trainer.max_ckpt_to_keep)
+        except OSError as error:
+            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", self.global_step, error)
+            return {"training/failed_saves": 1.0}
+        return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+
+    def write_state(self, folder: Path) -> None:
+        self.actor.save(folder.resolve() / "actor")
+        if self.critic:
+            self.critic.save(folder.resolve() / "critic")
+        torch.save(self.train_loader.state_dict(), folder / "data.pt")
+        state = {"global_step": self.global_step, "kl_coef": self.kl_ctrl.value, "rng": rng_state()}
+        torch.save(state, folder / "trainer_state.pt")
+        (folder / "config.yaml").write_text(config_yaml(self.config))
+
+    def resume(self) -> None:
+        """Takes up the newest (or the named) checkpoint, if there is one."""
+        settings = self.config.trainer
+        folder = find_checkpoint(self.folder, settings.resume_mode, settings.resume_from_path)
+        if folder is None:
+            return
+        print(f"resuming from {folder}")
+        for line in config_drift(folder / "config.yaml", self.config):
+            print(f"  config changed since: {line.strip()}")
+        self.actor.load(folder.resolve() / "actor")
+        if self.critic:
+            self.critic.load(folder.resolve() / "critic")
+        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
+        read_part(folder / "trainer_state.pt", self.restore, trusted=True)
+        self.rollout.update_weights(self.global_step)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+        self.kl_ctrl.value = state["kl_coef"]
+        set_rng_state(state["rng"])

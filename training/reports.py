@@ -1,0 +1,120 @@
+"""Files and pictures of a run: JSON lines, printed samples, curves."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a record, in order; [] if there is no file. A line that a kill tore is left out."""
+    entries = []
+    for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
+        with suppress(ValueError):  # what json raises for a torn line
+            entries.append(json.loads(line))
+    return entries
+
+
+def dump_jsonl(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes one JSON object a row; the file appears whole or not at all, and its folder is made.
+
+    Tensors, arrays and numpy scalars become numbers and lists, NaN and infinities null, other objects their `str`.
+    """
+    with replacing(Path(path)) as file:
+        for row in rows:
+            file.write(json_line(row))
+
+
+def print_samples(title: str, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Prints each sample's fields (prompt, response, score, ground truth ...) in a box; colours in texts are shown."""
+    console = Console()
+    for number, sample in enumerate(samples, start=1):
+        fields = Table.grid(padding=(0, 2))
+        fields.add_column(style="bold", no_wrap=True)
+        fields.add_column(overflow="fold")
+        for name, value in sample.items():
+            # Not a plain string: [INST] in a text is no markup, and an escape sequence must not reach the terminal.
+            fields.add_row(name, Text.from_ansi(_without_middle(str(value))))
+        console.print(Panel(fields, title=Text(f"{title} · {number} of {len(samples)}"), title_align="left"))
+
+
+def plot_metric(metrics_jsonl_path: str | Path, keys: Sequence[str], png_path: str | Path) -> None:
+    """Draws the metrics called `keys` over the steps of a record, each with a smoothed line, into a PNG.
+
+    Raises ValueError for a key that the record does not have.
+    """
+    from matplotlib.figure import Figure  # half a second to import, and only needed here
+
+    entries = read_metrics(metrics_jsonl_path)
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel=keys[0] if len(keys) == 1 else "value")
+    for key in keys:
+        points = [(entry["step"], entry["data"][key]) for entry in entries if entry["data"].get(key) is not None]
+        if not points:
+            known = sorted({name for entry in entries for name in entry["data"]})
+            raise ValueError(f"{metrics_jsonl_path} has no numbers for {key!r}; plot one of {known}")
+        steps, values = np.array(points, dtype=float).T
+        [raw] = axes.plot(steps, values, ".-", alpha=0.3, linewidth=1)
+        axes.plot(steps, _smooth(values), color=raw.get_color(), linewidth=2, label=key)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png_path, format="png")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` in one move when its body is through, and never if that raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def json_line(entry: Mapping[str, Any]) -> bytes:
+    # A lone surrogate has no UTF-8; backslashreplace spells it as \udcXX, which is how JSON spells it too.
+    text = json.dumps(_to_json(entry), ensure_ascii=False)
+    return (text + "\n").encode("utf-8", errors="backslashreplace")
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _without_middle(text: str) -> str:
+    left_out = len(text) - SAMPLE_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = SAMPLE_CHARACTERS // 2
+    return f"{text[:half]}\n… {left_out} characters …\n{text[-half:]}"
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred mean over about a tenth of the points; at the ends, over those of the window that exist."""
+    reach = len(values) // 20
+    return np.array([values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(values))])

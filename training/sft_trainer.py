@@ -1,0 +1,152 @@
+"""Supervised training on prompt/response rows, for a warm start: python -m training.sft_trainer --config-name sft
+
+The loss is the mean negative log-likelihood of response tokens; prompts are read, not learned. An entry point of its
+own, it wires the same engine and forward pass that the actor uses.
+"""
+
+import configs.process  # noqa: F401  isort: skip  before torch
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configs.checks import check_output_folder
+from configs.loader import ConfigError, load_config, parse_arguments
+from configs.schema import SFTConfig
+from data.protocol import DataProto
+from data.sampler import PromptLoader, RandomSampler, SequentialSampler
+from data.seeding import derive_seed
+from data.sft_dataset import SFTDataset
+from data.tokenizer import load_tokenizer
+from training.checkpoint import save_checkpoint
+from training.metric_utils import timer
+from training.tracking import Tracking
+from workers.engine import TrainEngine
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
+from workers.models import load_causal_lm
+from workers.rollout import Completion, pad_rollout, template_terminator
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "sft", __doc__)
+    try:
+        config = load_config(arguments, SFTConfig)
+        if not config.data.train_files:
+            raise ConfigError(
+                "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
+            )
+        check_output_folder(config.trainer.default_local_dir)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+    run(config)
+
+
+def run(config: SFTConfig) -> Path:
+    """Trains as `config` says; the Hugging Face directory of the result."""
+    trainer = SFTTrainer(config)
+    return trainer.fit()
+
+
+class SFTTrainer:
+    """Supervised training of one model in this process."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config
+        seed = config.trainer.seed
+        torch.set_num_threads(config.trainer.n_threads or os.cpu_count())
+        self.tokenizer = load_tokenizer(config.model)
+        self.train_loader = self.build_loader(config.data.train_files, train=True)
+        self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None
+        self.total_steps = config.trainer.total_training_steps or len(self.train_loader) * config.trainer.total_epochs
+        torch.manual_seed(derive_seed(seed, "worker"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        module = load_causal_lm(config.model)
+        self.engine = TrainEngine(module, config.optim, self.total_steps, device, config.fsdp_config.dtype)
+        self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
+        self.folder = Path(config.trainer.default_local_dir)
+
+    def build_loader(self, files: str | list[str], train: bool) -> PromptLoader:
+        data = self.config.data
+        end_id = template_terminator(self.tokenizer)
+        end_id = self.tokenizer.eos_token_id if end_id is None else end_id
+        dataset = SFTDataset(files, self.tokenizer, data, end_id)
+        if not train:
+            return PromptLoader(dataset, data.train_batch_size, SequentialSampler(dataset, data), drop_last=False)
+        sampler = RandomSampler(dataset, data, derive_seed(self.config.trainer.seed, "data"))
+        return PromptLoader(dataset, data.train_batch_size, sampler)
+
+    def fit(self) -> Path:
+        settings = self.config.trainer
+        with Tracking(
+            self.folder,
+            settings.logger,
+            project_name=settings.project_name,
+            experiment_name=settings.experiment_name,
+            config=asdict(self.config),
+            total_steps=self.total_steps,
+        ) as tracking:
+            for step in range(1, self.total_steps + 1):
+                metrics = self.step(step)
+                last = step == self.total_steps
+                if self.val_loader and (last or (settings.test_freq > 0 and step % settings.test_freq == 0)):
+                    metrics["val/loss"] = self.validate()
+                tracking.log(step, metrics)
+        save_checkpoint(self.folder, self.total_steps, self.write_state, keep=None)
+        return self.folder / f"global_step_{self.total_steps}" / "huggingface"
+
+    def step(self, step: int) -> dict[str, float]:
+        """One optimiser step: L = −Σ log p(response token) / number of response tokens."""
+        timing: dict[str, float] = {}
+        with timer("step", timing):
+            batch = self.pad(self.train_loader.next_batch())
+            tokens, total = int(batch.batch["response_mask"].sum()), 0.0
+            for micro in cut(batch, self.size, ["response_mask"], self.engine.device):
+                loss = self.negative_log_likelihood(micro) / tokens
+                loss.backward()
+                total += loss.item()
+            stepped = self.engine.optimizer_step(step - 1)
+        return {
+            "train/loss": total,
+            "train/grad_norm": stepped["grad_norm"],
+            "train/lr": stepped["lr"],
+            "train/skipped_updates": stepped["skipped"],
+            "train/tokens": tokens,
+            "timing_s/step": timing["step"],
+        }
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean negative log-likelihood per response token of the validation rows."""
+        total, tokens = 0.0, 0
+        for rows in self.val_loader:
+            batch = self.pad(rows)
+            tokens += int(batch.batch["response_mask"].sum())
+            for micro in cut(batch, self.size, ["response_mask"], self.engine.device):
+                total += self.negative_log_likelihood(micro).item()
+        return total / tokens
+
+    def negative_log_likelihood(self, micro: MicroBatch) -> Tensor:
+        """Σ −log p over the response tokens of a micro-batch."""
+        with self.engine.autocast():
+            log_probs, _ = token_scores(self.engine.module, micro, temperature=1.0, with_entropy=False)
+        return -(log_probs * micro.columns["response_mask"]).sum()
+
+    def pad(self, rows: dict) -> DataProto:
+        """Rows of ids as the padded columns that the forward pass takes."""
+        prompts, responses = list(rows["raw_prompt_ids"]), list(rows["response_ids"])
+        given = [Completion(ids, [0.0] * len(ids), "stop", 0) for ids in responses]
+        columns = pad_rollout(
+            prompts, given, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id
+        )
+        return DataProto.from_dict(columns)
+
+    def write_state(self, folder: Path) -> None:
+        self.engine.save(folder, ["hf_model"], self.tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The record of a run, and the views on it.
+
+The record is `metrics.jsonl` in the run's folder, one line a step, and the source of truth: it is written first and
+needs no network. The views (a console line or progress bar, tensorboard, wandb, mlflow) are told the same numbers
+afterwards. Beside them, what a run leaves for people to read: sample episodes in the terminal, dumps of rows, a plot.
+Left out: artifacts and tables at the services; W&B and MLflow get a new run each time training is started.
+"""
+
+import atexit
+import importlib
+import itertools
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from training.reports import json_line, read_metrics, replacing
+
+METRICS_FILE = "metrics.jsonl"
+PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
+
+# What the console shows of a step: a template, and the metric or metrics that fill it.
+HEADLINES = (
+    ("reward {}", ("critic/score/mean",)),
+    ("loss {}", ("train/loss",)),
+    ("entropy {}", ("actor/entropy", "actor/entropy_loss")),
+    ("grad_norm {}", ("actor/grad_norm", "train/grad_norm")),
+    ("length {}", ("response_length/mean",)),
+    ("{} s/step", ("timing_s/step",)),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a view is told about the run when it opens."""
+
+    folder: Path
+    project_name: str
+    experiment_name: str
+    config: Mapping[str, Any]
+    resume_step: int  # the last step that is kept; 0: a fresh start
+    total_steps: int
+
+
+class Tracking:
+    """Sends each step's metrics to the record and then to the views. Use it as a context manager, or `close()` it.
+
+    A run that resumes at step k continues the record after step k; with k = 0 the record starts empty. The record as
+    it was is kept beside it as metrics.jsonl.bak-N whenever that takes anything away.
+
+    Args:
+        default_local_dir: folder of the run, made if it does not exist.
+        logger: names of views, from `VIEWS`, or none; verl's "file" is the record, which is always written.
+        config: the whole configuration as plain dicts, for the services that store it.
+        resume_step: step of the checkpoint that training continues from.
+        total_steps: last step of the run, for the progress and the time left.
+
+    Raises:
+        ValueError: an unknown name in `logger`, or one whose package is not installed.
+    """
+
+    def __init__(
+        self,
+        default_local_dir: str | Path,
+        logger: str | Sequence[str] | None,
+        *,
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any],
+        resume_step: int = 0,
+        total_steps: int,
+    ) -> None:
+        names = check_loggers(logger)
+        run = Run(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self.views = [VIEWS[name](run) for name in names]
+        self.record = Record(run)
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        """Records the metrics of `step`, once and in ascending order; step 0 is what was known before training.
+
+        Raises AssertionError for a step that is not after the last one, TypeError for a value that is no number.
+        """
+        numbers = {name: _as_float(name, value) for name, value in data.items()}
+        for output in (self.record, *self.views):
+            output.log(step, numbers)
+
+    def close(self, failed: bool = False) -> None:
+        """Closes every view, even if one of them raises; `failed` marks the run as such at the services."""
+        with ExitStack() as stack:
+            for view in self.views:
+                stack.callback(view.close, failed)
+        self.views = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error_type is not None)
+
+
+class Record:
+    """metrics.jsonl: `{"step": N, "data": {name: number}}`, NaN and infinities as null, on disk when `log` returns."""
+
+    def __init__(self, run: Run) -> None:
+        self.path = run.folder / METRICS_FILE
+        before = self.path.read_bytes() if self.path.exists() else b""
+        last_kept = run.resume_step or -1  # a fresh start repeats step 0 as well
+        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= last_kept]
+        after = b"".join(map(json_line, kept))
+        if after != before:
+            aside = (self.path.with_name(f"{METRICS_FILE}.bak-{n}") for n in itertools.count(1))
+            shutil.copy2(self.path, next(path for path in aside if not path.exists()))
+            with replacing(self.path) as file:
+                file.write(after)
+        self.last_step = kept[-1]["step"] if kept else -1
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        assert step > self.last_step, (
+            f"step {step} was logged after step {self.last_step}: the record has each step once, in ascending order; "
+            "gather all metrics of a step and log them together"
+        )
+        with self.path.open("ab", buffering=0) as file:
+            file.write(json_line({"step": step, "data": data}))
+            os.fsync(file.fileno())
+        self.last_step = step
+
+
+class ConsoleView:
+    """The numbers that matter: under a progress bar on a terminal, else as a plain line now and then.
+
+    The bar is drawn by `log` alone (no thread that would paint over a debugger), and what other code prints in the
+    meantime appears above it.
+    """
+
+    module = "rich"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.start = time.monotonic()
+        self.last_line = -math.inf
+        self.validation: float | None = None
+        self.progress: Progress | None = None
+        console = Console()
+        if sys.stdout.isatty() and console.is_interactive:
+            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+            self.progress = Progress(*columns, console=console, auto_refresh=False)
+            self.task = self.progress.add_task("", total=run.total_steps)
+            atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        validation = [value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name]
+        if validation:
+            self.validation = sum(validation) / len(validation)
+        line = "  ".join(self._headlines(step, data))
+        now = time.monotonic()
+        if self.progress:
+            self.progress.start()
+            self.progress.update(self.task, completed=step, description=line, refresh=True)
+        elif validation or step == self.run.total_steps or now - self.last_line >= PLAIN_LINE_SECONDS:
+            print(line, flush=True)
+            self.last_line = now
+
+    def close(self, failed: bool) -> None:
+        if self.progress:
+            self.progress.stop()
+            atexit.unregister(self.progress.stop)
+
+    def _headlines(self, step: int, data: Mapping[str, float]) -> Iterator[str]:
+        yield f"step {step}/{self.run.total_steps}"
+        for template, names in HEADLINES:
+            values = [data[name] for name in names if name in data]
+            if values:
+                yield template.format(_short(values[0]))
+        if self.validation is not None:
+            yield f"val {_short(self.validation)}"
+        done, left = step - self.run.resume_step, self.run.total_steps - step
+        if done > 0 and left > 0:
+            yield f"eta {_duration((time.monotonic() - self.start) / done * left)}"
+
+
+class TensorBoardView:
+    """Scalars in <folder>/tensorboard; what an earlier run logged after the resumed step is hidden."""
+
+    module = "torch.utils.tensorboard"
+
+    def __init__(self, run: Run) -> None:
+        first_step = run.resume_step + 1 if run.resume_step else 0
+        tensorboard = importlib.import_module(self.module)
+        self.writer = tensorboard.SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        for name, value in data.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self.writer.close()
+
+
+class WandbView:
+    """A new W&B run with the whole config."""
+
+    module = "wandb"
+
+    def __init__(self, run: Run) -> None:
+        self.wandb_run = importlib.import_module(self.module).init(
+            project=run.project_name, name=run.experiment_name, config=dict(run.config), dir=str(run.folder)
+        )
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        # With a step but no commit, W&B holds each row back until the next one comes.
+        self.wandb_run.log(dict(data), step=step, commit=True)
+
+    def close(self, failed: bool) -> None:
+        self.wandb_run.finish(exit_code=int(failed))
+
+
+class MlflowView:
+    """A new MLflow run, at the server or folder that MLflow itself is set to; the config is its config.json."""
+
+    module = "mlflow"
+
+    def __init__(self, run: Run) -> None:
+        self.mlflow = importlib.import_module(self.module)
+        self.mlflow.set_experiment(run.project_name)
+        self.mlflow.start_run(run_name=run.experiment_name)
+        self.mlflow.log_dict(dict(run.config), "config.json")
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        # MLflow refuses names with an @.
+        self.mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in data.items()}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self.mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+VIEWS = {"console": ConsoleView, "tensorboard": TensorBoardView, "wandb": WandbView, "mlflow": MlflowView}
+
+
+def check_loggers(logger: str | Sequence[str] | None) -> list[str]:
+    """The names in `logger` once each, without "file"; checks that each is known and its package installed."""
+    names = dict.fromkeys([logger] if isinstance(logger, str) else logger or ())
+    names.pop("file", None)
+    for name in names:
+        if name not in VIEWS:
+            raise ValueError(f"trainer.logger has {name!r}: choose from {', '.join([*VIEWS, 'file'])}")
+        try:
+            importlib.import_module(VIEWS[name].module)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"trainer.logger has {name!r}, which needs a package that is not installed ({error}): "
+                f"`pip install {name}`, or take it out of trainer.logger ({METRICS_FILE} is written in any case)"
+            ) from error
+    return list(names)
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is {value!r}: log one number a name, texts go into dump_jsonl") from error
+
+
+def _short(value: float) -> str:
+    if value and abs(value) < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

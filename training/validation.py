@@ -1,0 +1,195 @@
+"""Measuring the policy: answers to held-out prompts, and whole episodes in the real environment."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import Config
+from data.protocol import DataProto
+from data.rl_dataset import encode_prompt
+from data.sampler import PromptLoader
+from data.seeding import derive_seed
+from training.metric_utils import flatten_validation_metrics, process_validation_metrics
+from training.reports import dump_jsonl, print_samples
+from training.reward import RewardManager, compute_reward, reward_view
+from training.roles import Rollout, SamplingParams
+
+Metrics = dict[str, float]
+Row = dict[str, Any]
+
+
+class Environment(Protocol):
+    """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
+
+    env_id: str
+    prompt: str  # what the player is shown now
+
+    def reset(self, seed: int) -> str:
+        """Starts an episode."""
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Plays an answer: observation, reward, terminated, truncated, info with `success`."""
+
+    def clone(self) -> "Environment":
+        """An independent environment with the same settings."""
+
+
+@dataclass
+class Episode:
+    """One episode: what was said, what it earned, and why it ended."""
+
+    seed: int
+    environment: Environment
+    turns: list[Row] = field(default_factory=list)
+    reward: float = 0.0
+    success: bool = False
+    end_reason: str | None = None
+
+    def play(self, answer: str) -> None:
+        prompt = self.environment.prompt
+        _, reward, _, _, info = self.environment.step(answer)
+        self.turns.append({"prompt": prompt, "response": answer, "reward": reward})
+        self.reward += reward
+        self.success, self.end_reason = info["success"], info["end_reason"]
+
+
+class Validator:
+    """Validates on the rows of `loader`, on episodes of `environment`, or on both, whichever is given."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: Rollout,
+        reward: RewardManager,
+        loader: PromptLoader | None,
+        environment: Environment | None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.rollout = rollout
+        self.reward = reward
+        self.loader = loader
+        self.environment = environment
+
+    def run(self, step: int) -> Metrics:
+        """Metrics of the present policy, under verl's names; a few samples are printed, all are dumped if asked."""
+        metrics, samples = {}, []
+        for part in (self.on_rows, self.on_episodes):
+            part_metrics, part_samples = part(step)
+            metrics |= part_metrics
+            samples += part_samples
+        settings = self.config.trainer
+        if settings.validation_data_dir:
+            dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
+        if settings.log_val_generations:
+            print_samples(f"validation at step {step}", spread(samples, settings.log_val_generations))
+        return metrics
+
+    def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
+        """val_kwargs.n answers to each row of the validation set."""
+        if self.loader is None:
+            return {}, []
+        rollout = self.config.actor_rollout_ref.rollout
+        batches = []
+        for number, rows in enumerate(self.loader):
+            prompts = DataProto.from_single_dict(rows)
+            uids = [f"val-{number}-{place}" for place in range(len(prompts))]
+            prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+            prompts.meta_info = self.meta_info(rollout.response_length, number)
+            batch = self.rollout.generate_sequences(prompts.repeat(rollout.val_kwargs.n, interleave=True))
+            scores, extra = compute_reward(batch, self.reward, self.tokenizer)
+            batch.batch["token_level_scores"] = scores
+            batch.non_tensor_batch.update(extra)
+            batches.append((batch, list(extra)))
+        names = batches[0][1]
+        columns = {name: [value for batch, _ in batches for value in batch.non_tensor_batch[name]] for name in names}
+        columns["reward"] = [score for batch, _ in batches for score in total_scores(batch)]
+        sources = [value for batch, _ in batches for value in batch.non_tensor_batch["data_source"]]
+        uids = [value for batch, _ in batches for value in batch.non_tensor_batch["uid"]]
+        metrics = flatten_validation_metrics(process_validation_metrics(sources, uids, columns))
+        return metrics, [row for batch, _ in batches for row in sample_rows(batch, self.tokenizer, step)]
+
+    def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
+        """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed."""
+        settings = self.config.env
+        if self.environment is None or not settings.val_episodes:
+            return {}, []
+        seeds = range(settings.val_seed, settings.val_seed + settings.val_episodes)
+        episodes = self.play([Episode(seed, self.environment.clone()) for seed in seeds])
+        columns = {
+            "reward": [episode.reward for episode in episodes],
+            "acc": [float(episode.success) for episode in episodes],
+        }
+        sources = [self.environment.env_id] * len(episodes)
+        turns = [len(episode.turns) for episode in episodes]
+        metrics = process_validation_metrics(sources, [str(episode.seed) for episode in episodes], columns)
+        return flatten_validation_metrics(metrics, num_turns=turns), [episode_row(one, step) for one in episodes]
+
+    def play(self, episodes: list[Episode]) -> list[Episode]:
+        """Plays all episodes side by side, one generation batch a turn, until each has ended."""
+        for episode in episodes:
+            episode.environment.reset(episode.seed)
+        turn = 0
+        while playing := [episode for episode in episodes if episode.end_reason is None]:
+            for episode, answer in zip(
+                playing, self.answer([one.environment.prompt for one in playing], turn), strict=True
+            ):
+                episode.play(answer)
+            turn += 1
+        return episodes
+
+    def answer(self, prompts: Sequence[str], turn: int) -> list[str]:
+        data = self.config.data
+        encoded = [
+            encode_prompt([{"role": "user", "content": text}], self.tokenizer, **data.apply_chat_template_kwargs)
+            for text in prompts
+        ]
+        longest = max(map(len, encoded))
+        if longest > data.max_prompt_length:
+            raise ValueError(
+                f"a prompt of {self.environment.env_id} has {longest} tokens, above data.max_prompt_length="
+                f"{data.max_prompt_length}: raise it, or shorten the environment's text."
+            )
+        batch = DataProto.from_single_dict({"raw_prompt_ids": encoded})
+        batch.meta_info = self.meta_info(self.config.actor_rollout_ref.rollout.response_length, turn)
+        return list(reward_view(self.rollout.generate_sequences(batch), self.tokenizer).responses)
+
+    def meta_info(self, max_tokens: int, number: int) -> dict[str, Any]:
+        """Sampling of validation; its draws do not depend on the step, so that steps are compared on equal terms."""
+        sampling = SamplingParams.of(self.config.actor_rollout_ref.rollout.val_kwargs, max_tokens)
+        return {"sampling": sampling, "seed": derive_seed(self.config.trainer.seed, "validation", number)}
+
+
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Row]:
+    """A scored batch as readable rows, with verl's keys: input, output, gts, score, step."""
+    view = reward_view(batch, tokenizer)
+    columns = zip(view.prompts, view.responses, view.ground_truths, total_scores(batch), view.end_reason, strict=True)
+    names = ("input", "output", "gts", "score", "end_reason")
+    return [{**dict(zip(names, values, strict=True)), "step": step} for values in columns]
+
+
+def episode_row(episode: Episode, step: int) -> Row:
+    return {
+        "input": episode.turns[0]["prompt"],
+        "output": " ".join(turn["response"] for turn in episode.turns),
+        "gts": None,
+        "score": episode.reward,
+        "end_reason": episode.end_reason,
+        "step": step,
+        "turns": episode.turns,
+    }
+
+
+def total_scores(batch: DataProto) -> list[float]:
+    return batch.batch["token_level_scores"].sum(1).tolist()
+
+
+def spread(rows: Sequence[Row], count: int) -> Iterable[Row]:
+    """`count` rows, evenly spaced from best to worst score."""
+    ordered = sorted(rows, key=lambda row: -row["score"])
+    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]

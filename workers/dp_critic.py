@@ -1,0 +1,60 @@
+"""The value model in training (PPO)."""
+
+import torch
+
+from configs.schema import CriticConfig
+from data.protocol import DataProto
+from training.core_algos import compute_value_loss
+from workers.engine import TrainEngine
+from workers.metrics import PooledMetrics
+from workers.micro_batches import MicroBatchSize, cut, token_values
+
+
+class DataParallelPPOCritic:
+    """Estimates and updates values; `size` is what a forward pass may hold."""
+
+    def __init__(self, config: CriticConfig, engine: TrainEngine, size: MicroBatchSize) -> None:
+        self.config = config
+        self.engine = engine
+        self.size = size
+
+    @torch.no_grad()
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Column values, [B, R] float32: the value before each response token, 0 where response_mask is 0."""
+        values = torch.zeros(batch.batch["responses"].shape)
+        for micro in cut(batch, self.size, [], self.engine.device):
+            with self.engine.autocast():
+                micro.place(token_values(self.engine.module, micro), values)
+        return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """One optimiser step on one mini-batch; the clipped value loss, normalised by the whole mini-batch's counts."""
+        config, metrics = self.config, PooledMetrics()
+        for micro in cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.device):
+            columns, mask = micro.columns, micro.columns["response_mask"]
+            with self.engine.autocast():
+                predicted = token_values(self.engine.module, micro)
+            loss, clip_fraction = compute_value_loss(
+                vpreds=predicted,
+                returns=columns["returns"],
+                values=columns["values"],
+                response_mask=mask,
+                cliprange_value=config.cliprange_value,
+                loss_agg_mode=config.loss_agg_mode,
+                **batch.meta_info["global_batch_info"],
+            )
+            weight = int(mask.sum())
+            metrics.add_sum("critic/vf_loss", loss)
+            metrics.add_mean("critic/vf_clipfrac", clip_fraction, weight)
+            metrics.add_mean("critic/vpred_mean", (predicted * mask).sum() / max(weight, 1), weight)
+            if not torch.isfinite(loss):
+                self.engine.optimizer.zero_grad(set_to_none=True)
+                return {**metrics.reduce(), "critic/skipped_updates": 1.0}
+            loss.backward()
+        stepped = self.engine.optimizer_step(batch.meta_info["update_index"])
+        return {
+            **metrics.reduce(),
+            "critic/grad_norm": stepped["grad_norm"],
+            "critic/lr": stepped["lr"],
+            "critic/skipped_updates": stepped["skipped"],
+        }

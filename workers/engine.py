@@ -1,0 +1,124 @@
+"""One model in training: its weights, precision, optimiser and schedule, and its part of a checkpoint.
+
+Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns the loss
+calls `backward()` on it once per micro-batch and `optimizer_step()` once per mini-batch. One worker holds the whole
+model; sharding over several is not part of this file yet.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import OptimConfig
+from training.checkpoint import read_part
+from training.torch_functional import (
+    constant_schedule_multiplier,
+    cosine_schedule_multiplier,
+    wsd_schedule_multiplier,
+)
+
+
+def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """Step k (from 0) → factor on `optim.lr`. A pure function of k, so that resuming needs no scheduler state."""
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    decaying = {"min_lr_ratio": optim.min_lr_ratio, "num_cycles": optim.num_cycles}
+    schedules = {
+        "constant": lambda step: constant_schedule_multiplier(step, warmup),
+        "cosine": lambda step: cosine_schedule_multiplier(step, warmup, total_steps, **decaying),
+        "wsd": lambda step: wsd_schedule_multiplier(step, warmup, total_steps, **decaying),
+    }
+    return schedules[optim.lr_scheduler_type]
+
+
+class TrainEngine:
+    """A module with its AdamW.
+
+    Args:
+        module: float32 weights; moved to `device`.
+        optim: optimiser settings.
+        total_steps: length of the run, in calls of a new `step` (for the schedule).
+        dtype: "auto", "float32" or "bfloat16": compute precision; weights and optimiser stay float32.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, optim: OptimConfig, total_steps: int, device: torch.device, dtype: str
+    ) -> None:
+        self.module = module.to(device).train()
+        self.optim = optim
+        self.device = device
+        self.compute_dtype = compute_dtype(dtype, device)
+        self.multiplier = learning_rate_multiplier(optim, total_steps)
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
+        )
+
+    def autocast(self) -> AbstractContextManager:
+        if self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+    def optimizer_step(self, step: int) -> dict[str, float]:
+        """Clips the accumulated gradient and applies it, at the learning rate of `step` (from 0).
+
+        A gradient that is not finite never reaches weights or moments: it is dropped and `skipped` is 1.
+
+        Returns:
+            {"grad_norm": before clipping, "lr", "skipped": 0.0 or 1.0}
+        """
+        lr = self.optim.lr * self.multiplier(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_grad).item()
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
+
+    def save(self, folder: Path, contents: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the parts named in `contents` into `folder`, in verl's layout (world size 1)."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
+        parts = self.checkpoint_parts()
+        for name in parts:
+            if name in contents:
+                torch.save(parts[name][0](), folder / part_file(name))
+        if "hf_model" in contents:
+            self.module.save_pretrained(folder / "huggingface")
+            tokenizer.save_pretrained(folder / "huggingface")
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote.
+
+        Raises:
+            ValueError: a part is missing or unreadable; names the file and the remedy.
+        """
+        for name, (_, restore) in self.checkpoint_parts().items():
+            read_part(folder / part_file(name), restore)
+
+    def checkpoint_parts(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        """Part → (how to read it off, how to put it back)."""
+        return {
+            "model": (self.module.state_dict, self.module.load_state_dict),
+            "optimizer": (self.optimizer.state_dict, self.optimizer.load_state_dict),
+            "extra": (lambda: {"rng": torch.get_rng_state()}, lambda extra: torch.set_rng_state(extra["rng"].cpu())),
+        }
+
+
+def part_file(name: str) -> str:
+    short = {"model": "model", "optimizer": "optim", "extra": "extra_state"}[name]
+    return f"{short}_world_size_1_rank_0.pt"
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the GPU has it; never on CPUs, where matrix products without native bf16 crawl."""
+    if name == "auto":
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if on_gpu else torch.float32
+    return getattr(torch, name)

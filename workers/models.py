@@ -1,0 +1,46 @@
+"""Loading the policy and the critic from a Hugging Face directory."""
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from configs.schema import ModelConfig
+from data.seeding import derive_seed
+from data.tokenizer import check_model_path
+
+logging.disable_progress_bar()
+
+
+def load_causal_lm(model: ModelConfig) -> PreTrainedModel:
+    """The policy, float32, dropout off."""
+    return _load(AutoModelForCausalLM, model, check_model_path(model.path, "actor_rollout_ref.model.path"))
+
+
+def load_value_model(model: ModelConfig, path: str, seed: int) -> PreTrainedModel:
+    """The model at `path` with a head of one output per token; the head's start is derived from `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "value_head"))
+        return _load(AutoModelForTokenClassification, model, check_model_path(path, "critic.model.path"), num_labels=1)
+
+
+def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    config.update({**no_dropout(config), **model.override_config, **overrides})
+    module = auto_class.from_pretrained(
+        path, config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code, attn_implementation="sdpa"
+    )
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable()
+    return module
+
+
+def no_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Every dropout rate of a config set to 0: dropout would make the ratio of the first update differ from 1."""
+    rates = {name: 0.0 for name in config.to_dict() if name.endswith(("dropout", "pdrop", "dropout_prob"))}
+    return {"classifier_dropout": 0.0, **rates}
