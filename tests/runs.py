@@ -1,0 +1,51 @@
+"""Short real runs for tests: FrozenLake with a tiny model, in this process or in one of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from configs.loader import CONFIG_DIR, Arguments, load_config
+from configs.schema import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def short_run(model: Path, folder: Path, *more: str) -> list[str]:
+    """Overrides of configs/frozenlake.yaml that make a run of seconds: 4 steps of 4 prompts × 2 samples."""
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=2",
+        "env.train_size=10",
+        "env.val_episodes=2",
+        "env.max_turns=3",
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[]",
+        "trainer.log_val_generations=0",
+        *more,
+    ]
+
+
+def compose(*overrides: str, name: str = "frozenlake") -> Config:
+    return load_config(Arguments(name, CONFIG_DIR, list(overrides), print_config=False), Config)
+
+
+def run_main(*overrides: str, name: str = "frozenlake", **kwargs: Any) -> subprocess.CompletedProcess:
+    """`python main.py --config-name NAME overrides…`, with its output captured."""
+    command = [sys.executable, str(ROOT / "main.py"), "--config-name", name, *overrides]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)
+
+
+def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl by step, without what depends on the clock or the machine's load."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clock = ("timing", "perf/")
+    return {
+        entry["step"]: {name: value for name, value in entry["data"].items() if not name.startswith(clock)}
+        for entry in entries
+    }
