@@ -1,33 +1,48 @@
 """Trains a language model by reinforcement learning: python main.py --config-name frozenlake key=value …"""
 
 import sys
+from typing import TYPE_CHECKING
 
 import configs.process  # noqa: F401  before torch
-from configs.checks import batch_arithmetic, check_config, needs_critic, needs_reference
-from configs.loader import ConfigError, load_config, parse_arguments
+from configs.checks import batch_arithmetic, check_config, needs_critic, needs_reference, sampling_summary
+from configs.errors import refusals, users_line_noted
+from configs.loader import load_config, parse_arguments
 from configs.schema import Config
+
+if TYPE_CHECKING:
+    from training.preparation import Parts
+
+# torch, transformers and ray are imported inside functions: --help, --cfg job and config errors answer at once.
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "ppo_trainer", __doc__)
-    try:
+    with refusals():
         config = load_config(arguments, Config)
         check_config(config)
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
-    run(config)
+        from training.preparation import prepare
+
+        parts = prepare(config)
+    train(config, parts)
 
 
 def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
-    # torch, transformers and ray are imported only now: --help, --cfg job and config errors answer at once.
     from training.preparation import prepare
-    from training.ray_trainer import RayPPOTrainer, Roles
+
+    return train(config, prepare(config))
+
+
+@users_line_noted()
+def train(config: Config, parts: "Parts") -> dict[str, float]:
+    """The part that costs something: starts the workers and runs the loop."""
+    from training.ray_trainer import RayPPOTrainer
+    from training.roles import Roles
     from training.validation import Validator
     from workers.worker_group import ActorRole, CriticRole, ReferenceRole, RolloutRole, start_worker_group
 
     print(batch_arithmetic(config))
-    parts = prepare(config)
+    print(sampling_summary(config))
     with_ref, with_critic = needs_reference(config), needs_critic(config)
     group = start_worker_group(config, parts.total_steps, with_ref, with_critic)
     try:

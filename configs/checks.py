@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from configs.loader import ConfigError, notice
-from configs.schema import ActorConfig, Config, CriticConfig
+from configs.errors import ConfigError
+from configs.loader import notice
+from configs.schema import ActorConfig, Config, CriticConfig, RolloutConfig, SamplingConfig
 
 ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
 
@@ -55,18 +56,42 @@ def check_batches(config: Config) -> None:
                 f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, the sequences of a forward "
                 f"pass (try {min(8, prompts * rollout.n)}); or leave use_dynamic_bsz null to cut by tokens."
             )
-    longest = config.data.max_prompt_length + rollout.response_length
-    budget = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    if config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None and budget < longest:
+    if rollout.prompt_length < config.data.max_prompt_length:
         raise ConfigError(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget} is below data.max_prompt_length + "
-            f"response_length = {longest}: one sequence may not fit a forward pass. Raise it to at least {longest}."
+            f"actor_rollout_ref.rollout.prompt_length={rollout.prompt_length} is below data.max_prompt_length="
+            f"{config.data.max_prompt_length}: set data.max_prompt_length alone, the other follows."
         )
     if rollout.response_length > config.data.max_response_length:
         raise ConfigError(
             f"actor_rollout_ref.rollout.response_length={rollout.response_length} is above data.max_response_length="
             f"{config.data.max_response_length}: set data.max_response_length alone, the other follows."
         )
+    check_token_budgets(config)
+
+
+def check_token_budgets(config: Config) -> None:
+    """Wherever passes are cut by tokens, the longest sequence fits into one."""
+    policy = config.actor_rollout_ref
+    longest = config.data.max_prompt_length + policy.rollout.response_length
+    actor, ref, rollout, critic = policy.actor, policy.ref, policy.rollout, config.critic
+    scores_by_tokens = rollout.log_prob_micro_batch_size_per_gpu is None
+    ref_by_tokens = needs_reference(config) and ref.log_prob_micro_batch_size_per_gpu is None
+    critic_by_tokens = needs_critic(config) and cuts_by_tokens(critic)
+    for applies, key, budget in (
+        (cuts_by_tokens(actor), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
+        (
+            scores_by_tokens,
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+        (ref_by_tokens, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu),
+        (critic_by_tokens, "critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
+    ):
+        if applies and budget < longest:
+            raise ConfigError(
+                f"{key}={budget} is below data.max_prompt_length + response_length = {longest}: one sequence may not "
+                f"fit a forward pass. Raise it to at least {longest}."
+            )
 
 
 def check_workers(config: Config) -> None:
@@ -164,14 +189,35 @@ def batch_arithmetic(config: Config) -> str:
     mini = actor.ppo_mini_batch_size or prompts
     updates = -(-prompts // mini)
     epochs = f", {actor.ppo_epochs} times" if actor.ppo_epochs > 1 else ""
-    each = f"{updates} update{'s' * (updates > 1)} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
+    each = f"{counted(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
     return (
-        f"{prompts} prompts × {samples} samples = {prompts * samples} sequences a step → {each}{epochs} "
-        f"→ forward passes of at most {forward_size(actor)}."
+        f"{counted(prompts, 'prompt')} × {counted(samples, 'sample')} = {prompts * samples} sequences a step → "
+        f"{each}{epochs} → forward passes of at most {forward_size(actor)}."
     )
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def forward_size(config: ActorConfig | CriticConfig) -> str:
-    if config.use_dynamic_bsz or config.ppo_micro_batch_size_per_gpu is None:
+    if cuts_by_tokens(config):
         return f"{config.ppo_max_token_len_per_gpu} tokens"
     return f"{config.ppo_micro_batch_size_per_gpu} sequences"
+
+
+def cuts_by_tokens(config: ActorConfig | CriticConfig) -> bool:
+    """use_dynamic_bsz decides where it is set; else a given number of sequences wins over the token budget."""
+    return bool(config.use_dynamic_bsz) or config.ppo_micro_batch_size_per_gpu is None
+
+
+def sampling_summary(config: Config) -> str:
+    """One sentence: how tokens are drawn in training and at validation. Nothing of it comes from the model's files."""
+    rollout = config.actor_rollout_ref.rollout
+    return f"training samples {sampling(rollout)}; validation {sampling(rollout.val_kwargs)}."
+
+
+def sampling(config: RolloutConfig | SamplingConfig) -> str:
+    if not config.do_sample or config.temperature == 0:
+        return f"n={config.n}, greedy"
+    return f"n={config.n}, temperature={config.temperature}, top_p={config.top_p}, top_k={config.top_k}"

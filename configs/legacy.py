@@ -1,16 +1,25 @@
 """Spellings that guides and older verl versions use, and verl keys that have nothing to act on here.
 
 `RENAMED`: old key or section → today's. `RENAMED_VALUES`: one value of a key that became another key.
-`NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown.
+`NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown. `ONLY_VALUE`: accepted with the
+one value that says what is so here; any other asks for something this version does not have.
 """
 
 RENAMED = {
     "algorithm.policy_loss_fn": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
-    "actor_rollout_ref.rollout.max_response_length": "actor_rollout_ref.rollout.response_length",
+    "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
+    "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
+    # one worker: a batch over all GPUs is a batch of one
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    ),
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
@@ -30,6 +39,10 @@ RENAMED_VALUES = {
 _ONE_WORKER = "one worker holds the whole model, nothing is sharded or offloaded"
 _VLLM = "it belongs to the vllm engine, and the rollouts are made by the model itself (rollout.name=hf)"
 _BY_DESIGN = "it is always so here"
+_LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
+_VALUES = "values are computed in forward passes of the size of the critic's updates"
+_TRIMMED = "micro-batches are trimmed to their longest row"
+_FLOAT32 = "weights are always float32; fsdp_config.dtype chooses what is computed in"
 
 NO_EFFECT = {
     "actor_rollout_ref.actor.strategy": _ONE_WORKER,
@@ -52,12 +65,49 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.load_format": _VLLM,
     "actor_rollout_ref.rollout.mode": _VLLM,
     "actor_rollout_ref.hybrid_engine": _BY_DESIGN,
-    "actor_rollout_ref.model.use_remove_padding": "micro-batches are trimmed to their longest row",
-    "critic.model.use_remove_padding": "micro-batches are trimmed to their longest row",
+    "actor_rollout_ref.model.use_remove_padding": _TRIMMED,
+    "critic.model.use_remove_padding": _TRIMMED,
+    "actor_rollout_ref.actor.use_remove_padding": _TRIMMED,
+    "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
+    "actor_rollout_ref.actor.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": _FLOAT32,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _LOG_PROBS,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _LOG_PROBS,
+    "actor_rollout_ref.rollout.dtype": "the rollouts are made by the actor's own weights",
+    "actor_rollout_ref.rollout.enable_prefix_caching": _VLLM,
+    "actor_rollout_ref.rollout.disable_log_stats": _VLLM,
     "actor_rollout_ref.rollout.calculate_log_probs": _BY_DESIGN,
+    "critic.ulysses_sequence_parallel_size": _ONE_WORKER,
+    "critic.model.enable_gradient_checkpointing": "the critic does as actor_rollout_ref.model says",
+    "critic.forward_micro_batch_size": _VALUES,
+    "critic.forward_micro_batch_size_per_gpu": _VALUES,
+    "critic.forward_max_token_len_per_gpu": _VALUES,
     "data.validation_shuffle": "validation sees every row, so their order does not matter",
     "data.return_raw_chat": _BY_DESIGN,
     "data.dataloader_num_workers": "rows are read in the driver, whose position in the data is part of a checkpoint",
     "data.filter_overlong_prompts_workers": "prompts are measured in this process",
+    "data.image_key": "prompts are text",
+    "data.video_key": "prompts are text",
+    "data.return_raw_input_ids": _BY_DESIGN,
+    "data.return_full_prompt": _BY_DESIGN,
     "trainer.device": "the device is the GPU if there is one, else the CPU",
+}
+
+_FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
+
+ONLY_VALUE = {
+    "data.gen_batch_size": ((None,), "the prompts of a step are generated for together: set data.train_batch_size."),
+    "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
+    "reward_model.reward_manager": (("naive",), f"managers are not chosen by name in this version: {_FUNCTION}."),
+    "reward_model.launch_reward_fn_async": (
+        (False,),
+        "an `async def` reward function is awaited for all rows at once.",
+    ),
+    "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
+    "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
+    "actor_rollout_ref.rollout.multi_turn.enable": (
+        (False,),
+        "multi-turn training is not part of this version; env.val_episodes validates on whole episodes.",
+    ),
+    "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
 }

@@ -8,6 +8,7 @@ to do, before torch is even imported. Old spellings are moved to today's with a 
 import argparse
 import difflib
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -19,14 +20,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
-from configs.legacy import NO_EFFECT, RENAMED, RENAMED_VALUES
+from configs.errors import ConfigError
+from configs.legacy import NO_EFFECT, ONLY_VALUE, RENAMED, RENAMED_VALUES
 
 CONFIG_DIR = Path(__file__).parent
-
-
-class ConfigError(ValueError):
-    """What the user set cannot work; the message says which key, why, and what to do instead."""
 
 
 @dataclass
@@ -51,7 +50,7 @@ def parse_arguments(argv: list[str], default_config: str, description: str) -> A
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
     parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
     return Arguments(arguments.config_name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
 
@@ -77,9 +76,10 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     """The schema's defaults, then the yaml, then the overrides."""
     given = read_yaml(arguments)
+    move_old_spellings(given)
     for override in parse_overrides(arguments.overrides):
         apply_override(given, override)
-    move_old_spellings(given)
+        move_old_spellings(given)  # one at a time: the later of an old and a new spelling wins, as everywhere
     base = OmegaConf.structured(schema)
     for key, value in leaves(given):
         set_checked(base, key, value)
@@ -97,10 +97,10 @@ def read_yaml(arguments: Arguments) -> DictConfig:
         )
     search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base=None):
-            composed = compose(config_name=name, overrides=search)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{folder / name}.yaml: {error}") from error
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base=None):
+            composed = compose(config_name=name, overrides=search)  # warns where a defaults list has no _self_
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
     OmegaConf.set_struct(composed, False)
     return composed
 
@@ -137,20 +137,30 @@ def delete(given: DictConfig, key: str) -> None:
 def move_old_spellings(given: DictConfig) -> None:
     """Renames what guides still show, and drops what has no effect here, each with a notice on stderr."""
     for key, value in list(leaves(given)):
-        renamed = next(((old, new) for old, new in RENAMED.items() if key == old or key.startswith(old + ".")), None)
-        if key in NO_EFFECT:
+        if key in ONLY_VALUE and value not in ONLY_VALUE[key][0]:
+            raise ConfigError(f"{key}={value}: {ONLY_VALUE[key][1]}")
+        renamed = renamed_key(key)
+        if key in NO_EFFECT or key in ONLY_VALUE:
             delete(given, key)
-            notice(f"{key}={value} has no effect: {NO_EFFECT[key]}.")
-        elif (key, value) in RENAMED_VALUES if isinstance(value, str) else False:
+            notice(f"{key}={value} has no effect: {NO_EFFECT.get(key, 'it is always so here')}.")
+        elif isinstance(value, str) and (key, value) in RENAMED_VALUES:
             new_key, new_value = RENAMED_VALUES[key, value]
             delete(given, key)
             OmegaConf.update(given, new_key, new_value, force_add=True)
-            notice(f"{key}={value} is read as {new_key}.")
+            notice(f"{key}={value} is read as {new_key}{f'={new_value}' if new_key == key else ''}.")
         elif renamed:
-            new_key = renamed[1] + key[len(renamed[0]) :]
             delete(given, key)
-            OmegaConf.update(given, new_key, value, force_add=True)
-            notice(f"{key} is now {new_key}.")
+            if value is not None:  # null was the default of the old key, beside the new one
+                OmegaConf.update(given, renamed, value, force_add=True)
+                notice(f"{key} is now {renamed}.")
+
+
+def renamed_key(key: str) -> str | None:
+    """Today's spelling of `key`, if it is an old one, or below an old section."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
 
 
 def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,6 +172,16 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{key}.")
         else:
             yield key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value._value()
+
+
+def known_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the schema; a free-form section counts as one."""
+    for name in section:
+        node = section._get_node(name)
+        if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
+            yield from known_keys(node, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def set_checked(base: DictConfig, key: str, value: Any) -> None:
@@ -177,11 +197,14 @@ def set_checked(base: DictConfig, key: str, value: Any) -> None:
                 return
         node[parts[-1]] = value
     except ConfigKeyError:
-        known = [known_key for known_key, _ in leaves(base)]
+        known = list(known_keys(base))
         raise ConfigError(f"unknown key '{key}'.{did_you_mean(key, known)} --cfg job lists them all.") from None
-    except (OmegaConfBaseException, TypeError) as error:
+    except OmegaConfBaseException as error:
+        if OmegaConf.is_dict(node[parts[-1]]):
+            raise ConfigError(f"{key}={value!r}: {key} is a section; set the keys in it, {key}.…=….") from error
+        reason = "it cannot be null" if value is None else first_line(error)
         meaning = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
-        raise ConfigError(f"{key}={value!r}: {first_line(error)}. {key}: {meaning}") from error
+        raise ConfigError(f"{key}={value!r}: {reason}. {key}: {meaning}") from error
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
@@ -201,7 +224,12 @@ RULES = {
     "gt": (lambda value, bound: value > bound, "must be above {}"),
     "le": (lambda value, bound: value <= bound, "must be at most {}"),
     "lt": (lambda value, bound: value < bound, "must be below {}"),
+    "texts": (lambda value, _: is_text_or_texts(value), "must be a text or a list of texts"),
 }
+
+
+def is_text_or_texts(value: Any) -> bool:
+    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
 
 
 def check_rules(config: Any, prefix: str = "") -> None:

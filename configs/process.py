@@ -8,5 +8,11 @@ import os
 
 VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
+
+def available_cores() -> int:
+    """Cores this process may use: what a container or taskset leaves of the machine's."""
+    return len(os.sched_getaffinity(0))
+
+
 for _name, _value in VARIABLES.items():
     os.environ.setdefault(_name, _value)

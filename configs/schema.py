@@ -11,7 +11,10 @@ from omegaconf import II
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds); None always passes a rule."""
+    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
+
+    None always passes a rule.
+    """
     metadata = {"help": help, **rules}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -58,8 +61,8 @@ class SamplerConfig(Frozen):
 
 @dataclass
 class DataConfig(Frozen):
-    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).")
-    val_files: Any = setting(None, "Validation rows: one path or a list; null: no validation on rows.")
+    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).", texts=True)
+    val_files: Any = setting(None, "Validation rows: one path or a list; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
     val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
@@ -101,7 +104,7 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")
     custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
     override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
-    external_lib: Any = setting(None, "Files or modules (one or a list) to import first: your estimators, losses …")
+    external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")
 
 
@@ -255,7 +258,7 @@ class RewardFunctionConfig(Frozen):
 @dataclass
 class RewardManagerConfig(Frozen):
     path: str = setting("custom/reward_manager.py", "File or module of the reward manager used with an environment.")
-    name: str = setting("CustomRewardManager", "Class in that file: name(environment, tokenizer).")
+    name: str = setting("CustomRewardManager", "Class in that file: name(environment).")
 
 
 @dataclass
@@ -293,7 +296,7 @@ class TrainerConfig(Frozen):
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, checkpoints."
     )
-    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written.")
+    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     executor: str | None = setting(
         None,
         "Where the worker lives: local is this process, ray an actor; null: local for one worker.",
@@ -334,8 +337,8 @@ class Config(Frozen):
 
 @dataclass
 class SFTDataConfig(Frozen):
-    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).")
-    val_files: Any = setting(None, "Validation rows; null: none.")
+    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).", texts=True)
+    val_files: Any = setting(None, "Validation rows; null: none.", texts=True)
     prompt_key: str = setting("prompt", "Column with the prompt: chat messages, or a plain string.")
     response_key: str = setting("response", "Column with the response, a string.")
     train_batch_size: int = setting(256, "Rows an optimiser step.", ge=1)
@@ -354,7 +357,7 @@ class SFTTrainerConfig(Frozen):
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
-    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow; metrics.jsonl is always written.")
+    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     n_threads: int | None = setting(None, "CPU threads; null: the machine's cores.", ge=1)
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
 

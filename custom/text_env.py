@@ -6,7 +6,6 @@ environments, and sharing one object between threads (take a `clone` for each).
 
 import difflib
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -16,8 +15,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from custom.planning import best_actions, shortest_paths, transition_table
+
 MAX_WALK = 20  # longest random walk to a training state, in actions
-Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # P[state][action]: probability, next, reward, done
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 
 
@@ -78,7 +78,7 @@ class TextEnv:
     invalid_reward: float = 0.0  # for an answer without a legal action: too high, and silence is the best policy
     success_above: float = 0.0  # an episode that terminates with a last reward above this is a success
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
-    exclude_seeds: Collection[int] = ()  # held out: no training state has a map equal to one of theirs (random maps)
+    exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
 
     def __post_init__(self) -> None:
@@ -122,13 +122,17 @@ class TextEnv:
         rng = np.random.default_rng((self.seed, i))
         for _ in range(1000):
             seed = int(rng.integers(2**31))
-            if self.layout(seed) not in self._held_out:
+            if self._start(seed) not in self._held_out:
                 return seed
         raise ValueError(f"{self.env_id}: 1000 random maps were all held out: exclude fewer seeds or use larger maps")
 
     @cached_property
     def _held_out(self) -> frozenset[Layout]:
-        return frozenset(self.layout(seed) for seed in self.exclude_seeds)
+        return frozenset(map(self._start, self.exclude_seeds))
+
+    def _start(self, seed: int) -> Layout | int:
+        """What two equal episodes have in common: the map where there are several, else the seed itself."""
+        return self.layout(seed) if self.random_map else seed
 
     def start_state(self, seed: int) -> EnvState:
         """The state in which `reset(seed)` starts."""
@@ -244,7 +248,7 @@ class TextEnv:
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
         info = {
-            "success": bool(terminated and reward > 0),
+            "success": bool(terminated and reward > self.success_above),
             **info,
             "action": action,
             "turns": self._turns,
@@ -303,41 +307,3 @@ class TextEnv:
         except Exception as error:
             story = f"after reset(seed={seed}) and actions {actions}"
             raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {story}") from error
-
-
-def transition_table(env: gym.Env) -> Table | None:
-    """The table `P` of an environment that keeps one, and its state's number as `s`: gymnasium's toy_text does."""
-    table = vars(env.unwrapped).get("P")
-    return table if isinstance(table, dict) else None
-
-
-def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
-    """Value iteration: [S, A] bool, true for each action whose value is within `tie` of its state's best.
-
-    Values are in units of the largest reward; the table's states and actions are numbered from 0.
-    """
-    width = max(len(outcomes) for row in table.values() for outcomes in row.values())
-    padded = [[list(table[s][a]) + [(0.0, 0, 0.0, True)] * (width - len(table[s][a])) for a in table[s]] for s in table]
-    probability, following, reward, terminated = np.moveaxis(np.array(padded, dtype=np.float64), -1, 0)  # [S, A, K]
-    expected = (probability * reward).sum(-1) / max(np.abs(reward).max(), 1e-300)  # [S, A]
-    weight, following = discount * probability * (1 - terminated), following.astype(np.int64)
-    values, previous = np.zeros(len(table)), None
-    while previous is None or np.abs(values - previous).max() > 1e-12:
-        action_values = expected + (weight * values[following]).sum(-1)  # [S, A]
-        values, previous = action_values.max(-1), values
-    return action_values >= values[:, None] - tie
-
-
-def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
-    """Non-terminal state -> the actions of a shortest path to it from `start`; empty if any transition is random."""
-    paths, frontier = {start: ()}, deque([start])
-    while frontier:
-        state = frontier.popleft()
-        for action, outcomes in table[state].items():
-            if len(outcomes) > 1:
-                return {}
-            [(_, following, _, terminated)] = outcomes
-            if not terminated and following not in paths:
-                paths[following] = (*paths[state], action)
-                frontier.append(following)
-    return paths

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow
 import pyarrow.parquet
 
 Row = dict[str, Any]
@@ -54,7 +55,10 @@ def _read_file(file: str | Path) -> list[Row]:
         )
     if path.suffix == ".parquet":
         # Not pandas: it makes arrays of nested lists, and floats of integers beside a null.
-        return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        try:
+            return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"data file {file}: this is not a parquet file that can be read: {error}") from error
     return _read_json(file, path.read_text(encoding="utf-8"))
 
 

@@ -62,7 +62,11 @@ class SFTDataset(Dataset):
             cut_prompt = self.config.truncation == "left"
             ids = prompt_ids if cut_prompt else response_ids
             if excess >= len(ids):
-                raise ValueError(f"{origin}: data.truncation={self.config.truncation} would leave nothing of it.")
+                side = "prompt" if cut_prompt else "response"
+                raise ValueError(
+                    f"{origin}: data.truncation={self.config.truncation} would leave nothing of the {side}, which has "
+                    f"{len(ids)} of the {excess} tokens that data.max_length={self.config.max_length} asks to cut."
+                )
             kept = truncate(ids, len(ids) - excess, self.config.truncation)
             prompt_ids, response_ids = (kept, response_ids) if cut_prompt else (prompt_ids, kept)
         return {"raw_prompt_ids": prompt_ids, "response_ids": response_ids}

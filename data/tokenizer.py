@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from configs.loader import first_line
 from configs.schema import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,10 +32,25 @@ def check_model_path(path: str | None, key: str) -> str:
     return path
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token and, if set, the custom chat template."""
-    path = check_model_path(model.tokenizer_path or model.path, "actor_rollout_ref.model.path")
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+def load_tokenizer(model: ModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that the config's `section` describes, with a pad token and its chat template.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no token to end a response with; names the key and the remedy.
+    """
+    key = f"{section}.path" if model.tokenizer_path is None else f"{section}.tokenizer_path"
+    path = model.tokenizer_path or check_model_path(model.path, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(Path(path).expanduser()), trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(
+            f"{key}={path}: no tokenizer can be loaded from there ({first_line(error)}). Give a folder with the files "
+            f"of tokenizer.save_pretrained: the model's own, or {section}.tokenizer_path."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{key}={path}: the tokenizer has no eos_token, so no response would end: save one with it.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is known by lengths and masks, so any id will do
     if model.custom_chat_template:

@@ -608,3 +608,17 @@ def test_unfit_settings_are_refused_with_a_remedy():
 def test_states_are_plain_and_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EnvState(0, (), "text").seed = 1
+
+
+def test_reaching_the_goal_is_a_success_where_every_step_costs():
+    env = make_env("CliffWalking-v1")
+    env.reset(seed=0)
+    *way, last = ["up", *["right"] * 11, "down"]
+    assert not any(env.step(answer)[4]["success"] for answer in way)
+    assert env.step(last)[4]["success"]
+
+
+def test_held_out_seeds_leave_training_states_where_all_seeds_share_one_map():
+    env = make_env("Blackjack-v1", exclude_seeds=range(10))
+    assert env.train_seed(0) == make_env("Blackjack-v1").train_seed(0)
+    assert env.train_seed(0) != make_env("Blackjack-v1", exclude_seeds=[env.train_seed(0)]).train_seed(0)

@@ -13,18 +13,21 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
-from training.torch_functional import masked_mean
+from training.torch_functional import masked_mean, zero_masked
 
 
 def apply_kl_penalty(
     batch: DataProto, kl_ctrl: AdaptiveKLController | FixedKLController, kind: str
 ) -> dict[str, float]:
-    """token_level_rewards := token_level_scores − β·KL(old ‖ ref) per token, with β from before this step."""
+    """token_level_rewards := token_level_scores − β·KL(old ‖ ref) per token, with β from before this step.
+
+    The controller then sees the mean over the rows that did not fail of each row's mean KL, in nats a token.
+    """
     mask = batch.batch["response_mask"]
-    kl = kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind) * mask
+    kl = zero_masked(kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind), mask)
     beta = kl_ctrl.value
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] - beta * kl
-    current_kl = masked_mean(kl, mask, axis=-1).mean().item()
+    current_kl = masked_mean(masked_mean(kl, mask, axis=-1), mask.any(1)).item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(batch))
     return {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
@@ -35,40 +38,41 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     The estimator is given exactly what it names among `estimator_arguments`; one with **kwargs is given all of it.
 
     Raises:
-        ValueError: it needs something that this run does not have, or returns other shapes than two [B, R].
+        ValueError: it needs something that this run does not have, or returns anything but two [B, R] tensors.
     """
     name = config.adv_estimator
     estimator = get_adv_estimator_fn(name)
     present = estimator_arguments(batch, config)
     parameters = inspect.signature(estimator).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        wanted = present
-    else:
-        wanted = {parameter.name: present[parameter.name] for parameter in parameters if parameter.name in present}
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind in (0, 1, 3) and p.name not in present]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    missing = [p.name for p in named if p.default is p.empty and p.name not in present]
     if missing:
         raise ValueError(
             f"algorithm.adv_estimator={name} needs {missing}, which this run does not have. It can have: "
             f"{sorted(present)} (values with critic.enable=true, reference log-probs with a KL term)."
         )
-    advantages, returns = estimator(**wanted)
+    result = estimator(**(present if takes_all else {p.name: present[p.name] for p in named if p.name in present}))
     shape = batch.batch["response_mask"].shape
-    if advantages.shape != shape or returns.shape != shape:
+    pair = result if isinstance(result, tuple | list) else (result,)
+    found = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in pair]
+    if found != [tuple(shape)] * 2:
         raise ValueError(
-            f"algorithm.adv_estimator={name} returned {tuple(advantages.shape)} and {tuple(returns.shape)}; "
-            f"advantages and returns must both be {tuple(shape)}."
+            f"algorithm.adv_estimator={name} returned {found}; it must return advantages and returns, both tensors of "
+            f"shape {tuple(shape)}."
         )
-    batch.batch["advantages"], batch.batch["returns"] = advantages, returns
+    batch.batch["advantages"], batch.batch["returns"] = pair
     return batch
 
 
 def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
-    """Everything an estimator may ask for, under every name it is known by."""
-    rewards, mask = batch.batch["token_level_rewards"], batch.batch["response_mask"]
-    arguments = {
-        "token_level_rewards": rewards,
+    """Everything an estimator may ask for: each column of the batch, and the names that the field knows them by."""
+    rewards, mask = batch.batch["token_level_rewards"].clone(), batch.batch["response_mask"]
+    return {
+        **batch.non_tensor_batch,
+        **batch.tensors,
+        "token_level_rewards": rewards,  # a copy: the batch's may be the very scores that are logged
         "rewards": rewards,
-        "response_mask": mask,
         "dones": last_token(mask),
         "index": batch.non_tensor_batch["uid"],
         "gamma": config.gamma,
@@ -77,8 +81,6 @@ def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
         "config": config,
     }
-    optional = ["values", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"]
-    return arguments | {name: batch.batch[name] for name in optional if name in batch.batch}
 
 
 def last_token(mask: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """How often the optimiser steps: a batch of rollouts cut into mini-batches of whole prompts, with their counts."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from data.seeding import derive_seed, numpy_generator
 def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int) -> Iterator[DataProto]:
     """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time; the samples of a prompt stay together.
 
-    Each mini-batch carries in `meta_info` what its loss needs: `global_batch_info` and a `seed` of its own.
+    Each mini-batch carries in `meta_info` what its update needs: `global_batch_info`, a `seed` of its own, and
+    `is_first` of its batch.
     """
-    uids = batch.non_tensor_batch["uid"]
-    groups = [np.flatnonzero(uids == uid) for uid in dict.fromkeys(uids)]
+    groups = rows_by_prompt(batch)
     size = config.ppo_mini_batch_size or len(groups)
     for epoch in range(config.ppo_epochs):
         order = np.arange(len(groups))
@@ -29,8 +29,17 @@ def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int
                 **batch.meta_info,
                 "global_batch_info": global_batch_info(mini_batch, config),
                 "seed": derive_seed(seed, "mini_batch", epoch, start),
+                "is_first": epoch == start == 0,
             }
             yield mini_batch
+
+
+def rows_by_prompt(batch: DataProto) -> list[list[int]]:
+    """The rows of each uid, in order of its first."""
+    rows: dict[Hashable, list[int]] = {}
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        rows.setdefault(uid, []).append(row)
+    return list(rows.values())
 
 
 def updates_per_step(config: ActorConfig | CriticConfig, prompts: int) -> int:

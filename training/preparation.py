@@ -1,20 +1,24 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import has_validation
-from configs.schema import Config
-from data.import_utils import load_extern_object, load_modules
+from configs.checks import has_validation, needs_critic
+from configs.errors import ConfigError
+from configs.loader import notice
+from configs.schema import Config, DataConfig
+from data.import_utils import load_extern_object, load_module, load_modules
 from data.rl_dataset import create_rl_dataset, get_dataset_class
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path, load_tokenizer
+from training.checkpoint import find_checkpoint
 from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
 from training.reward import RewardManager, load_reward_manager
 from training.tracking import check_loggers
@@ -41,7 +45,7 @@ def prepare(config: Config) -> Parts:
     check_loggers(config.trainer.logger)
     load_modules(config.actor_rollout_ref.model.external_lib)
     check_registered(config)
-    check_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+    check_files_of_workers(config)
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     reward = load_reward_manager(config.reward, tokenizer, environment)
@@ -64,25 +68,45 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(derive_seed(seed, "torch"))
 
 
+def check_files_of_workers(config: Config) -> None:
+    """What workers will load is there: models, a rollout engine of the user's, the checkpoint to resume from.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
+    """
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    check_model_path(policy.model.path, "actor_rollout_ref.model.path")
+    if needs_critic(config):
+        check_model_path(config.critic.model.path, "critic.model.path")
+    if policy.rollout.name != "hf":
+        load_module(policy.rollout.name)
+    find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
+    if trainer.n_gpus_per_node and not torch.cuda.is_available():
+        notice(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but torch sees no GPU in this process: "
+            + ("Ray has to find one." if trainer.executor == "ray" else "the run trains on the CPU.")
+        )
+
+
 def check_registered(config: Config) -> None:
     """The estimator and the policy loss exist, and the batch is what the estimator compares.
 
     Raises:
-        ValueError: names the known ones and the files that were imported.
+        ConfigError: names the known ones and the files that were imported.
     """
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     loaded = f"imported from actor_rollout_ref.model.external_lib: {config.actor_rollout_ref.model.external_lib}"
     try:
         get_adv_estimator_fn(name)
     except ValueError as error:
-        raise ValueError(f"algorithm.adv_estimator={name}: {error} ({loaded})") from error
+        raise ConfigError(f"algorithm.adv_estimator={name}: {error} ({loaded})") from error
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     try:
         get_policy_loss_fn(mode)
     except ValueError as error:
-        raise ValueError(f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}: {error} ({loaded})") from error
+        raise ConfigError(f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}: {error} ({loaded})") from error
     if name in NEEDS_GROUPS and samples < 2:
-        raise ValueError(
+        raise ConfigError(
             f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
             "and needs at least 2 (8 is usual)."
         )
@@ -95,34 +119,43 @@ def build_environment(config: Config) -> Any | None:
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
     held_out = range(settings.val_seed, settings.val_seed + settings.val_episodes)
-    return factory(settings.id, seed=seed, max_turns=settings.max_turns, exclude_seeds=held_out, **settings.kwargs)
+    try:
+        return factory(settings.id, seed=seed, max_turns=settings.max_turns, exclude_seeds=held_out, **settings.kwargs)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
+
+
+def data_settings(config: Config) -> DataConfig:
+    """The data section with its seed, which is derived from trainer.seed unless it is set."""
+    seed = config.data.seed
+    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
 
 
 def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
+    data = data_settings(config)
     if environment is None:
-        dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, config.data.train_max_samples)
+        dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
     else:
-        dataset = env_dataset_class(config)(environment, tokenizer, config.data, size=config.env.train_size)
-    sampler = create_rl_sampler(config.data, dataset, derive_seed(config.trainer.seed, "data"))
-    return PromptLoader(dataset, config.data.train_batch_size, sampler)
+        dataset = env_dataset_class(data)(environment, tokenizer, data, size=config.env.train_size)
+    return PromptLoader(dataset, data.train_batch_size, create_rl_sampler(data, dataset, data.seed))
 
 
-def env_dataset_class(config: Config) -> type:
+def env_dataset_class(data: DataConfig) -> type:
     """The dataset around an environment: data.custom_cls, or the one in custom/env_dataset.py."""
-    if config.data.custom_cls.path is None:
+    if data.custom_cls.path is None:
         return load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
-    return get_dataset_class(config.data)
+    return get_dataset_class(data)
 
 
 def build_val_loader(
     config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> PromptLoader | None:
+    data = data_settings(config)
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
-        dataset = env_dataset_class(config)(environment, tokenizer, config.data, config.env.val_size, first)
-    elif environment is None and config.data.val_files:
-        dataset = create_rl_dataset(config.data.val_files, config.data, tokenizer, config.data.val_max_samples)
+        dataset = env_dataset_class(data)(environment, tokenizer, data, config.env.val_size, first)
+    elif environment is None and data.val_files:
+        dataset = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
     else:
         return None
-    sampler = SequentialSampler(dataset, config.data)
-    return PromptLoader(dataset, config.data.val_batch_size or len(dataset), sampler, drop_last=False)
+    return PromptLoader(dataset, data.val_batch_size or len(dataset), SequentialSampler(dataset, data), drop_last=False)

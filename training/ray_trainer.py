@@ -6,7 +6,7 @@ run nor what runs there.
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import apply_kl_penalty, compute_advantage
 from training.checkpoint import (
+    WRITE_ERRORS,
     config_drift,
     config_yaml,
     find_checkpoint,
@@ -38,24 +39,14 @@ from training.metric_utils import (
 )
 from training.mini_batches import mini_batches, updates_per_step
 from training.reports import dump_jsonl
-from training.reward import RewardManager, compute_reward
-from training.roles import Actor, Critic, Reference, Rollout, SamplingParams
+from training.reward import RewardManager, add_scores, reward_metrics
+from training.roles import Roles, SamplingParams
 from training.tracking import Tracking
 from training.validation import Validator, sample_rows
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Roles:
-    """Who does the work; ref and critic only where the algorithm needs them."""
-
-    rollout: Rollout
-    actor: Actor
-    ref: Reference | None
-    critic: Critic | None
 
 
 class RayPPOTrainer:
@@ -91,6 +82,8 @@ class RayPPOTrainer:
         self.total_steps = total_steps
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
+        self.metrics: Metrics = {}  # of the last step
+        self.validation: Metrics = {}  # the last one's
         self.skipped_in_a_row = 0
         self.folder = Path(config.trainer.default_local_dir)
 
@@ -100,24 +93,38 @@ class RayPPOTrainer:
         self.resume()
         if settings.val_only:
             return self.validator.run(self.global_step)
-        validation: Metrics = {}
+        if self.global_step >= self.total_steps:
+            self.say_finished()
         with self.tracking() as tracking:
             if self.validator and settings.val_before_train and self.global_step == 0:
-                validation = self.validator.run(self.global_step)
-                tracking.log(self.global_step, validation)
+                self.metrics = self.validate()
+            if self.metrics and self.global_step > tracking.record.last_step:
+                tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
             while self.global_step < self.total_steps:
                 self.global_step += 1
-                batch, metrics = self.step(self.next_prompts())
+                batch, self.metrics = self.step(self.next_prompts())
                 if self.validator and self.is_due(settings.test_freq):
-                    validation = self.validator.run(self.global_step)
-                    metrics |= validation
+                    self.metrics |= self.validate()
                 self.train_loader.sampler.update(batch)
                 self.dump_rollouts(batch)
                 if self.is_due(settings.save_freq):
-                    metrics |= self.save()
-                tracking.log(self.global_step, metrics)
-                self.refuse_lasting_nonsense(metrics)
-        return validation
+                    self.metrics |= self.save()
+                tracking.log(self.global_step, self.metrics)
+                self.refuse_lasting_nonsense(self.metrics)
+        return self.validation
+
+    def validate(self) -> Metrics:
+        self.validation = self.validator.run(self.global_step)
+        return self.validation
+
+    def say_finished(self) -> None:
+        print(
+            f"step {self.global_step} of {self.total_steps} is done, so nothing is left to do. To go on, raise "
+            "trainer.total_training_steps (or total_epochs); to start afresh, set trainer.resume_mode=disable."
+        )
+        for name, value in self.validation.items():
+            if name.startswith("val-core/"):
+                print(f"  {name}: {value:.4g}")
 
     def next_prompts(self) -> DataProto:
         """The next prompts, each `rollout.n` times in a row under one uid."""
@@ -140,7 +147,8 @@ class RayPPOTrainer:
             with timer("gen", timing):
                 batch = self.rollout.generate_sequences(prompts)
             with timer("reward", timing):
-                batch = self.score(batch, metrics)
+                batch = add_scores(batch, self.reward, self.tokenizer)
+                metrics |= reward_metrics(batch)
             if self.needs_old_log_probs():
                 with timer("old_log_prob", timing):
                     batch = batch.union(self.actor.compute_log_prob(batch))
@@ -161,20 +169,10 @@ class RayPPOTrainer:
                     metrics |= self.update(self.critic.update_critic, batch, config.critic)
             if self.global_step > config.trainer.critic_warmup:
                 with timer("update_actor", timing):
-                    metrics |= self.update_actor(batch)
+                    metrics |= self.update(self.update_actor, batch, config.actor_rollout_ref.actor)
                 with timer("update_weights", timing):
                     self.rollout.update_weights(self.global_step)
         return batch, metrics | self.describe(batch, timing)
-
-    def score(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """`batch` with its token_level_scores; numbers that the reward returned beside the score are logged."""
-        scores, extra = compute_reward(batch, self.reward, self.tokenizer)
-        batch.batch["token_level_scores"] = scores
-        for name, values in extra.items():
-            batch.non_tensor_batch[name] = values
-            if all(isinstance(value, int | float) for value in values):
-                metrics[f"reward/{name}/mean"] = float(values.astype(float).mean())
-        return batch
 
     def needs_old_log_probs(self) -> bool:
         """Not when every update is the first of its batch: then the ratio is 1 whatever they are."""
@@ -182,27 +180,19 @@ class RayPPOTrainer:
         several = updates_per_step(actor, self.config.data.train_batch_size) > 1
         return several or self.config.algorithm.use_kl_in_reward
 
-    def update_actor(self, batch: DataProto) -> Metrics:
-        """The actor's updates; the first of a batch is exactly on-policy, so it goes without old_log_probs."""
-        first = True
-
-        def update(mini_batch: DataProto) -> Metrics:
-            nonlocal first
-            if first and "old_log_probs" in mini_batch.batch:
-                mini_batch.batch = mini_batch.batch.exclude("old_log_probs")
-            first = False
-            return self.actor.update_policy(mini_batch)
-
-        return self.update(update, batch, self.config.actor_rollout_ref.actor)
+    def update_actor(self, mini_batch: DataProto) -> Metrics:
+        """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs."""
+        if mini_batch.meta_info["is_first"] and "old_log_probs" in mini_batch.batch:
+            mini_batch.batch = mini_batch.batch.exclude("old_log_probs")
+        return self.actor.update_policy(mini_batch)
 
     def update(
         self, update: Callable[[DataProto], Metrics], batch: DataProto, config: ActorConfig | CriticConfig
     ) -> Metrics:
         """All mini-batches through `update`; their metrics averaged. A batch that was refused is kept for study."""
         collected: dict[str, list[float]] = {}
-        for mini_batch in mini_batches(
-            batch, config, derive_seed(self.config.trainer.seed, "update", self.global_step)
-        ):
+        seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
+        for mini_batch in mini_batches(batch, config, seed):
             metrics = update(mini_batch)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
                 mini_batch.save_to_disk(self.folder / f"refused_update_step_{self.global_step}.pkl")
@@ -261,7 +251,7 @@ class RayPPOTrainer:
         try:
             with timer("save_checkpoint", timing):
                 save_checkpoint(self.folder, self.global_step, self.write_state, self.config.trainer.max_ckpt_to_keep)
-        except OSError as error:
+        except WRITE_ERRORS as error:
             logger.warning("step %d was not saved, the older checkpoints are untouched: %s", self.global_step, error)
             return {"training/failed_saves": 1.0}
         return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -271,7 +261,13 @@ class RayPPOTrainer:
         if self.critic:
             self.critic.save(folder.resolve() / "critic")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
-        state = {"global_step": self.global_step, "kl_coef": self.kl_ctrl.value, "rng": rng_state()}
+        state = {
+            "global_step": self.global_step,
+            "metrics": self.metrics,
+            "validation": self.validation,
+            "kl_coef": self.kl_ctrl.value,
+            "rng": rng_state(),
+        }
         torch.save(state, folder / "trainer_state.pt")
         (folder / "config.yaml").write_text(config_yaml(self.config))
 
@@ -283,7 +279,7 @@ class RayPPOTrainer:
             return
         print(f"resuming from {folder}")
         for line in config_drift(folder / "config.yaml", self.config):
-            print(f"  config changed since: {line.strip()}")
+            print(f"  config changed since: {line}")
         self.actor.load(folder.resolve() / "actor")
         if self.critic:
             self.critic.load(folder.resolve() / "critic")
@@ -293,5 +289,7 @@ class RayPPOTrainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.global_step = state["global_step"]
-        self.kl_ctrl.value = state["kl_coef"]
+        self.metrics, self.validation = state["metrics"], state["validation"]
+        if self.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is what the config says now
+            self.kl_ctrl.value = state["kl_coef"]
         set_rng_state(state["rng"])

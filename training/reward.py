@@ -8,8 +8,11 @@ plain function in any of the three forms that users write. Whatever comes back i
 import asyncio
 import inspect
 import numbers
-import traceback
-from collections.abc import Callable, Sequence
+import reprlib
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import users_line
 from configs.schema import RewardConfig
 from data.import_utils import load_extern_object
-from data.protocol import DataProto
+from data.protocol import DataProto, object_array
 
 RewardManager = Callable[[DataProto], Any]
 
@@ -28,17 +32,30 @@ FORMS = (
     "compute_reward(data, tokenizer=None) for a whole DataProto, or "
     "compute_reward(prompt, response, ground_truth)"
 )
+# What a function of one response may name, and the column of the view that holds it. The first four are verl's.
+ARGUMENTS = {
+    "data_source": "data_source",
+    "solution_str": "responses",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_info",
+    "prompt": "prompts",
+    "response": "responses",
+}
+VERL_ARGUMENTS = list(ARGUMENTS)[:4]
 
 
 class FunctionReward:
     """A reward manager from a function, sync or async; its form is read from its signature.
+
+    A function of one response is given exactly what it names among `ARGUMENTS` and `split` ("train" or "val"); one with
+    **kwargs gets all of verl's four.
 
     Args:
         function: in one of the three `FORMS`.
         reward_kwargs: passed on to every call; they win over what the caller passes.
 
     Raises:
-        ValueError: the signature has none of the forms.
+        ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
     """
 
     def __init__(
@@ -47,44 +64,46 @@ class FunctionReward:
         self.function = function
         self.tokenizer = tokenizer
         self.reward_kwargs = reward_kwargs or {}
-        self.parameters = inspect.signature(function).parameters
-        self.calls = self._calls_for_form()
+        signature = inspect.signature(function)
+        self.of_one_response = bool({"solution_str", "response"} & set(signature.parameters))
+        if not self.of_one_response and next(iter(signature.parameters), None) != "data":
+            raise ValueError(
+                f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}."
+            )
+        known = [*ARGUMENTS, "split"] if self.of_one_response else ["data", "tokenizer"]
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        self.wanted = {name for name in known if name in signature.parameters}
+        if self.of_one_response and takes_all:
+            self.wanted |= set(VERL_ARGUMENTS)
+        try:
+            signature.bind(**dict.fromkeys(self.wanted) | self.reward_kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"the reward function {callable_name(function)}{signature} cannot be called: {error}. It is given "
+                f"{sorted(self.wanted)} and reward.custom_reward_function.reward_kwargs={self.reward_kwargs}."
+            ) from error
 
     def __call__(self, data: DataProto) -> Any:
-        results = [self.function(**{**call, **self.reward_kwargs}) for call in self.calls(data)]
+        calls = self._row_arguments(data) if self.of_one_response else [{"data": data, "tokenizer": self.tokenizer}]
+        results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
         if results and inspect.isawaitable(results[0]):
-            results = asyncio.run(gather(results))
-        return results[0] if self.calls == self._batch_call else results
+            results = run_all(results)
+        return results if self.of_one_response else results[0]
 
-    def _calls_for_form(self) -> Callable[[DataProto], list[dict]]:
-        if "solution_str" in self.parameters:
-            return self._sample_calls
-        if "response" in self.parameters:
-            return self._text_calls
-        if next(iter(self.parameters), None) == "data":
-            return self._batch_call
-        given = f"{self.function.__name__}{inspect.signature(self.function)}"
-        raise ValueError(f"the reward function {given} has none of the known forms: {FORMS}.")
-
-    def _sample_calls(self, data: DataProto) -> list[dict]:
-        names = {
-            "data_source": "data_source",
-            "solution_str": "responses",
-            "ground_truth": "ground_truths",
-            "extra_info": "extra_info",
-        }
-        return [{name: data.get(column)[row] for name, column in names.items()} for row in range(len(data))]
-
-    def _text_calls(self, data: DataProto) -> list[dict]:
-        names = {"prompt": "prompts", "response": "responses", "ground_truth": "ground_truths"}
-        return [{name: data.get(column)[row] for name, column in names.items()} for row in range(len(data))]
-
-    def _batch_call(self, data: DataProto) -> list[dict]:
-        return [{"data": data, "tokenizer": self.tokenizer} if "tokenizer" in self.parameters else {"data": data}]
+    def _row_arguments(self, data: DataProto) -> list[dict[str, Any]]:
+        columns = {name: data.get(column, [None] * len(data)) for name, column in ARGUMENTS.items()}
+        columns["split"] = ["val" if data.meta_info.get("validate") else "train"] * len(data)
+        return [{name: column[row] for name, column in columns.items()} for row in range(len(data))]
 
 
-async def gather(awaitables: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*awaitables)
+def run_all(awaitables: list[Awaitable]) -> list[Any]:
+    """Their results, from an event loop in a thread of its own: a notebook already runs one in this thread."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*awaitables)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, gather()).result()
 
 
 def load_reward_manager(
@@ -111,7 +130,7 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
     """What a reward sees of B rollouts: `prompts` and `responses` as texts, `ground_truths`, and the dataset's columns.
 
     `responses` holds only what the policy produced (response_mask 1), without special tokens: text of an environment
-    earns nothing.
+    earns nothing. `response_mask` [B, R] is there for rewards per token.
     """
     masked = [
         ids[mask.bool()] for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
@@ -121,9 +140,34 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
         **batch.non_tensor_batch,
         "prompts": tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True),
         "responses": tokenizer.batch_decode(masked, skip_special_tokens=True),
-        "ground_truths": [label["ground_truth"] if isinstance(label, dict) else None for label in labels],
+        "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
+        "response_mask": batch.batch["response_mask"],
     }
     return DataProto.from_single_dict(columns, dict(batch.meta_info))
+
+
+def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:
+    """`batch` with token_level_scores and, named in meta_info["reward_extra_keys"], what the reward returned beside.
+
+    Raises:
+        as `compute_reward`.
+    """
+    batch.batch["token_level_scores"], extra = compute_reward(batch, manager, tokenizer)
+    batch.non_tensor_batch.update(extra)
+    batch.meta_info["reward_extra_keys"] = list(extra)
+    return batch
+
+
+def reward_metrics(batch: DataProto) -> dict[str, float]:
+    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; no failed rows."""
+    metrics: dict[str, float] = {}
+    completed = batch.batch["response_mask"].any(1).numpy()
+    for name in batch.meta_info["reward_extra_keys"]:
+        values = batch.non_tensor_batch[name][completed]
+        if len(values) and all(isinstance(value, numbers.Real | np.bool_) for value in values):
+            reducers = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+            metrics |= {f"reward/{name}/{how}": float(reduce(values.astype(float))) for how, reduce in reducers.items()}
+    return metrics
 
 
 def compute_reward(
@@ -132,86 +176,107 @@ def compute_reward(
     """Scores a batch of rollouts.
 
     Returns:
-        token_level_scores [B, R] float32, a row's score on its last response token; and the extra columns ([B]
-        objects) of managers that return dicts.
+        token_level_scores [B, R] float32, a row's score on its last policy token; and the extra columns ([B] objects)
+        of managers that return dicts.
 
     Raises:
         RuntimeError: the manager raised; names it and the line.
-        ValueError: wrong number, type or shape, or a score that is not finite; names the row.
+        ValueError: wrong number, type or shape, a score that is not finite or that no token of the policy earns, or an
+            extra column that the batch already has; names the row or the column.
     """
     view = reward_view(batch, tokenizer)
     name = reward_name(manager)
     try:
         result = manager(view)
     except Exception as error:  # the boundary to the user's code: say where it broke, then stop
-        place = traceback.extract_tb(error.__traceback__)[-1]
         raise RuntimeError(
-            f"the reward {name} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}). "
+            f"the reward {name} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
-    scores, extra = as_scores(result, len(batch), name)
-    return place_scores(scores, batch, name), extra
-
-
-def as_scores(result: Any, rows: int, name: str) -> tuple[Tensor, dict[str, np.ndarray]]:
-    """Numbers, dicts or a tensor → float32 scores ([B] or [B, R]) and the dicts' columns, checked."""
-    if result is None:
-        raise ValueError(f"the reward {name} returned None: it must return one number per response.")
-    extra: dict[str, np.ndarray] = {}
-    if not isinstance(result, Tensor | np.ndarray):
-        result = list(result)
-        if len(result) == rows and rows and isinstance(result[0], dict):
-            result, extra = split_dicts(result, name)
-        for row, score in enumerate(result):
-            if isinstance(score, Tensor | np.ndarray) and np.size(score) == 1:
-                result[row] = score.item()
-            elif not isinstance(score, numbers.Real):
-                raise ValueError(f"the reward {name} returned {score!r} for response {row}: it must be a number.")
-    scores = torch.as_tensor(np.asarray(result, dtype=np.float32) if isinstance(result, list) else result).float()
-    if scores.ndim not in (1, 2) or len(scores) != rows:
+    scores, extra = as_scores(result, batch.batch["response_mask"].shape, name)
+    if taken := [key for key in extra if key in batch]:
         raise ValueError(
-            f"the reward {name} returned {tuple(scores.shape)} scores for {rows} responses: "
-            f"it must return [{rows}], one per response, or [{rows}, R], one per response token."
+            f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
         )
-    bad = (~torch.isfinite(scores.reshape(rows, -1)).all(1)).nonzero()[:, 0].tolist()
+    return place_scores(scores, batch.batch["response_mask"], name), extra
+
+
+def as_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, dict[str, np.ndarray]]:
+    """Numbers, dicts or a tensor → float32 scores ([B] or [B, R], with `shape` (B, R)) and the dicts' columns."""
+    rows, extra = shape[0], {}
+    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
+    if isinstance(result, np.ndarray):
+        result = list(result) if result.ndim == 1 else torch.as_tensor(result)
+    if isinstance(result, list | tuple):
+        if len(result) != rows:
+            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
+        if any(isinstance(item, dict) for item in result):
+            result, extra = split_dicts(result, name)
+        result = torch.tensor([as_number(score, row, name) for row, score in enumerate(result)])
+    if not isinstance(result, Tensor):
+        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
+    scores = result.detach().float().cpu()
+    if tuple(scores.shape) not in ((rows,), tuple(shape)):
+        raise ValueError(f"the reward {name} returned scores of shape {list(scores.shape)}: {allowed}.")
+    bad = (~torch.isfinite(scores)).nonzero().tolist()
     if bad:
         raise ValueError(
-            f"the reward {name} returned {scores[bad[0]].tolist()} for response {bad[0]} "
-            f"({len(bad)} of {rows} are not finite): scores must be finite numbers; return 0.0 where there is none."
+            f"the reward {name} returned {scores[tuple(bad[0])].item()} for response {bad[0][0]} ({len(bad)} of "
+            f"{scores.numel()} scores are not finite): return 0.0 where there is no score."
         )
     return scores, extra
 
 
-def split_dicts(results: list[dict], name: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    keys = set(results[0])
+def as_number(score: Any, row: int, name: str) -> float:
+    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
+        score = score.item()
+    if not isinstance(score, numbers.Real | np.bool_):
+        raise ValueError(
+            f"the reward {name} returned {reprlib.repr(score)} for response {row}: it must be a number, or a dict "
+            "with the number as 'score'."
+        )
+    return float(score)
+
+
+def split_dicts(results: list[dict], name: str) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The scores, and every other key as a column."""
+    keys = next(set(result) for result in results if isinstance(result, dict))
     for row, result in enumerate(results):
-        if "score" not in result or set(result) != keys:
+        if not isinstance(result, dict) or set(result) != keys or "score" not in keys:
+            found = sorted(result) if isinstance(result, dict) else reprlib.repr(result)
             raise ValueError(
-                f"the reward {name} returned keys {sorted(result)} for response {row} and {sorted(keys)} for "
-                "response 0: every dict needs 'score' and the same keys."
+                f"the reward {name} returned {found} for response {row} and {sorted(keys)} for another: either every "
+                "response gets a dict, each with 'score' and the same keys, or every response gets a number."
             )
-    columns = {key: [result[key] for result in results] for key in keys}
-    extra = {key: np.array(values, dtype=object) for key, values in columns.items() if key != "score"}
-    return columns["score"], extra
+    columns = {key: [result[key] for result in results] for key in results[0]}
+    return columns.pop("score"), {key: object_array(values) for key, values in columns.items()}
 
 
-def place_scores(scores: Tensor, batch: DataProto, name: str) -> Tensor:
+def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
     """[B] onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
-    width = batch.batch["responses"].shape[1]
     if scores.ndim == 2:
-        if scores.shape[1] != width:
+        strays = ((scores != 0) & (mask == 0)).nonzero().tolist()
+        if strays:
             raise ValueError(
-                f"the reward {name} returned {tuple(scores.shape)} scores; the responses are {(len(batch), width)}."
+                f"the reward {name} scored {len(strays)} tokens that the policy did not produce, the first at "
+                f"[response, token] = {strays[0]}: multiply by data.response_mask, or score its last 1 of each row."
             )
         return scores
-    mask = batch.batch["response_mask"]
     rows = mask.any(1).nonzero()[:, 0]
-    last = width - 1 - mask[rows].flip(1).argmax(1)  # of the policy's own tokens: estimators ignore masked ones
-    placed = torch.zeros(len(batch), width)
+    last = mask.shape[1] - 1 - mask[rows].flip(1).argmax(1)
+    placed = torch.zeros(mask.shape)
     placed[rows, last] = scores[rows]
     return placed
 
 
 def reward_name(manager: RewardManager) -> str:
-    owner = manager.function if isinstance(manager, FunctionReward) else type(manager)
-    return f"{owner.__name__} ({inspect.getsourcefile(owner)})"
+    return callable_name(manager.function if isinstance(manager, FunctionReward) else manager)
+
+
+def callable_name(function: Callable) -> str:
+    """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    file = vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
+    return f"{owner.__qualname__} ({file})"

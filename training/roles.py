@@ -69,3 +69,13 @@ class Critic(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restores it."""
+
+
+@dataclass
+class Roles:
+    """Who does the work; ref and critic only where the algorithm needs them."""
+
+    rollout: Rollout
+    actor: Actor
+    ref: Reference | None
+    critic: Critic | None

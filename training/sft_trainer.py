@@ -4,9 +4,8 @@ The loss is the mean negative log-likelihood of response tokens; prompts are rea
 own, it wires the same engine and forward pass that the actor uses.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import available_cores  # isort: skip  before torch
 
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from configs.checks import check_output_folder
-from configs.loader import ConfigError, load_config, parse_arguments
+from configs.errors import ConfigError, refusals
+from configs.loader import load_config, parse_arguments
 from configs.schema import SFTConfig
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
@@ -27,28 +27,28 @@ from training.metric_utils import timer
 from training.tracking import Tracking
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
-from workers.models import load_causal_lm
+from workers.models import load_causal_lm, training_device
 from workers.rollout import Completion, pad_rollout, template_terminator
+
+MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "sft", __doc__)
-    try:
+    with refusals():
         config = load_config(arguments, SFTConfig)
         if not config.data.train_files:
             raise ConfigError(
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
-    run(config)
+        trainer = SFTTrainer(config)
+    trainer.fit()
 
 
 def run(config: SFTConfig) -> Path:
     """Trains as `config` says; the Hugging Face directory of the result."""
-    trainer = SFTTrainer(config)
-    return trainer.fit()
+    return SFTTrainer(config).fit()
 
 
 class SFTTrainer:
@@ -57,17 +57,18 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         seed = config.trainer.seed
-        torch.set_num_threads(config.trainer.n_threads or os.cpu_count())
-        self.tokenizer = load_tokenizer(config.model)
+        torch.set_num_threads(config.trainer.n_threads or available_cores())
+        self.tokenizer = load_tokenizer(config.model, "model")
         self.train_loader = self.build_loader(config.data.train_files, train=True)
         self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or len(self.train_loader) * config.trainer.total_epochs
         torch.manual_seed(derive_seed(seed, "worker"))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = training_device(n_gpus=None)
         module = load_causal_lm(config.model)
         self.engine = TrainEngine(module, config.optim, self.total_steps, device, config.fsdp_config.dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
         self.folder = Path(config.trainer.default_local_dir)
+        self.skipped_in_a_row = 0
 
     def build_loader(self, files: str | list[str], train: bool) -> PromptLoader:
         data = self.config.data
@@ -95,6 +96,7 @@ class SFTTrainer:
                 if self.val_loader and (last or (settings.test_freq > 0 and step % settings.test_freq == 0)):
                     metrics["val/loss"] = self.validate()
                 tracking.log(step, metrics)
+                self.refuse_lasting_nonsense(metrics)
         save_checkpoint(self.folder, self.total_steps, self.write_state, keep=None)
         return self.folder / f"global_step_{self.total_steps}" / "huggingface"
 
@@ -113,10 +115,18 @@ class SFTTrainer:
             "train/loss": total,
             "train/grad_norm": stepped["grad_norm"],
             "train/lr": stepped["lr"],
-            "train/skipped_updates": stepped["skipped"],
+            "train/skipped_updates": stepped["skipped_updates"],
             "train/tokens": tokens,
             "timing_s/step": timing["step"],
         }
+
+    def refuse_lasting_nonsense(self, metrics: dict[str, float]) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["train/skipped_updates"] else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
+            raise RuntimeError(
+                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row; the weights are as before "
+                "them. Often: a learning rate too high (optim.lr), or weights that are already broken."
+            )
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -15,7 +15,7 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import dump_jsonl, print_samples
-from training.reward import RewardManager, compute_reward, reward_view
+from training.reward import RewardManager, add_scores, reward_view
 from training.roles import Rollout, SamplingParams
 
 Metrics = dict[str, float]
@@ -87,32 +87,30 @@ class Validator:
         if settings.validation_data_dir:
             dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
         if settings.log_val_generations:
-            print_samples(f"validation at step {step}", spread(samples, settings.log_val_generations))
+            shown = spread(samples, settings.log_val_generations)
+            print_samples(f"validation at step {step}", [printed(row) for row in shown])
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
         """val_kwargs.n answers to each row of the validation set."""
         if self.loader is None:
             return {}, []
+        batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
+        columns = {name: batch.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
+        columns["reward"] = total_scores(batch)
+        metrics = process_validation_metrics(batch.data_source, batch.uid, columns)
+        return flatten_validation_metrics(metrics), sample_rows(batch, self.tokenizer, step)
+
+    def answered(self, number: int, rows: dict[str, Any]) -> DataProto:
+        """The number-th batch of the validation set with its scored answers."""
         rollout = self.config.actor_rollout_ref.rollout
-        batches = []
-        for number, rows in enumerate(self.loader):
-            prompts = DataProto.from_single_dict(rows)
-            uids = [f"val-{number}-{place}" for place in range(len(prompts))]
-            prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-            prompts.meta_info = self.meta_info(rollout.response_length, number)
-            batch = self.rollout.generate_sequences(prompts.repeat(rollout.val_kwargs.n, interleave=True))
-            scores, extra = compute_reward(batch, self.reward, self.tokenizer)
-            batch.batch["token_level_scores"] = scores
-            batch.non_tensor_batch.update(extra)
-            batches.append((batch, list(extra)))
-        names = batches[0][1]
-        columns = {name: [value for batch, _ in batches for value in batch.non_tensor_batch[name]] for name in names}
-        columns["reward"] = [score for batch, _ in batches for score in total_scores(batch)]
-        sources = [value for batch, _ in batches for value in batch.non_tensor_batch["data_source"]]
-        uids = [value for batch, _ in batches for value in batch.non_tensor_batch["uid"]]
-        metrics = flatten_validation_metrics(process_validation_metrics(sources, uids, columns))
-        return metrics, [row for batch, _ in batches for row in sample_rows(batch, self.tokenizer, step)]
+        prompts = DataProto.from_single_dict(rows)
+        uids = [f"val-{number}-{place}" for place in range(len(prompts))]
+        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+        prompts.meta_info = self.meta_info(rollout.response_length, number)
+        batch = self.rollout.generate_sequences(prompts.repeat(rollout.val_kwargs.n, interleave=True))
+        batch.meta_info.pop("seed", None)  # differs between batches, which are one batch from here on
+        return add_scores(batch, self.reward, self.tokenizer)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed."""
@@ -162,27 +160,40 @@ class Validator:
     def meta_info(self, max_tokens: int, number: int) -> dict[str, Any]:
         """Sampling of validation; its draws do not depend on the step, so that steps are compared on equal terms."""
         sampling = SamplingParams.of(self.config.actor_rollout_ref.rollout.val_kwargs, max_tokens)
-        return {"sampling": sampling, "seed": derive_seed(self.config.trainer.seed, "validation", number)}
+        seed = derive_seed(self.config.trainer.seed, "validation", number)
+        return {"sampling": sampling, "seed": seed, "validate": True}
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Row]:
-    """A scored batch as readable rows, with verl's keys: input, output, gts, score, step."""
+    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said."""
     view = reward_view(batch, tokenizer)
-    columns = zip(view.prompts, view.responses, view.ground_truths, total_scores(batch), view.end_reason, strict=True)
-    names = ("input", "output", "gts", "score", "end_reason")
-    return [{**dict(zip(names, values, strict=True)), "step": step} for values in columns]
+    columns = {
+        "input": view.prompts,
+        "output": view.responses,
+        "gts": view.ground_truths,
+        "score": total_scores(batch),
+        "end_reason": view.end_reason,
+        **{name: view.get(name) for name in batch.meta_info["reward_extra_keys"]},
+    }
+    return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
 
 
 def episode_row(episode: Episode, step: int) -> Row:
     return {
+        "step": step,
         "input": episode.turns[0]["prompt"],
-        "output": " ".join(turn["response"] for turn in episode.turns),
+        "output": " · ".join(turn["response"] for turn in episode.turns),
         "gts": None,
         "score": episode.reward,
         "end_reason": episode.end_reason,
-        "step": step,
         "turns": episode.turns,
     }
+
+
+def printed(row: Row) -> Row:
+    """What of a row is worth reading in a terminal; the dumped file has all of it."""
+    left_out = ("step", "turns")
+    return {name: value for name, value in row.items() if name not in left_out and value is not None}
 
 
 def total_scores(batch: DataProto) -> list[float]:

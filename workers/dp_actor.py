@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from configs.schema import ActorConfig
 from data.protocol import DataProto
 from training.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from training.torch_functional import masked_mean
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
 from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
@@ -47,19 +48,10 @@ class DataParallelPPOActor:
         metrics = PooledMetrics()
         wanted = ["response_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"]
         columns = [name for name in wanted if name in batch.batch]
-        for micro in cut(batch, self.update_size, columns, self.engine.device):
-            loss = self.micro_batch_loss(micro, batch.meta_info, metrics)
-            if not torch.isfinite(loss):
-                self.engine.optimizer.zero_grad(set_to_none=True)
-                return {**metrics.reduce(), "actor/skipped_updates": 1.0}
-            loss.backward()
-        stepped = self.engine.optimizer_step(batch.meta_info["update_index"])
-        return {
-            **metrics.reduce(),
-            "actor/grad_norm": stepped["grad_norm"],
-            "actor/lr": stepped["lr"],
-            "actor/skipped_updates": stepped["skipped"],
-        }
+        micro_batches = cut(batch, self.update_size, columns, self.engine.device)
+        losses = (self.micro_batch_loss(micro, batch.meta_info, metrics) for micro in micro_batches)
+        stepped = self.engine.update(losses, batch.meta_info["update_index"])
+        return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
 
     def micro_batch_loss(self, micro: MicroBatch, meta: dict, metrics: PooledMetrics) -> torch.Tensor:
         """The micro-batch's share of the mini-batch's loss."""
@@ -68,6 +60,8 @@ class DataParallelPPOActor:
         with self.engine.autocast():
             with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
             log_probs, entropy = token_scores(self.engine.module, micro, meta["temperature"], with_entropy)
+        # Passed on only where there are any, so that a loss of five arguments and a config is enough.
+        weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
         loss, loss_metrics = self.policy_loss(
             columns.get("old_log_probs", log_probs.detach()),
             log_probs,
@@ -75,13 +69,13 @@ class DataParallelPPOActor:
             mask,
             config.loss_agg_mode,
             config=SimpleNamespace(**vars(config), global_batch_info=counts),
-            rollout_is_weights=columns.get("rollout_is_weights"),
+            **weights,
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
             metrics.add_mean(name, value, weight)
         if entropy is not None:
-            metrics.add_mean("actor/entropy", (entropy * mask).sum() / max(weight, 1), weight)
+            metrics.add_mean("actor/entropy", masked_mean(entropy.detach(), mask), weight)
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **counts)
             metrics.add_sum("actor/entropy_loss", entropy_loss)
             if config.entropy_coeff:

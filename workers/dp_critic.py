@@ -1,13 +1,16 @@
 """The value model in training (PPO)."""
 
+from typing import Any
+
 import torch
 
 from configs.schema import CriticConfig
 from data.protocol import DataProto
 from training.core_algos import compute_value_loss
+from training.torch_functional import masked_mean
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatchSize, cut, token_values
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_values
 
 
 class DataParallelPPOCritic:
@@ -29,32 +32,29 @@ class DataParallelPPOCritic:
 
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """One optimiser step on one mini-batch; the clipped value loss, normalised by the whole mini-batch's counts."""
-        config, metrics = self.config, PooledMetrics()
-        for micro in cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.device):
-            columns, mask = micro.columns, micro.columns["response_mask"]
-            with self.engine.autocast():
-                predicted = token_values(self.engine.module, micro)
-            loss, clip_fraction = compute_value_loss(
-                vpreds=predicted,
-                returns=columns["returns"],
-                values=columns["values"],
-                response_mask=mask,
-                cliprange_value=config.cliprange_value,
-                loss_agg_mode=config.loss_agg_mode,
-                **batch.meta_info["global_batch_info"],
-            )
-            weight = int(mask.sum())
-            metrics.add_sum("critic/vf_loss", loss)
-            metrics.add_mean("critic/vf_clipfrac", clip_fraction, weight)
-            metrics.add_mean("critic/vpred_mean", (predicted * mask).sum() / max(weight, 1), weight)
-            if not torch.isfinite(loss):
-                self.engine.optimizer.zero_grad(set_to_none=True)
-                return {**metrics.reduce(), "critic/skipped_updates": 1.0}
-            loss.backward()
-        stepped = self.engine.optimizer_step(batch.meta_info["update_index"])
-        return {
-            **metrics.reduce(),
-            "critic/grad_norm": stepped["grad_norm"],
-            "critic/lr": stepped["lr"],
-            "critic/skipped_updates": stepped["skipped"],
-        }
+        metrics = PooledMetrics()
+        micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.device)
+        counts = batch.meta_info["global_batch_info"]
+        losses = (self.micro_batch_loss(micro, counts, metrics) for micro in micro_batches)
+        stepped = self.engine.update(losses, batch.meta_info["update_index"])
+        return metrics.reduce() | {f"critic/{name}": value for name, value in stepped.items()}
+
+    def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
+        """The micro-batch's share of the mini-batch's loss."""
+        columns, mask = micro.columns, micro.columns["response_mask"]
+        with self.engine.autocast():
+            predicted = token_values(self.engine.module, micro)
+        loss, clip_fraction = compute_value_loss(
+            vpreds=predicted,
+            returns=columns["returns"],
+            values=columns["values"],
+            response_mask=mask,
+            cliprange_value=self.config.cliprange_value,
+            loss_agg_mode=self.config.loss_agg_mode,
+            **counts,
+        )
+        weight = int(mask.sum())
+        metrics.add_sum("critic/vf_loss", loss)
+        metrics.add_mean("critic/vf_clipfrac", clip_fraction, weight)
+        metrics.add_mean("critic/vpred_mean", masked_mean(predicted.detach(), mask), weight)
+        return loss

@@ -1,22 +1,23 @@
 """One model in training: its weights, precision, optimiser and schedule, and its part of a checkpoint.
 
-Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns the loss
-calls `backward()` on it once per micro-batch and `optimizer_step()` once per mini-batch. One worker holds the whole
-model; sharding over several is not part of this file yet.
+Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns one hands
+`update()` its value on each micro-batch, and the optimiser steps once. One worker holds the whole model; sharding over
+several is not part of this file yet.
 """
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import OptimConfig
-from training.checkpoint import read_part
+from training.checkpoint import read_part, rng_state, set_rng_state
 from training.torch_functional import (
     constant_schedule_multiplier,
     cosine_schedule_multiplier,
@@ -63,13 +64,28 @@ class TrainEngine:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
 
+    def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
+        """One optimiser step on the sum of `losses`, one a micro-batch; the others wait until its backward is done.
+
+        After a loss that is not finite, neither weights nor moments change and `skipped_updates` is 1.
+
+        Returns:
+            What `optimizer_step` does, or {"skipped_updates": 1.0} alone.
+        """
+        for loss in losses:
+            if not torch.isfinite(loss):
+                self.optimizer.zero_grad(set_to_none=True)
+                return {"skipped_updates": 1.0}
+            loss.backward()
+        return self.optimizer_step(step)
+
     def optimizer_step(self, step: int) -> dict[str, float]:
         """Clips the accumulated gradient and applies it, at the learning rate of `step` (from 0).
 
-        A gradient that is not finite never reaches weights or moments: it is dropped and `skipped` is 1.
+        A gradient that is not finite never reaches weights or moments: it is dropped and `skipped_updates` is 1.
 
         Returns:
-            {"grad_norm": before clipping, "lr", "skipped": 0.0 or 1.0}
+            {"grad_norm": before clipping, "lr", "skipped_updates": 0.0 or 1.0}
         """
         lr = self.optim.lr * self.multiplier(step)
         for group in self.optimizer.param_groups:
@@ -79,7 +95,7 @@ class TrainEngine:
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def save(self, folder: Path, contents: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the parts named in `contents` into `folder`, in verl's layout (world size 1)."""
@@ -106,9 +122,16 @@ class TrainEngine:
         """Part → (how to read it off, how to put it back)."""
         return {
             "model": (self.module.state_dict, self.module.load_state_dict),
-            "optimizer": (self.optimizer.state_dict, self.optimizer.load_state_dict),
-            "extra": (lambda: {"rng": torch.get_rng_state()}, lambda extra: torch.set_rng_state(extra["rng"].cpu())),
+            "optimizer": (self.optimizer.state_dict, self.load_moments),
+            "extra": (rng_state, set_rng_state),  # the worker's: behind Ray it has generators of its own
         }
+
+    def load_moments(self, state: dict[str, Any]) -> None:
+        """AdamW's moments from a checkpoint; betas, weight decay and the like stay as this run's config says."""
+        own = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)
 
 
 def part_file(name: str) -> str:

@@ -33,8 +33,9 @@ class HFRollout(Rollout):
     def _generate(
         self, prompts: list[list[int]], sampling: SamplingParams, generator: torch.Generator
     ) -> list[Completion]:
-        logits, cache, mask = self._prefill(prompts)  # [b, V], the cache of b rows, [b, p]
-        stops = torch.tensor(sorted(self.stop_ids), device=logits.device)
+        logits, cache, mask, source = self._prefill(prompts)  # of the distinct prompts, and which of them each row has
+        logits, mask = logits[source], mask[source]  # [b, V], [b, p]
+        stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=logits.device)
         alive = torch.arange(len(prompts), device=logits.device)  # rows still generating
         tokens: list[list[int]] = [[] for _ in prompts]
         log_probs: list[list[float]] = [[] for _ in prompts]
@@ -49,27 +50,25 @@ class HFRollout(Rollout):
             keep = (~done).nonzero()[:, 0]
             if len(keep) == 0 or position == sampling.max_tokens - 1:
                 break
-            if len(keep) < len(alive):
-                cache.batch_select_indices(keep)
+            if position == 0 or len(keep) < len(alive):  # the first time, every row also gets a cache of its own
+                cache.batch_select_indices(source[keep])
+                source = torch.arange(len(keep), device=logits.device)
                 alive, sampled, mask = alive[keep], sampled[keep], mask[keep]
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             logits = self._forward(sampled[:, None], mask, cache)
         reasons = ["stop" if ended else "length" for ended in stopped]
         return [Completion(*row, self.weight_version) for row in zip(tokens, log_probs, reasons, strict=True)]
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Runs each distinct prompt once (left-padded) and hands every row its copy."""
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Runs the d distinct prompts, left-padded: logits [d, V], cache, mask [d, p], and each prompt's place [b]."""
         distinct = {tuple(prompt): place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         width = max(map(len, distinct))
         ids = torch.tensor([[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in distinct])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in distinct])
         cache = DynamicCache(config=self.module.config)
-        device = self.module.device
-        mask = mask.to(device)
-        logits = self._forward(ids.to(device), mask, cache)
-        place = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=device)
-        cache.batch_select_indices(place)
-        return logits[place], cache, mask[place]
+        source = torch.tensor([distinct[tuple(prompt)] for prompt in prompts])
+        ids, mask, source = (tensor.to(self.module.device) for tensor in (ids, mask, source))
+        return self._forward(ids, mask, cache), cache, mask, source
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q] covers the whole sequence."""

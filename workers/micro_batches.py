@@ -64,11 +64,8 @@ def token_scores(
 
     The token at column P+t is predicted at column P+t−1; logits are divided by the sampling temperature.
     """
-    logits = module(
-        **{name: micro.columns[name] for name in WHOLE_SEQUENCE},
-        use_cache=False,
-        logits_to_keep=micro.response_width + 1,
-    ).logits[:, :-1]
+    inputs, place = forward_inputs(micro)
+    logits = module(**inputs, use_cache=False, logits_to_keep=micro.response_width).logits[place]
     logits = logits.float() / temperature
     if with_entropy:
         return logprobs_and_entropy_from_logits(logits, micro.columns["responses"])
@@ -77,5 +74,19 @@ def token_scores(
 
 def token_values(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """The critic's value before each response token: [b, r] float32."""
-    values = module(**{name: micro.columns[name] for name in WHOLE_SEQUENCE}, use_cache=False).logits
-    return values[:, -micro.response_width - 1 : -1, 0].float()
+    inputs, place = forward_inputs(micro)
+    values = module(**inputs, use_cache=False).logits[place]
+    return values[:, -micro.response_width :, 0].float()
+
+
+def forward_inputs(micro: MicroBatch) -> tuple[dict[str, Tensor], Tensor | slice]:
+    """What the model is given, and which of its rows answers each row of the micro-batch.
+
+    A sequence's last token predicts nothing and is left out. So responses of one token differ from each other in
+    nothing that is put in, and the samples of a prompt share one row.
+    """
+    inputs = torch.stack([micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE])  # [3, b, p+r−1]
+    place = slice(None)
+    if micro.response_width == 1:
+        inputs, place = inputs.unique(dim=1, return_inverse=True)
+    return dict(zip(WHOLE_SEQUENCE, inputs, strict=True)), place

@@ -15,12 +15,14 @@ from data.import_utils import load_module, load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.tokenizer import load_tokenizer
+from training.checkpoint import rng_state, set_rng_state
+from training.preparation import seed_everything
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize
-from workers.models import load_causal_lm, load_value_model
+from workers.models import load_causal_lm, load_value_model, training_device
 from workers.rollout import Rollout
 
 
@@ -36,11 +38,11 @@ class ModelWorker:
     def __init__(self, config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> None:
         policy = config.actor_rollout_ref
         load_modules(policy.model.external_lib)
-        torch.manual_seed(derive_seed(config.trainer.seed, "worker"))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = training_device(config.trainer.n_gpus_per_node)
         self.config = config
         self.tokenizer = load_tokenizer(policy.model)
-        module = load_causal_lm(policy.model)
+        with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
+            module = load_causal_lm(policy.model)
         self.ref = ReferencePolicy(copy.deepcopy(module).to(device), log_prob_size(policy.ref)) if with_ref else None
         engine = TrainEngine(module, policy.actor.optim, total_steps, device, policy.actor.fsdp_config.dtype)
         self.actor = DataParallelPPOActor(
@@ -62,7 +64,8 @@ class ModelWorker:
         return load_rollout_class(config.name)(config, self.tokenizer, module)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self.rollout.generate_sequences(prompts)
+        with forked_rng(prompts.meta_info["seed"]), self.actor.engine.autocast():
+            return self.rollout.generate_sequences(prompts)
 
     def update_weights(self, step: int) -> None:
         self.rollout.update_weights(step)
@@ -71,7 +74,8 @@ class ModelWorker:
         return self.actor.compute_log_prob(batch)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        return self.ref.compute_log_prob(batch)
+        with self.actor.engine.autocast():  # the actor's precision, so that equal weights have no KL
+            return self.ref.compute_log_prob(batch)
 
     def compute_values(self, batch: DataProto) -> DataProto:
         return self.critic.compute_values(batch)
@@ -101,11 +105,14 @@ class ModelWorker:
 
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
-    """torch's global generator seeded for one call, and as it was afterwards: a loss that draws random numbers draws
-    the same ones in this process and behind Ray, and disturbs nobody's."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    """The global generators (python, numpy, torch) seeded for one call, and as they were afterwards: an engine or loss
+    that draws random numbers draws the same ones in this process and behind Ray, and disturbs nobody's."""
+    before = rng_state()
+    seed_everything(seed)
+    try:
         yield
+    finally:
+        set_rng_state(before)
 
 
 def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:

@@ -17,6 +17,11 @@ from data.tokenizer import check_model_path
 logging.disable_progress_bar()
 
 
+def training_device(n_gpus: int | None) -> torch.device:
+    """The GPU if there is one and it is not declined with 0, else the CPU."""
+    return torch.device("cuda" if n_gpus != 0 and torch.cuda.is_available() else "cpu")
+
+
 def load_causal_lm(model: ModelConfig) -> PreTrainedModel:
     """The policy, float32, dropout off."""
     return _load(AutoModelForCausalLM, model, check_model_path(model.path, "actor_rollout_ref.model.path"))

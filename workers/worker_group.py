@@ -5,23 +5,27 @@ faces over it that say which method each verb is. One worker for now: the group 
 """
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 import torch
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES
+from configs.process import VARIABLES, available_cores
 from configs.schema import Config
+from data.import_utils import load_modules, unimportable_files
 from data.protocol import DataProto
 from workers.model_worker import ModelWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
+COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 class WorkerGroup(Protocol):
@@ -47,31 +51,30 @@ class LocalWorkerGroup:
 
 
 class RayWorkerGroup:
-    """The worker is a Ray actor with its CPUs and GPU reserved.
+    """The worker is a Ray actor with its CPUs and GPU reserved. Ray itself is started, and stopped by `close`, unless
+    it runs already.
 
     Raises:
         ValueError: the cluster has less than is asked for; both figures are in the message.
     """
 
     def __init__(self, n_threads: int, n_gpus: int, worker_class: type, *args: Any) -> None:
-        if not ray.is_initialized():
-            environment = {"env_vars": worker_environment(n_threads)}
-            ray.init(include_dashboard=False, runtime_env=environment)
-        asked = {"CPU": float(n_threads)} | ({"GPU": float(n_gpus)} if n_gpus else {})
-        check_resources(asked, ray.cluster_resources())
-        self.placement = placement_group([asked])
-        if not self.placement.wait(PLACEMENT_SECONDS):
-            raise ValueError(
-                f"the Ray cluster has {asked} but did not free it within {PLACEMENT_SECONDS} s; "
-                f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
-            )
-        remote_class = ray.remote(
-            num_cpus=n_threads,
-            num_gpus=n_gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement),
-        )(RemoteWorker)
-        self.worker = remote_class.remote(os.getcwd(), n_threads)
-        self._get(self.worker.build.remote(worker_class, *args))
+        with ExitStack() as taken:  # given back if anything below fails
+            if not ray.is_initialized():
+                ray.init(include_dashboard=False)
+                taken.callback(ray.shutdown)
+            placement = reserve({"CPU": float(n_threads)} | ({"GPU": float(n_gpus)} if n_gpus else {}))
+            taken.callback(remove_placement_group, placement)
+            remote_class = ray.remote(
+                num_cpus=n_threads,
+                num_gpus=n_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement),
+                runtime_env={"env_vars": worker_environment(n_threads)},
+            )(RemoteWorker)
+            self.worker = remote_class.remote(os.getcwd(), n_threads, unimportable_files())
+            taken.callback(ray.kill, self.worker)
+            self._get(self.worker.build.remote(worker_class, *args))
+            self.taken = taken.pop_all()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         return self._get(self.worker.run.remote(method, *args))
@@ -80,19 +83,19 @@ class RayWorkerGroup:
         try:
             return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"worker rank 0 failed:\n{error.traceback_str}") from error.cause
+            # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
+            raise WorkerError(f"worker rank 0 failed:\n{COLOUR.sub('', str(error))}") from None
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"worker rank 0 died: {error}. Its log is under /tmp/ray/session_latest/logs.") from error
 
     def close(self) -> None:
-        ray.kill(self.worker)
-        remove_placement_group(self.placement)
+        self.taken.close()
 
 
 def start_worker_group(config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> WorkerGroup:
     """The run's worker, where trainer.executor says (null: in this process)."""
     trainer = config.trainer
-    n_threads = trainer.n_threads or os.cpu_count()
+    n_threads = trainer.n_threads or available_cores()
     arguments = (ModelWorker, config, total_steps, with_ref, with_critic)
     if trainer.executor == "ray":
         n_gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
@@ -107,10 +110,11 @@ class WorkerError(RuntimeError):
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(self, working_directory: str, n_threads: int) -> None:
+    def __init__(self, working_directory: str, n_threads: int, files: list[str]) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         torch.set_num_threads(n_threads)
+        load_modules(files)  # so that rows with objects of the user's classes can be unpickled
 
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
@@ -123,6 +127,23 @@ def worker_environment(n_threads: int) -> dict[str, str]:
     """Environment of every worker process: our modules on the path, and one pool of threads of the asked size."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **VARIABLES}
+
+
+def reserve(asked: dict[str, float]) -> PlacementGroup:
+    """A placement group of one bundle.
+
+    Raises:
+        ValueError: the cluster does not have it, or others do not free it in time.
+    """
+    check_resources(asked, ray.cluster_resources())
+    placement = placement_group([asked])
+    if not placement.wait(PLACEMENT_SECONDS):
+        remove_placement_group(placement)
+        raise ValueError(
+            f"the Ray cluster has {asked} but did not free it within {PLACEMENT_SECONDS} s; "
+            f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
+        )
+    return placement
 
 
 def check_resources(asked: dict[str, float], present: dict[str, float]) -> None:

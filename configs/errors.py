@@ -1,0 +1,81 @@
+"""How a run refuses to start, and how it says where in the user's own code something broke.
+
+Before workers start, a mistake of the user's ends in one line that names cause and remedy. A bug of ours keeps its
+traceback, and so does everything that happens in training. Nothing here knows what a config holds.
+"""
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
+STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+
+
+class ConfigError(ValueError):
+    """What the user set cannot work; the message says which key, why, and what to do instead."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around all that comes before the expensive part: `error: …` on stderr and exit code 2 for mistakes of the user's.
+
+    Those are what our own code raised on purpose, and whatever came out of the user's files, whose line is added.
+    """
+    try:
+        yield
+    except Exception as error:  # everything else is raised on
+        place, on_purpose = users_line(error), is_on_purpose(error)
+        if place is None and not on_purpose:
+            raise
+        message = str(error) if on_purpose else f"{type(error).__name__}: {error}"
+        where = f" ({place})" if place and place not in message else ""
+        print(f"error: {message}{where}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+@contextmanager
+def users_line_noted() -> Iterator[None]:
+    """Around training: the last line of a traceback says where in the user's files it began, if it began there."""
+    try:
+        yield
+    except Exception as error:
+        place = users_line(error)
+        if place and place not in str(error):
+            error.add_note(f"raised at {place}")
+        raise
+
+
+def users_line(error: BaseException) -> str | None:
+    """file:line of the user's code that is nearest to the first cause of `error`; None if none took part."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    for cause in reversed(chain):
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if is_users(frame.filename):
+                return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def is_on_purpose(error: BaseException) -> bool:
+    """Whether a `raise` or `assert` of this repository made `error`: a slip such as None.name has neither."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(frame.filename).is_relative_to(ROOT) and not is_library(frame.filename)
+    return ours and (frame.line or "").startswith(("raise", "assert"))
+
+
+def is_users(file: str) -> bool:
+    """Neither a library nor the framework; custom/ is the user's to edit."""
+    path = Path(file)
+    framework = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FRAMEWORK
+    return path.is_file() and not framework and not is_library(file)  # compiled libraries name files that are absent
+
+
+def is_library(file: str) -> bool:
+    path = Path(file)
+    return file.startswith("<") or "site-packages" in path.parts or path.is_relative_to(STDLIB)

@@ -1,0 +1,50 @@
+"""Optimal play by the transition table of a small environment: what a perfect player would do, and ways to a state.
+
+gymnasium's toy_text environments keep such a table. Pure functions over it; which of them a reward uses is
+custom/text_env.py's business.
+"""
+
+from collections import deque
+
+import gymnasium as gym
+import numpy as np
+
+Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # P[state][action]: probability, next, reward, done
+
+
+def transition_table(env: gym.Env) -> Table | None:
+    """The table `P` of an environment that keeps one, and its state's number as `s`: gymnasium's toy_text does."""
+    table = vars(env.unwrapped).get("P")
+    return table if isinstance(table, dict) else None
+
+
+def best_actions(table: Table, discount: float = 0.99, tie: float = 1e-9) -> np.ndarray:
+    """Value iteration: [S, A] bool, true for each action whose value is within `tie` of its state's best.
+
+    Values are in units of the largest reward; the table's states and actions are numbered from 0.
+    """
+    width = max(len(outcomes) for row in table.values() for outcomes in row.values())
+    padded = [[list(table[s][a]) + [(0.0, 0, 0.0, True)] * (width - len(table[s][a])) for a in table[s]] for s in table]
+    probability, following, reward, terminated = np.moveaxis(np.array(padded, dtype=np.float64), -1, 0)  # [S, A, K]
+    expected = (probability * reward).sum(-1) / max(np.abs(reward).max(), 1e-300)  # [S, A]
+    weight, following = discount * probability * (1 - terminated), following.astype(np.int64)
+    values, previous = np.zeros(len(table)), None
+    while previous is None or np.abs(values - previous).max() > 1e-12:
+        action_values = expected + (weight * values[following]).sum(-1)  # [S, A]
+        values, previous = action_values.max(-1), values
+    return action_values >= values[:, None] - tie
+
+
+def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
+    """Non-terminal state -> the actions of a shortest path to it from `start`; empty if any transition is random."""
+    paths, frontier = {start: ()}, deque([start])
+    while frontier:
+        state = frontier.popleft()
+        for action, outcomes in table[state].items():
+            if len(outcomes) > 1:
+                return {}
+            [(_, following, _, terminated)] = outcomes
+            if not terminated and following not in paths:
+                paths[following] = (*paths[state], action)
+                frontier.append(following)
+    return paths

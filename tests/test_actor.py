@@ -1,0 +1,234 @@
+"""The actor's update equals its definition, written one row at a time, however the batch is cut."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.schema import ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
+from data.protocol import DataProto
+from main import run
+from tests.batches import (
+    CUTS,
+    MASKED_ROW,
+    TEMPERATURE,
+    aggregate,
+    policy_tokens,
+    ragged_batch,
+    relative_distance,
+    unpadded,
+    with_counts,
+)
+from tests.runs import compose, short_run
+from training.core_algos import LOSS_AGG_MODES, get_policy_loss_fn, register_policy_loss
+from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
+from workers.engine import TrainEngine
+from workers.micro_batches import MicroBatchSize
+from workers.models import load_causal_lm
+
+ALL_TERMS = ActorConfig(
+    entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OptimConfig(lr=1e-3, clip_grad=1e9)
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> PreTrainedModel:
+    return load_causal_lm(ModelConfig(path=str(tiny_model)))
+
+
+def make_actor(
+    policy: PreTrainedModel, config: ActorConfig = ALL_TERMS, size: MicroBatchSize = CUTS["3 rows"]
+) -> DataParallelPPOActor:
+    engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
+    return DataParallelPPOActor(config, engine, size, size)
+
+
+def update(actor: DataParallelPPOActor, batch: DataProto) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+    """(metrics, the gradient that reached the optimiser, the weights after it)."""
+    gradient: list[Tensor] = []
+    parameters = list(actor.engine.module.parameters())
+    actor.engine.optimizer.register_step_pre_hook(
+        lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
+    )
+    metrics = actor.update_policy(with_counts(batch, actor.config))
+    return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
+
+
+def slow_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) -> Tensor:
+    """PPO's loss with entropy and KL, token by token, each row alone and without padding."""
+    losses = []
+    for row in range(len(batch)):
+        ids, prompt = unpadded(batch, row)
+        distributions = (module(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        losses.append([])
+        for column in policy_tokens(batch, row):
+            before = distributions[prompt + column - 1]
+            log_prob, entropy = before[ids[prompt + column]], -(before.exp() * before).sum()
+            old, ref, advantage, weight = (
+                batch.batch[name][row, column]
+                for name in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
+            )
+            ratio = (log_prob - old).exp()
+            loss = max(-advantage * ratio, -advantage * ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio))
+            if advantage < 0:
+                loss = min(loss, -advantage * config.clip_ratio_c)
+            kl = (ref - log_prob).exp() - (ref - log_prob) - 1
+            losses[-1].append(loss * weight - config.entropy_coeff * entropy + config.kl_loss_coef * kl)
+    return aggregate(losses, config.loss_agg_mode, scale=batch.batch["responses"].shape[1])
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(policy: PreTrainedModel, mode: str):
+    config, batch = replace(ALL_TERMS, loss_agg_mode=mode), ragged_batch()
+    twin = copy.deepcopy(policy)
+    loss = slow_loss(twin, batch, config)
+    loss.backward()
+    wanted = [parameter.grad for parameter in twin.parameters()]
+    first_metrics, _, first_weights = update(make_actor(policy, config, CUTS["all rows"]), batch)
+    for name, size in CUTS.items():
+        metrics, gradient, weights = update(make_actor(policy, config, size), batch)
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5), name
+        assert relative_distance(gradient, wanted) < 1e-5, name
+        assert relative_distance(weights, first_weights) < 1e-6, name
+        assert metrics == pytest.approx(first_metrics, rel=1e-4, abs=1e-7), name
+    assert relative_distance(first_weights, list(policy.parameters())) > 1e-3  # a step was made
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_a_row_without_policy_tokens_changes_nothing(policy: PreTrainedModel, mode: str):
+    config, batch = replace(ALL_TERMS, loss_agg_mode=mode), ragged_batch()
+    others = batch.select_idxs([row for row in range(len(batch)) if row != MASKED_ROW])
+    metrics, gradient, _ = update(make_actor(policy, config), batch)
+    metrics_without, gradient_without, _ = update(make_actor(policy, config), others)
+    assert relative_distance(gradient, gradient_without) < 1e-5
+    assert metrics == pytest.approx(metrics_without, rel=1e-4, abs=1e-7)
+
+
+def test_gradient_checkpointing_changes_memory_not_gradients(tiny_model: Path, policy: PreTrainedModel):
+    frugal = load_causal_lm(ModelConfig(path=str(tiny_model), enable_gradient_checkpointing=True))
+    _, gradient, _ = update(make_actor(frugal), ragged_batch())
+    _, wanted, _ = update(make_actor(policy), ragged_batch())
+    assert relative_distance(gradient, wanted) < 1e-6
+
+
+def test_samples_of_one_token_share_the_forward_pass_of_their_prompt(policy: PreTrainedModel):
+    """…and have the gradient of the definition: prompts 0 and 1 five times each, with answers of their own."""
+    batch = ragged_batch().select_idxs([0, 1] * 5)
+    for name in ("responses", "response_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"):
+        batch.batch[name] = batch.batch[name][:, :1].clone()
+    width = batch.batch["prompts"].shape[1] + 1
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        batch.batch[name] = batch.batch[name][:, :width].clone()
+    batch.batch["responses"][:, 0] = batch.batch["input_ids"][:, -1] = torch.arange(10, 20)
+    batch.batch["advantages"] = torch.linspace(-1, 1, 10)[:, None]
+    twin, actor, shapes = copy.deepcopy(policy), make_actor(policy, size=CUTS["all rows"]), []
+    slow_loss(twin, batch, actor.config).backward()
+    actor.engine.module.register_forward_pre_hook(
+        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
+    )
+    actor.update_size = MicroBatchSize(10, 0)
+    _, gradient, _ = update(actor, batch)
+    assert shapes == [(2, 8)]
+    assert relative_distance(gradient, [parameter.grad for parameter in twin.parameters()]) < 1e-5
+
+
+def test_log_probs_and_entropy_are_those_of_each_row_alone(policy: PreTrainedModel):
+    batch = ragged_batch()
+    for size in CUTS.values():
+        scored = make_actor(policy, size=size).compute_log_prob(batch)
+        reference = ReferencePolicy(copy.deepcopy(policy), size).compute_log_prob(batch)
+        torch.testing.assert_close(scored.old_log_probs, reference.ref_log_prob, rtol=0, atol=0)
+        for row in range(len(batch)):
+            ids, prompt = unpadded(batch, row)
+            with torch.no_grad():
+                distributions = (policy(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+            length = len(ids) - prompt
+            wanted = distributions.gather(1, ids[prompt:, None])[:, 0]
+            torch.testing.assert_close(scored.old_log_probs[row, :length], wanted, rtol=1e-5, atol=1e-5)
+            entropy = torch.distributions.Categorical(logits=distributions).entropy()
+            torch.testing.assert_close(scored.entropys[row, :length], entropy, rtol=1e-5, atol=1e-5)
+            assert not scored.old_log_probs[row, length:].any() and not scored.entropys[row, length:].any()
+
+
+@pytest.mark.parametrize(("mini_batch_size", "updates"), [(4, 1), (2, 2), (3, 2)])
+def test_the_first_update_of_a_batch_has_a_ratio_of_exactly_one(
+    tiny_model: Path, tmp_path: Path, mini_batch_size: int, updates: int
+):
+    """…whatever the micro-batches, though log-probs and updates are cut differently; later updates have moved on."""
+    largest: list[float] = []
+    name = f"recording_{mini_batch_size}"
+
+    @register_policy_loss(name)
+    def recording(old_log_prob: Tensor, log_prob: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, dict]:
+        loss, metrics = get_policy_loss_fn("vanilla")(old_log_prob, log_prob, *args, **kwargs)
+        largest[-1] = max(largest[-1], (log_prob - old_log_prob).abs().max().item())
+        return loss, metrics
+
+    config = compose(
+        *short_run(tiny_model, tmp_path),
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch_size}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "env.val_episodes=0",
+    )
+    updating = DataParallelPPOActor.update_policy
+
+    def update_policy(actor: DataParallelPPOActor, batch: DataProto) -> dict[str, float]:
+        largest.append(0.0)
+        return updating(actor, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataParallelPPOActor, "update_policy", update_policy)
+        run(config)
+    assert len(largest) == 3 * updates
+    assert largest[::updates] == [0.0, 0.0, 0.0]
+    assert updates == 1 or min(largest[1::updates]) > 0
+
+
+def test_without_old_log_probs_nothing_is_clipped_and_the_kl_is_zero(policy: PreTrainedModel):
+    batch = ragged_batch()
+    batch.batch = batch.batch.exclude("old_log_probs")
+    metrics, gradient, _ = update(make_actor(policy), batch)
+    assert [metrics[f"actor/{name}"] for name in ("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")] == [0, 0, 0]
+    assert any(part.any() for part in gradient)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("advantages", torch.inf), ("old_log_probs", torch.nan), ("ref_log_prob", torch.nan)]
+)
+def test_a_loss_that_is_not_finite_leaves_no_trace(policy: PreTrainedModel, column: str, value: float):
+    """The bad number is in the last micro-batch: gradients of those before it must go too."""
+    clean, hit = make_actor(policy), make_actor(policy)
+    bad = ragged_batch()
+    bad.batch[column][-1, 0] = value
+    for actor in (clean, hit):
+        update(actor, ragged_batch())
+    metrics, _, _ = update(hit, bad)
+    assert metrics["actor/skipped_updates"] == 1
+    _, _, weights = update(hit, ragged_batch(1))
+    metrics, _, wanted = update(clean, ragged_batch(1))
+    assert metrics["actor/skipped_updates"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+
+
+def test_a_loss_of_the_documented_arguments_is_enough(policy: PreTrainedModel):
+    @register_policy_loss("reinforce_for_test")
+    def reinforce(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config=None):
+        return -(log_probs * advantages * response_mask).sum() / config.global_batch_info["batch_num_tokens"], {}
+
+    batch = ragged_batch()
+    batch.batch = batch.batch.exclude("rollout_is_weights")
+    config = replace(ALL_TERMS, policy_loss=PolicyLossConfig("reinforce_for_test"), use_kl_loss=False, entropy_coeff=0)
+    metrics, _, _ = update(make_actor(policy, config), batch)
+    scored = make_actor(policy).compute_log_prob(batch).old_log_probs
+    mask = batch.batch["response_mask"].bool()
+    assert metrics["actor/loss"] == pytest.approx(-(scored * batch.batch["advantages"])[mask].mean().item(), rel=1e-5)
+    assert "actor/entropy" not in metrics

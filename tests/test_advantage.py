@@ -1,0 +1,173 @@
+"""What the driver computes between rollout and update: the KL in the reward, and the estimator the config names."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configs.schema import AlgorithmConfig
+from data.protocol import DataProto
+from training.advantage import apply_kl_penalty, compute_advantage, last_token
+from training.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdaptiveKLController,
+    FixedKLController,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+
+MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])  # an observation in row 0; row 2 failed
+SCORES = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+
+
+def make_batch(**columns) -> DataProto:
+    tensors = {"response_mask": MASK, "token_level_scores": SCORES, "token_level_rewards": SCORES}
+    return DataProto.from_single_dict({**tensors, "uid": ["a", "a", "b"], **columns})
+
+
+@pytest.fixture
+def estimator():
+    """A decorator that registers an estimator as "mine" for one test."""
+    yield register_adv_est("mine")
+    ADV_ESTIMATOR_REGISTRY.pop("mine", None)
+
+
+def advantages_of(batch: DataProto, **settings) -> DataProto:
+    return compute_advantage(batch, AlgorithmConfig(**{"adv_estimator": "mine", **settings}))
+
+
+def test_an_estimator_gets_exactly_what_it_names(estimator):
+    given = {}
+
+    @estimator
+    def mine(index, token_level_rewards, response_mask, gamma, lam, config, norm_adv_by_std_in_grpo, epsilon=1e-6):
+        given.update(locals())
+        return token_level_rewards, token_level_rewards
+
+    advantages_of(make_batch(), gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=False)
+    assert [*given["index"]] == ["a", "a", "b"] and given["response_mask"] is not None
+    assert (given["gamma"], given["lam"], given["norm_adv_by_std_in_grpo"], given["epsilon"]) == (0.9, 0.8, False, 1e-6)
+    assert torch.equal(given["token_level_rewards"], SCORES) and given["config"].adv_estimator == "mine"
+
+
+def test_the_classical_signature_works(estimator):
+    """A textbook's GAE, which knows nothing of masks or groups: one step of dones ends each episode."""
+
+    @estimator
+    def mine(rewards, values, dones, gamma, gae_lambda):
+        advantages = torch.zeros_like(rewards)
+        running = torch.zeros(len(rewards))
+        for t in reversed(range(rewards.shape[1])):
+            following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+            delta = rewards[:, t] + gamma * following * (1 - dones[:, t]) - values[:, t]
+            running = delta + gamma * gae_lambda * (1 - dones[:, t]) * running
+            advantages[:, t] = running
+        return advantages, advantages + values
+
+    values = torch.full((3, 4), 0.5)
+    batch = advantages_of(make_batch(values=values), gamma=0.5, lam=1.0)
+    # Row 1 is one token long: 0.5 - 0.5. Row 0 by hand, backwards: 1 - .5; .25 - .5 + .5·.5; twice more.
+    assert batch.advantages[1, 0] == 0.0
+    torch.testing.assert_close(batch.advantages[0], torch.tensor([-0.375, -0.25, 0.0, 0.5]))
+    assert torch.equal(batch.returns, batch.advantages + values)
+
+
+def test_kwargs_receive_everything_there_is(estimator):
+    given = {}
+
+    @estimator
+    def mine(rewards, **kwargs):
+        given.update(kwargs)
+        return rewards, rewards
+
+    advantages_of(make_batch(old_log_probs=SCORES, rollout_is_weights=SCORES, difficulty=[1, 2, 3]))
+    expected = {"token_level_rewards", "response_mask", "index", "gamma", "lam", "gae_lambda", "dones", "config"}
+    assert expected | {"old_log_probs", "rollout_is_weights", "difficulty", "uid"} <= given.keys()
+    assert "values" not in given and "rewards" not in given
+
+
+def test_an_estimator_may_ask_for_any_column_and_cannot_spoil_the_scores(estimator):
+    @estimator
+    def mine(rewards, difficulty):
+        rewards *= torch.tensor([*difficulty])[:, None]
+        return rewards, rewards
+
+    batch = advantages_of(make_batch(difficulty=[2.0, 4.0, 8.0]))
+    assert torch.equal(batch.advantages[:2].sum(1), torch.tensor([2.0, 2.0]))
+    assert torch.equal(batch.token_level_scores, batch.token_level_rewards) and batch.token_level_scores[0, 3] == 1.0
+
+
+def test_a_missing_argument_is_named_with_what_there_is(estimator):
+    @estimator
+    def mine(rewards, values, oracle, *args, bonus=1, **kwargs):
+        raise AssertionError("must not be called")
+
+    with pytest.raises(ValueError, match=r"=mine needs \['values', 'oracle'\].*'token_level_rewards'.*critic\.enable"):
+        advantages_of(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (SCORES, r"\[\(3, 4\)\]"),
+        ((SCORES.sum(1), SCORES), r"\[\(3,\), \(3, 4\)\]"),
+        ((SCORES, None), r"\[\(3, 4\), 'NoneType'\]"),
+        ((SCORES, SCORES, {}), r"\[\(3, 4\), \(3, 4\), 'dict'\]"),
+        (None, r"\['NoneType'\]"),
+    ],
+)
+def test_anything_but_two_tensors_of_the_right_shape_is_refused(estimator, result, found):
+    estimator(lambda rewards: result)
+    with pytest.raises(ValueError, match=rf"=mine returned {found}; .*both tensors of shape \(3, 4\)"):
+        advantages_of(make_batch())
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gae", "reinforce_plus_plus"])
+def test_shipped_estimators_are_called_with_the_configs_numbers(name):
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.7, norm_adv_by_std_in_grpo=False)
+    values = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3)
+    batch = compute_advantage(make_batch(values=values), config)
+    index, estimate = ["a", "a", "b"], get_adv_estimator_fn(name)
+    expected = {
+        "grpo": lambda: estimate(SCORES, MASK, index, norm_adv_by_std_in_grpo=False),
+        "rloo": lambda: estimate(SCORES, MASK, index),
+        "gae": lambda: estimate(SCORES, values, MASK, gamma=0.9, lam=0.7),
+        "reinforce_plus_plus": lambda: estimate(SCORES, MASK, config=SimpleNamespace(gamma=0.9)),
+    }[name]()
+    assert torch.equal(batch.advantages, expected[0]) and torch.equal(batch.returns, expected[1])
+
+
+def test_dones_mark_the_last_token_of_the_policy():
+    assert last_token(MASK).nonzero().tolist() == [[0, 3], [1, 0]]
+
+
+def test_kl_in_the_reward_by_hand():
+    old = torch.tensor([[0.0, -1.0, math.nan, -2.0], [-0.5, math.nan, math.nan, math.nan], [math.nan] * 4])
+    ref = torch.tensor([[-1.0, -1.0, 0.0, -5.0], [-0.1, 0.0, 0.0, 0.0], [0.0] * 4])
+    batch = make_batch(old_log_probs=old, ref_log_prob=ref)
+    metrics = apply_kl_penalty(batch, FixedKLController(0.1), "kl")
+    expected = torch.tensor([[-0.1, 0.0, 0.0, 1.0 - 0.3], [0.5 + 0.04, 0.0, 0.0, 0.0], [0.0] * 4])
+    torch.testing.assert_close(batch.token_level_rewards, expected)
+    assert torch.equal(batch.token_level_scores, SCORES)
+    mean_of_rows = ((1.0 + 0.0 + 3.0) / 3 + (-0.4)) / 2  # the failed row is no measurement
+    assert metrics == pytest.approx(
+        {"actor/reward_kl_penalty": mean_of_rows, "actor/reward_kl_penalty_coeff": 0.1}, abs=1e-6
+    )
+
+
+def test_the_adaptive_coefficient_is_used_first_and_moved_then():
+    batch = make_batch(old_log_probs=torch.zeros(3, 4), ref_log_prob=torch.full((3, 4), -1.0))
+    controller = AdaptiveKLController(init_kl_coef=0.2, target_kl=0.5, horizon=30)
+    metrics = apply_kl_penalty(batch, controller, "kl")
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.2
+    assert batch.token_level_rewards[1, 0].item() == pytest.approx(0.5 - 0.2)
+    assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 3 / 30))  # error 1 / 0.5 - 1 is clipped to 0.2; 3 samples
+
+
+def test_a_batch_of_failures_leaves_the_controller_sane():
+    batch = make_batch(old_log_probs=torch.zeros(3, 4), ref_log_prob=torch.ones(3, 4))
+    batch.batch["response_mask"] = torch.zeros_like(MASK)
+    controller = AdaptiveKLController(init_kl_coef=0.2, target_kl=0.5, horizon=30)
+    assert apply_kl_penalty(batch, controller, "kl")["actor/reward_kl_penalty"] == 0.0
+    assert math.isfinite(controller.value)

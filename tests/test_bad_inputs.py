@@ -1,0 +1,264 @@
+"""What a user sees who got something wrong: the cause, the remedy, and nothing expensive before it could be known."""
+
+import os
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+
+import main
+from tests.runs import compose, learning_metrics, run_main, short_run
+
+ROWS = "".join(f'{{"prompt": "What is {i}+1?", "answer": "{i + 1}"}}\n' for i in range(8))
+SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
+GAME = """
+import gymnasium as gym
+
+class Game(gym.Env):
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, seed=None, options=None):
+        {reset}
+        return 0, {{}}
+
+    def step(self, action):
+        {step}
+        return 0, 1.0, True, False, {{}}
+
+gym.register("Game-v0", Game)
+"""
+# Whatever a tiny model answers is a move.
+FACTORY = """
+from custom.env_wrapper import TextEnv
+import {module}
+
+def make(env_id, seed, max_turns, exclude_seeds, **_):
+    return TextEnv(env_id, lambda env, state: "?", lambda text: 1, max_turns=max_turns, seed=seed)
+"""
+
+FALLS = "if self.seed == 1_000_001: raise OSError('the board fell')"  # a seed that only validation plays
+
+
+class Case:
+    """One bad input: the user's files, what they typed, and what the message must hold."""
+
+    def __init__(self, name: str, overrides: str, *says: str, env: bool = False, **files: str) -> None:
+        self.name, self.overrides, self.says, self.env, self.files = name, overrides, says, env, files
+
+    def command(self, model: Path, folder: Path) -> list[str]:
+        for name, text in {"rows_jsonl": ROWS, "score_py": SCORE.format("1.0"), **self.files}.items():
+            (folder / re.sub("_(?=[a-z]+$)", ".", name)).write_text(text)
+        rows = [
+            "env.id=null",
+            "data.custom_cls.path=null",
+            f"data.train_files={folder}/rows.jsonl",
+            f"reward.custom_reward_function.path={folder}/score.py",
+        ]
+        command = short_run(model, folder / "run", *([] if self.env else rows))
+        return command + self.overrides.replace("DIR", str(folder)).split()
+
+
+def message_of(case: Case, output: str) -> None:
+    for part in case.says:
+        assert re.search(part, output), f"{case.name}: {part!r} is not in\n{output}"
+
+
+BEFORE_ANYTHING_STARTS = [
+    Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
+    Case("wrong type", "trainer.seed=one", "trainer.seed='one'", "could not be converted to Integer"),
+    Case("bad choice", "data.truncation=top", "must be one of error, left, right, middle"),
+    Case("missing file", "data.train_files=DIR/no.jsonl", "no.jsonl: there is no such file", "looked in"),
+    Case("unknown ending", "data.train_files=DIR/rows.csv", "unknown ending '.csv'", ".parquet", rows_csv="a,b"),
+    Case("no parquet", "data.train_files=DIR/a.parquet", "a.parquet: this is not a parquet file", a_parquet="PAR?"),
+    Case("missing column", "data.prompt_key=question", "rows.jsonl, row 0", "prompt_key=question", "columns prompt"),
+    Case("empty data", "", "no rows in .*rows.jsonl", rows_jsonl="\n"),
+    Case("all prompts over-long", "data.max_prompt_length=2", "all 8 prompts are longer", "raise data.max_prom"),
+    Case("broken row", "", "rows.jsonl, line 9: this is not JSON", rows_jsonl=ROWS + '{"prompt": '),
+    Case("prompt of a wrong type", "", "rows.jsonl, row 0: the prompt is 5; it must be", rows_jsonl='{"prompt": 5}'),
+    Case("unknown estimator", "algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop", "grpo"),
+    Case(
+        "unknown policy loss",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
+        "loss_mode=vanila",
+        "vanilla",
+        "external_lib: None",
+    ),
+    Case("unknown environment", "env.id=Lak-v1 ~env.kwargs.random_maps", "env.id=Lak-v1", "Close ids: F", env=True),
+    Case("unknown argument of it", "+env.kwargs.slip=1", r"env.kwargs=.*'slip': 1.*unexpected", env=True),
+    Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder", "tiny_model DIR"),
+    Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
+    Case("folder without a tokenizer", "actor_rollout_ref.model.tokenizer_path=DIR", "tokenizer_path=.*no tokenizer"),
+    Case("reward function absent", "reward.custom_reward_function.name=scor", "has no 'scor'; it has compute_score"),
+    Case("reward file absent", "reward.custom_reward_function.path=DIR/no.py", "there is no file .*no.py"),
+    Case("reward file does not parse", "", "Error loading .*SyntaxError", r"score.py, line 1", score_py="def ("),
+    Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
+    Case("reward signature", "", "none of the known forms: compute_score", score_py="def compute_score(a, b): pass"),
+    Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the responses: set"),
+    Case("output folder", "trainer.default_local_dir=DIR/rows.jsonl/run", "cannot be written to", "another folder"),
+    Case("batch of 1", "data.train_batch_size=1 actor_rollout_ref.rollout.n=1", "one sequence a step", "raise either"),
+    Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
+    Case("mini-batch above batch", "actor_rollout_ref.actor.ppo_mini_batch_size=9", "Set it to at most 4"),
+    Case("fewer rows than a batch", "data.train_batch_size=9", "cannot be filled: an epoch has 8 rows", "Lower"),
+    Case("token budget", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9", "Raise it to at least 25"),
+    Case("unknown logger", "trainer.logger=[wand]", "'wand': choose from console"),
+    Case("logger not installed", "trainer.logger=[mlflow]", "not installed", "pip install mlflow"),
+    Case("gae without critic", "algorithm.adv_estimator=gae critic.enable=false", "leave critic.enable null"),
+    Case("critic's model", "critic.enable=true critic.model.path=/no/model", "critic.model.path=/no/model: there"),
+    Case(
+        "checkpoint to resume absent",
+        "trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_9",
+        "resume_from_path=.*needs an existing folder",
+    ),
+    Case("several workers", "trainer.n_workers_per_node=2", "ask for 2 workers", "Set each to 1"),
+    Case("engine of another version", "actor_rollout_ref.rollout.name=vllm", "vllm: that engine is not part", "Use hf"),
+    Case(
+        "custom engine does not load",
+        "actor_rollout_ref.rollout.name=DIR/engine.py",
+        "NameError",
+        r"\(.*engine.py:1\)",
+        engine_py="nothing()\n",
+    ),
+    Case(
+        "custom_cls is no Dataset",
+        "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",
+        "data.custom_cls.name=Mine .*must be a subclass of torch.utils.data.Dataset",
+        mine_py="class Mine: pass",
+    ),
+    Case(
+        "custom_cls raises",
+        "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",
+        r"KeyError: 'size' \(.*mine.py:4\)",
+        mine_py="from torch.utils.data import Dataset\nclass Mine(Dataset):\n"
+        "  def __init__(self, **settings):\n    settings['size']\n",
+    ),
+    Case(
+        "custom sampler of another type",
+        "data.sampler.class_path=DIR/mine.py data.sampler.class_name=Mine",
+        "data.sampler.class_name=Mine .*must be a subclass of data.sampler.AbstractSampler",
+        mine_py="class Mine: pass",
+    ),
+    Case("yaml does not parse", "--config-name bad --config-path DIR", "bad.yaml cannot be", bad_yaml="a: [1\nb: 2"),
+    Case("unknown config", "--config-name frozenlak", "there is no frozenlak.yaml", "Did you mean 'frozenlake'"),
+    Case("no key=value", "oops", "'oops' is not of the form key=value"),
+    Case(
+        "environment raises in reset",
+        "env.id=broken_reset:Game-v0 env.path=DIR/make.py env.name=make",
+        "Game-v0 raised OSError: no board, after reset",
+        r"\(.*broken_reset.py:10\)",
+        env=True,
+        broken_reset_py=GAME.format(reset="raise OSError('no board')", step="pass"),
+        make_py=FACTORY.format(module="broken_reset"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_ANYTHING_STARTS, ids=lambda case: case.name)
+def test_ends_with_code_2_and_one_helpful_line_before_a_worker_starts(case, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(main, "train", lambda *_: pytest.fail("workers were started"))
+    command = case.command(tiny_model, tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main.main(command if "--config-name" in command else ["--config-name", "frozenlake", *command])
+    last_line = capsys.readouterr().err.rpartition("\nerror: ")[2]
+    assert stop.value.code == 2
+    message_of(case, last_line)
+
+
+def test_a_slip_of_our_own_keeps_its_traceback(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.preparation.derive_seed", None)
+    command = Case("none", "").command(tiny_model, tmp_path)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        main.main(["--config-name", "frozenlake", *command])
+
+
+def returning(value: str) -> str:
+    return SCORE.format(value)
+
+
+WHOLE_BATCH = "def compute_score(data):\n    return {}\n"
+ENVIRONMENT_FALLS = Case(
+    "environment raises in step",
+    "env.id=broken_step:Game-v0 env.path=DIR/make.py env.name=make env.kwargs.random_maps=null trainer.test_freq=4",
+    "Game-v0 raised OSError: the board fell, after reset",
+    "broken_step.py:14",
+    env=True,
+    broken_step_py=GAME.format(reset="self.seed = seed", step=FALLS),
+    make_py=FACTORY.format(module="broken_step"),
+)
+IN_TRAINING = [
+    Case("reward raises", "", "ZeroDivisionError", r"score.py:2", score_py=returning("1 / 0")),
+    Case("reward raises in a library", "", "JSONDecodeError", "score.py:3",
+         score_py="import json\n" + returning("json.loads('no')")),
+    Case("reward returns NaN", "", "returned nan for response 0", "finite", score_py=returning("float('nan')")),
+    Case("reward returns None", "", "compute_score .*returned None", "number", score_py=returning("None")),
+    Case("reward returns a text", "", "returned 'yes' for response 0", score_py=returning("'yes'")),
+    Case("reward returns a wrong count", "", "8 responses", score_py=WHOLE_BATCH.format("[1.0] * 3")),
+    Case("custom loss raises", "actor_rollout_ref.model.external_lib=DIR/loss.py "
+         "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", "KeyError", "loss.py:5",
+         loss_py="from training.core_algos import register_policy_loss\n\n@register_policy_loss('mine_raises')\n"
+         "def mine(*args, **kwargs):\n    return {}['no']\n"),
+    ENVIRONMENT_FALLS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_TRAINING, ids=lambda case: case.name)
+def test_what_only_training_can_show_ends_in_a_traceback_whose_last_lines_name_cause_and_line(
+    case, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Exception) as caught:
+        main.main(["--config-name", "frozenlake", *case.command(tiny_model, tmp_path)])
+    message_of(case, "".join(traceback.format_exception_only(caught.value)))
+
+
+def test_a_torn_checkpoint_is_named_with_the_way_on_and_nothing_is_lost(tiny_model, tmp_path):
+    command = short_run(tiny_model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=2")
+    main.run(compose(*command))
+    before = learning_metrics(tmp_path)
+    weights = tmp_path / "global_step_2/actor/model_world_size_1_rank_0.pt"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"checkpoint file .*model_world_size.* cannot be loaded.*resume_mode"):
+        main.run(compose(*command, "trainer.total_training_steps=4"))
+    assert learning_metrics(tmp_path) == before
+    assert weights.exists()
+
+
+PROCESSES = [
+    Case("misspelt key", "trainer.sed=1", "Did you mean 'trainer.seed'"),
+    Case("reward file does not parse", "", "SyntaxError.*score.py, line 1", score_py="def ("),
+    Case("custom_cls raises", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine", r"KeyError.*mine.py:4",
+         mine_py="from torch.utils.data import Dataset\nclass Mine(Dataset):\n"
+         "  def __init__(self, **settings):\n    settings['size']\n"),
+    Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROCESSES, ids=lambda case: case.name)
+def test_a_process_ends_with_code_2_and_its_last_line_is_the_message(case, tiny_model, tmp_path):
+    done = run_main(*case.command(tiny_model, tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    message_of(case, done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_whose_environment_breaks_at_validation_ends_with_its_line(tiny_model, tmp_path):
+    command = ENVIRONMENT_FALLS.command(tiny_model, tmp_path)
+    done = run_main(*command, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    message_of(ENVIRONMENT_FALLS, "\n".join(done.stderr.splitlines()[-2:]))
+
+
+@pytest.mark.slow
+def test_a_process_whose_reward_breaks_in_a_later_step_ends_with_its_line_and_keeps_the_record(tiny_model, tmp_path):
+    score = "calls = 0\ndef compute_score(data):\n    global calls\n    calls += 1\n    return [1 / (3 - calls)] * 8\n"
+    done = run_main(*Case("late", "trainer.save_freq=1", score_py=score).command(tiny_model, tmp_path))
+    assert done.returncode == 1
+    assert re.search(r"ZeroDivisionError.*score.py:5", "\n".join(done.stderr.splitlines()[-5:]))
+    assert list(learning_metrics(tmp_path / "run")) == [1, 2]
+    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "2"

@@ -1,0 +1,237 @@
+"""A checkpoint is whole or not there, whatever happens while it is written: every file operation is made to fail."""
+
+import errno
+import itertools
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runs import compose
+from training.checkpoint import (
+    LATEST,
+    config_drift,
+    config_yaml,
+    find_checkpoint,
+    read_part,
+    rng_state,
+    save_checkpoint,
+    saved_steps,
+    set_rng_state,
+)
+
+FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "test.half_written"}
+
+
+def writer(content: str) -> Callable[[Path], None]:
+    """Writes two files of `content`, with a moment at which each is half there."""
+
+    def write(folder: Path) -> None:
+        (folder / "actor").mkdir()
+        for name in ("actor/model.pt", "trainer_state.pt"):
+            with (folder / name).open("w") as file:
+                file.write(content[:1])
+                file.flush()
+                sys.audit("test.half_written")
+                file.write(content[1:])
+
+    return write
+
+
+def content_of(folder: Path) -> str:
+    [content] = {path.read_text() for path in folder.rglob("*.pt")}  # both files, of one save
+    assert len(list(folder.rglob("*.pt"))) == 2
+    return content
+
+
+def in_child(action: Callable[[], None], number: int, fault: str) -> bool:
+    """Runs `action` in a forked process whose `number`-th file operation is its last ("kill") or finds the disk full
+    ("full"); False once it has fewer operations."""
+    child = os.fork()
+    if child == 0:
+        operations = itertools.count(1)
+
+        def hook(event: str, _: tuple) -> None:
+            if event in FILE_OPERATIONS and next(operations) == number:
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        sys.addaudithook(hook)
+        try:
+            action()
+        except OSError:
+            os._exit(errno.ENOSPC)
+        os._exit(0 if next(operations) <= number else errno.ENOSPC)
+    _, status = os.waitpid(child, 0)
+    return status != 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "full"])
+@pytest.mark.parametrize(
+    ("there", "step", "keep", "kept"),
+    [([], 1, None, [1]), ([1, 2], 3, 1, [3]), ([1, 2], 2, None, [1, 2])],
+    ids=["first", "next", "an existing step again"],
+)
+def test_a_save_that_breaks_at_any_file_operation_loses_nothing(tmp_path, monkeypatch, there, step, keep, kept, fault):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and a kill of the process does not need it
+    for number in itertools.count(1):
+        root = tmp_path / str(number)
+        root.mkdir()
+        for old in there:
+            save_checkpoint(root, old, writer(f"old {old}"), keep=None)
+        broken = in_child(lambda root=root: save_checkpoint(root, step, writer("new"), keep), number, fault)
+        found = find_checkpoint(root, "auto", None)
+        assert found or not there
+        if found:
+            assert content_of(found) in ({f"old {there[-1]}", "new"} if there else {"new"})
+        assert all(content_of(root / f"global_step_{whole}") for whole in saved_steps(root))
+        assert not list(root.glob(".*_global_step_*"))  # what the break left behind is gone
+        save_checkpoint(root, step, writer("new"), keep)
+        assert saved_steps(root) == kept
+        assert content_of(find_checkpoint(root, "auto", None)) == "new"
+        if not broken:
+            break
+    assert number > 10
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    flushed, named = set(), []
+    rename, fsync = Path.rename, os.fsync
+
+    def note_flush(descriptor: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_name(folder: Path, target: Path) -> None:
+        assert {folder, *folder.rglob("*")} <= flushed
+        named.append(target.name)
+        rename(folder, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(Path, "rename", note_name)
+    save_checkpoint(tmp_path, 1, writer("x"), keep=None)
+    assert named == ["global_step_1"]
+
+
+def test_a_full_disk_gets_its_space_back_at_once(tmp_path):
+    save_checkpoint(tmp_path, 1, writer("old"), keep=1)
+
+    def write(folder: Path) -> None:
+        writer("new")(folder)
+        (folder / "data.pt").symlink_to("/dev/full")
+        torch.save({"x": torch.zeros(1000)}, folder / "data.pt")
+
+    with pytest.raises(RuntimeError, match="enforce fail"):  # how torch says it; WRITE_ERRORS covers it
+        save_checkpoint(tmp_path, 2, write, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", LATEST]
+    assert content_of(find_checkpoint(tmp_path, "auto", None)) == "old"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (None, [1, 2, 3, 4])])
+def test_the_newest_are_kept_whoever_saved_them(tmp_path, keep, kept):
+    for step in range(1, 5):  # each save knows of the others from the disk alone, as after a resume
+        save_checkpoint(tmp_path, step, writer("x"), keep)
+    assert saved_steps(tmp_path) == kept
+
+
+def test_checkpoints_ahead_of_a_run_that_went_back_are_not_deleted(tmp_path):
+    for step in (1, 2, 8):
+        save_checkpoint(tmp_path, step, writer("x"), keep=None)
+    save_checkpoint(tmp_path, 3, writer("x"), keep=1)
+    assert saved_steps(tmp_path) == [3, 8]
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_3"
+
+
+def test_which_checkpoint_is_resumed(tmp_path):
+    assert find_checkpoint(tmp_path, "auto", None) is None
+    for step in (9, 10):
+        save_checkpoint(tmp_path, step, writer("x"), keep=None)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_10"
+    assert find_checkpoint(tmp_path, "disable", None) is None
+    assert find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_9")) == tmp_path / "global_step_9"
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
+    save_checkpoint(tmp_path, 2, writer("x"), keep=None)
+    for named in (tmp_path / "global_step_7", tmp_path, tmp_path / LATEST):
+        with pytest.raises(ValueError, match=r"existing folder named global_step_N\. .* holds those of steps \[2\]"):
+            find_checkpoint(tmp_path, "resume_path", str(named))
+    (tmp_path / LATEST).write_text("7")
+    with pytest.raises(ValueError, match=rf"{LATEST} names global_step_7, .* \[2\].*resume_mode=disable"):
+        find_checkpoint(tmp_path, "auto", None)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_file_that_is_cut_anywhere_is_named_with_the_remedy(tmp_path, trusted):
+    path = tmp_path / "data.pt"
+    torch.save({"moments": torch.arange(30.0), "epoch": 3}, path)
+    whole, restored = path.read_bytes(), []
+    for size in {*range(0, len(whole), 29), len(whole) - 1}:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"file {path} cannot be loaded \(.+\)\. .*resume_mode=disable"):
+            read_part(path, restored.append, trusted)
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"file {path} cannot be loaded \(FileNotFoundError"):
+        read_part(path, restored.append, trusted)
+    assert restored == []
+
+
+def test_a_state_that_does_not_fit_the_run_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(torch.nn.Linear(2, 3).state_dict(), path)
+    with pytest.raises(
+        ValueError, match=rf"file {path} cannot be loaded \(RuntimeError: .*Linear.*resume_mode=disable"
+    ):
+        read_part(path, torch.nn.Linear(3, 3).load_state_dict)
+
+
+def test_files_of_the_workers_may_not_run_code(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({"x": Path("a")}, path)
+    with pytest.raises(ValueError, match="UnpicklingError"):
+        read_part(path, print)
+    read_part(path, print, trusted=True)
+
+
+def test_the_global_generators_go_on_where_they_were(tmp_path):
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+    draw()  # leaves a second gaussian in store in both random and numpy
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected = draw()
+    draw()
+    read_part(tmp_path / "rng.pt", set_rng_state)  # plain types: no pickled code
+    assert draw() == expected
+
+
+def test_config_drift_is_told_key_by_key(tmp_path):
+    path = tmp_path / "config.yaml"
+    config = compose("trainer.default_local_dir=out", "env.kwargs.size=4", "env.kwargs.is_slippery=false")
+    path.write_text(config_yaml(config))
+    assert config_drift(path, config) == []
+    changed = compose(
+        *("trainer.default_local_dir=out", "trainer.executor=ray", "trainer.logger=[]", "~env.kwargs"),
+        *("env.kwargs.is_slippery=true", "env.kwargs.random_maps=true", "actor_rollout_ref.actor.optim.lr=3e-7"),
+    )
+    drift = config_drift(path, changed)
+    assert "trainer.executor: null → ray" in drift
+    assert 'trainer.logger: ["console", "tensorboard"] → []' in drift
+    assert "env.kwargs.is_slippery: false → true" in drift
+    assert "env.kwargs.size: 4 → not set" in drift
+    assert "actor_rollout_ref.actor.optim.lr: 0.001 → 3e-07" in drift
+    assert not any(line.startswith(("env.kwargs.random_maps", "data.")) for line in drift)
+
+
+def test_a_config_that_cannot_be_read_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer: {seed")
+    with pytest.raises(ValueError, match=rf"file {path} cannot be loaded \(ParserError.*resume_mode=disable"):
+        config_drift(path, compose())

@@ -1,0 +1,639 @@
+"""The config: how it is composed and checked, which spellings are accepted, and that no key is dead."""
+
+import ast
+import inspect
+import itertools
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import main
+from configs import schema
+from configs.checks import batch_arithmetic, check_config, sampling_summary
+from configs.errors import ConfigError
+from configs.legacy import CHATML, NO_EFFECT, ONLY_VALUE, RENAMED
+from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
+from configs.schema import Config, SFTConfig, setting
+from tests.runs import ROOT, compose, short_run
+from training.preparation import prepare
+
+SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
+
+
+def schema_of(name: str) -> type:
+    return SFTConfig if "sft" in name else Config
+
+
+def load(folder: Path, name: str, *overrides: str) -> Config:
+    return load_config(Arguments(name, folder, list(overrides), print_config=False), Config)
+
+
+# Composition
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_yaml_composes_and_the_printed_config_is_the_same_config(name, tmp_path, capsys):
+    config = load_config(Arguments(name, CONFIG_DIR, [], print_config=False), schema_of(name))
+    with pytest.raises(SystemExit) as stop:
+        load_config(parse_arguments(["--config-name", name, "--cfg", "job"], "", ""), schema_of(name))
+    assert stop.value.code == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_config(Arguments("printed", tmp_path, [], print_config=False), schema_of(name)) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("trainer.logger=[console,wandb]", "trainer.logger", ["console", "wandb"]),
+        ("trainer.logger=['console','tensorboard']", "trainer.logger", ["console", "tensorboard"]),
+        ("trainer.logger=wandb", "trainer.logger", "wandb"),
+        ("env.kwargs={is_slippery: false, map_name: 8x8}", "env.kwargs", {"is_slippery": False, "map_name": "8x8"}),
+        ("env.kwargs.size=5", "env.kwargs", {"size": 5}),
+        ("+actor_rollout_ref.model.override_config.a.b=1", "actor_rollout_ref.model.override_config", {"a": {"b": 1}}),
+        ("data.train_files='a file, with commas.jsonl'", "data.train_files", "a file, with commas.jsonl"),
+        ('data.prompt_key="a=b"', "data.prompt_key", "a=b"),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps", None),
+        ("+trainer.seed=7", "trainer.seed", 7),
+        ("++trainer.seed=7", "trainer.seed", 7),
+        ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.lr", 1e-3),
+        ("actor_rollout_ref.actor.optim.betas=[0.8,0.9]", "actor_rollout_ref.actor.optim.betas", [0.8, 0.9]),
+        ("trainer.default_local_dir=out/${trainer.experiment_name}", "trainer.default_local_dir", "out/default"),
+    ],
+)  # fmt: skip
+def test_overrides_follow_hydras_grammar(override, key, value):
+    found = compose(override, name="ppo_trainer")
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_tilde_takes_back_what_the_yaml_sets():
+    assert compose().env.max_turns == 30
+    assert compose("~env.max_turns").env.max_turns is None
+    with pytest.raises(ConfigError, match=r"~env\.path: nothing sets this key"):
+        compose("~env.path")
+
+
+@pytest.mark.parametrize("defaults", ["[frozenlake]", "[frozenlake, _self_]"])
+def test_a_users_yaml_inherits_from_a_shipped_one_and_wins_over_it(tmp_path, defaults):
+    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nenv: {{max_turns: 7}}\n")
+    (tmp_path / "child.yaml").write_text("defaults: [mine]\ntrainer: {seed: 5}\n")
+    config = load(tmp_path, "child.yaml", "data.train_batch_size=2")
+    assert (config.env.id, config.env.max_turns) == ("FrozenLake-v1", 7)
+    assert (config.trainer.seed, config.data.train_batch_size) == (5, 2)
+
+
+def test_flags_may_stand_between_overrides():
+    arguments = parse_arguments(["trainer.seed=1", "--config-name=frozenlake", "data.seed=2"], "ppo_trainer", "")
+    assert arguments.config_name == "frozenlake"
+    assert arguments.overrides == ["trainer.seed=1", "data.seed=2"]
+
+
+def test_help_and_printing_import_neither_torch_nor_ray():
+    script = (
+        "import sys, contextlib, main\n"
+        "for flags in (['--help'], ['--cfg', 'job'], ['trainer.sed=1']):\n"
+        "    with contextlib.suppress(SystemExit): main.main(flags)\n"
+        "print([name for name in ('torch', 'transformers', 'ray', 'vllm', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for hint in ("--config-name", "--config-path", "--cfg", "frozenlake", "key=value", "configs/schema.py"):
+        assert hint in done.stdout
+    assert done.stderr.endswith("Did you mean 'trainer.seed'? --cfg job lists them all.\n")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("trainer.sed", "trainer.seed"),
+        ("trainer.total_epoch", "trainer.total_epochs"),
+        ("data.train_batchsize", "data.train_batch_size"),
+        ("actor_rolout_ref.rollout.n", "actor_rollout_ref.rollout.n"),
+        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("algorithm.advantage_estimator", "algorithm.adv_estimator"),
+        ("adv_estimator", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.actor.clip_ratio_hi", "actor_rollout_ref.actor.clip_ratio_high"),
+        ("actor_rollout_ref.actor.kl_coef", "actor_rollout_ref.actor.kl_loss_coef"),
+        ("env.kwarg.size", "env.kwargs"),
+        ("trainer.seed.value", "trainer.seed"),
+    ],
+)
+def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
+    yaml = OmegaConf.create()
+    OmegaConf.update(yaml, typo, 1, force_add=True)
+    OmegaConf.save(yaml, tmp_path / "mine.yaml")
+    for attempt in (lambda: compose(f"{typo}=1"), lambda: compose(f"+{typo}=1"), lambda: load(tmp_path, "mine")):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        assert str(caught.value).startswith(f"unknown key '{typo}'. Did you mean '{meant}'?")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.seed=abc", "trainer.seed='abc': .* could not be converted to Integer. trainer.seed: The one seed"),
+        ("trainer.seed=-1", "trainer.seed=-1 must be at least 0. trainer.seed: The one seed"),
+        ("data.shuffle=maybe", "data.shuffle='maybe': .* not a valid bool"),
+        ("data.shuffle=null", "data.shuffle=None: it cannot be null. data.shuffle: Draw"),
+        ("data=null", "data is a section; set the keys in it"),
+        ("actor_rollout_ref.actor=5", "actor_rollout_ref.actor is a section"),
+        ("data.train_files=5", "data.train_files=5 must be a text or a list of texts"),
+        ("trainer.logger=[1]", r"trainer.logger=\[1\] must be a text or a list of texts"),
+        ("data.truncation=top", "data.truncation='top' must be one of error, left, right, middle"),
+        ("algorithm.gamma=1.5", "algorithm.gamma=1.5 must be at most 1"),
+        ("actor_rollout_ref.actor.optim.clip_grad=0", "clip_grad=0.0 must be above 0"),
+        ("actor_rollout_ref.actor.optim.lr=nan", "optim.lr=nan must be at least 0"),
+        ("trainer.seed=1,2", "sweeps are not run here"),
+        ("trainer.seed", "'trainer.seed' is not of the form key=value"),
+        ("trainer.logger=[console", "cannot read the overrides"),
+        ("trainer.experiment_name=${nothing}", "trainer.experiment_name: .*nothing"),
+    ],
+)
+def test_a_bad_value_names_key_value_rule_and_meaning(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train_batch_size=1", "actor_rollout_ref.rollout.n=1"], "one sequence a step.* raise either"),
+        (["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=5"], "actor.*Set it to at most 4"),
+        (["data.train_batch_size=4", "critic.ppo_mini_batch_size=5"], "^critic.ppo_mini_batch_size=5 .* at most 4"),
+        (["actor_rollout_ref.actor.use_dynamic_bsz=false"], r"needs .*ppo_micro_batch_size_per_gpu.*\(try 8\)"),
+        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"], "is below .* = 25: .* Raise it to at least 25"),
+        (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24"], "rollout.log_prob_max.* at least 25"),
+        (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9", "algorithm.use_kl_in_reward=true"], "ref.log_prob"),
+        (["critic.ppo_max_token_len_per_gpu=24", "critic.enable=true"], "critic.ppo_max_token.* at least 25"),
+        (["actor_rollout_ref.rollout.prompt_length=9"], "prompt_length=9 is below data.max_prompt_length=24"),
+        (["actor_rollout_ref.rollout.response_length=9"], "response_length=9 is above data.max_response_length=1"),
+        (["trainer.nnodes=2"], "ask for 2 workers: this version trains with one. Set each to 1"),
+        (["trainer.n_gpus_per_node=8"], "n_gpus_per_node=8.* ask for 8 workers"),
+        (["trainer.n_workers_per_node=2"], "ask for 2 workers"),
+        (["actor_rollout_ref.rollout.name=vllm"], "name=vllm: that engine is not part of this version. Use hf"),
+        (["actor_rollout_ref.rollout.name=sglang"], "name=sglang: that engine is not part of this version. Use hf"),
+        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is neither hf, nor a file"),
+        (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
+        (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),
+        (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        (["trainer.resume_from_path=x"], "only read with trainer.resume_mode=resume_path"),
+        (["env.val_episodes=0", "trainer.test_freq=1"], "nothing to validate on: set"),
+        (["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimiser]"], "holds .'optimiser'.: it can hold"),
+        (["env.id=null"], "nothing to train on: set data.train_files"),
+        (["data.train_files=x.jsonl"], "both set: prompts come from one of them"),
+        (["env.id=null", "data.train_files=[x.jsonl]"], "data.train_files=x.jsonl: there is no such file"),
+        (["trainer.default_local_dir=Makefile/run"], "cannot be written to .*: name another folder"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_a_way_out(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose(*overrides))
+
+
+def test_sizes_that_do_not_divide_are_accepted(tmp_path):
+    odd = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=5"]
+    check_config(compose(*odd, f"trainer.default_local_dir={tmp_path}"))
+
+
+# Spellings of guides and of verl
+
+
+def settings_at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("algorithm.policy_loss_fn=gspo", "actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"),
+        ("custom_reward_function.path=a.py", "reward.custom_reward_function.path", "a.py"),
+        ("custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
+        ("reward_model.custom_reward_function.path=a.py", "reward.custom_reward_function.path", "a.py"),
+        ("reward_model.custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
+        (
+            "+custom_reward_function.reward_kwargs.alpha=2",
+            "reward.custom_reward_function.reward_kwargs",
+            {"alpha": 2},
+        ),
+        ("actor_rollout_ref.rollout.max_response_length=9", "actor_rollout_ref.rollout.response_length", 9),
+        ("data.chat_template=chatml", "actor_rollout_ref.model.custom_chat_template", CHATML),
+        ("actor_rollout_ref.rollout.name=naive", "actor_rollout_ref.rollout.name", "hf"),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "actor_rollout_ref.actor.optim.clip_grad", 0.5),
+        ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
+        ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
+        ("trainer.max_critic_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
+        ("actor_rollout_ref.actor.optim.warmup_style=wsd", "actor_rollout_ref.actor.optim.lr_scheduler_type", "wsd"),
+        ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
+        ("data.trust_remote_code=true", "actor_rollout_ref.model.trust_remote_code", True),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=3", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 3),
+        ("critic.ppo_micro_batch_size=3", "critic.ppo_micro_batch_size_per_gpu", 3),
+        (
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size=3",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+            3,
+        ),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size=3",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            3,
+        ),
+    ],
+)  # fmt: skip
+def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(override, key, value, capsys, tmp_path):
+    config = compose(override, name="ppo_trainer")
+    notices = capsys.readouterr().err.splitlines()
+    old = override.lstrip("+").partition("=")[0]
+    assert settings_at(config, key) == value
+    assert len(notices) == 1 and notices[0].startswith(f"notice: {old}")
+    in_yaml = OmegaConf.from_dotlist([override.lstrip("+")])
+    OmegaConf.save(in_yaml, tmp_path / "mine.yaml")
+    assert load(tmp_path, "mine") == config
+
+
+def test_every_renamed_key_leads_to_one_that_exists():
+    config = asdict(compose(name="ppo_trainer"))
+    for old, new in RENAMED.items():
+        settings_at(config, new)
+        with pytest.raises(KeyError):
+            settings_at(config, old)
+
+
+def test_the_later_of_an_old_and_a_new_spelling_wins(tmp_path):
+    (tmp_path / "mine.yaml").write_text("custom_reward_function: {path: old.py}\n")
+    assert (
+        load(tmp_path, "mine", "reward.custom_reward_function.path=new.py").reward.custom_reward_function.path
+        == "new.py"
+    )
+    both = ["actor_rollout_ref.actor.optim.clip_grad=1.5", "actor_rollout_ref.actor.grad_clip=0.5"]
+    assert compose(*both).actor_rollout_ref.actor.optim.clip_grad == 0.5
+    assert compose(*reversed(both)).actor_rollout_ref.actor.optim.clip_grad == 1.5
+
+
+def test_an_old_key_left_at_its_null_default_does_not_erase_the_new_one(tmp_path, capsys):
+    actor = "{ppo_micro_batch_size_per_gpu: 4, ppo_micro_batch_size: null}"
+    (tmp_path / "mine.yaml").write_text(f"actor_rollout_ref: {{actor: {actor}}}\n")
+    assert load(tmp_path, "mine").actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    assert capsys.readouterr().err == ""
+
+
+VERL_COMMAND = """
+algorithm.adv_estimator=grpo data.train_files=Makefile data.val_files=[Makefile] data.train_batch_size=1024
+data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error'
+data.return_raw_chat=True data.image_key=images data.gen_batch_size=null
+actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.hybrid_engine=True
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.actor.fsdp_config.model_dtype=bf16 actor_rollout_ref.actor.use_torch_compile=True
+actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.enforce_eager=False
+actor_rollout_ref.rollout.free_cache_engine=True actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.n=4
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.ref.strategy=fsdp critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen3-8B critic.strategy=fsdp
+critic.model.use_remove_padding=True critic.model.enable_gradient_checkpointing=True
+critic.model.fsdp_config.param_offload=False critic.ppo_micro_batch_size_per_gpu=32
+critic.forward_micro_batch_size_per_gpu=32 algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.001
+reward_model.enable=False reward_model.reward_manager=naive trainer.critic_warmup=0
+trainer.logger=['console','wandb'] trainer.project_name=p trainer.experiment_name=e trainer.n_gpus_per_node=1
+trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 trainer.resume_mode=auto
+trainer.default_hdfs_dir=null trainer.balance_batch=True trainer.val_before_train=False
+"""
+
+
+def test_a_whole_command_of_a_verl_user_is_accepted_and_what_does_nothing_says_so(capsys, tmp_path):
+    command = [*VERL_COMMAND.split(), f"trainer.default_local_dir={tmp_path}"]
+    config = compose(*command, name="ppo_trainer")
+    check_config(config)
+    said = capsys.readouterr().err
+    plain = asdict(config)
+    for override in command:
+        key, _, text = override.partition("=")
+        if key in NO_EFFECT or key in ONLY_VALUE:
+            assert said.count(f"notice: {key}=") == 1
+        else:
+            value = OmegaConf.from_dotlist([f"v={text}"]).v
+            assert settings_at(plain, key) == value, key
+    assert len(said.splitlines()) == sum(o.partition("=")[0] in {**NO_EFFECT, **ONLY_VALUE} for o in command)
+
+
+def test_accepted_spellings_are_no_keys_of_ours():
+    ours = asdict(compose(name="ppo_trainer"))
+    for key in {**NO_EFFECT, **ONLY_VALUE}:
+        with pytest.raises(KeyError):
+            settings_at(ours, key)
+
+
+@pytest.mark.parametrize("override", ["reward_model.enable=True", "actor_rollout_ref.model.lora_rank=8"])
+def test_what_asks_for_something_that_is_not_here_is_refused(override):
+    with pytest.raises(ConfigError, match=f"^{override}: .*not part of this version"):
+        compose(override)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_one_gpu_asked_for_on_a_machine_without_says_where_the_run_trains(tiny_model, tmp_path, capsys):
+    prepare(compose(*short_run(tiny_model, tmp_path, "trainer.n_gpus_per_node=1")))
+    said = capsys.readouterr().err
+    assert "trainer.n_gpus_per_node=1, but torch sees no GPU in this process: the run trains on the CPU." in said
+
+
+# What start-up prints
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=4"],
+            "8 prompts × 4 samples = 32 sequences a step → 1 update of 32 sequences → forward passes of at most "
+            "16384 tokens.",
+        ),
+        (
+            [
+                "data.train_batch_size=7",
+                "actor_rollout_ref.rollout.n=5",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+            ],
+            "7 prompts × 5 samples = 35 sequences a step → 3 updates of up to 15 sequences → forward passes of at most "
+            "16384 tokens.",
+        ),
+        (
+            [
+                "data.train_batch_size=6",
+                "actor_rollout_ref.rollout.n=2",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.actor.ppo_epochs=4",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+            ],
+            "6 prompts × 2 samples = 12 sequences a step → 3 updates of 4 sequences, 4 times → forward passes of at "
+            "most 3 sequences.",
+        ),
+        (
+            [
+                "data.train_batch_size=1",
+                "actor_rollout_ref.rollout.n=2",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+                "actor_rollout_ref.actor.use_dynamic_bsz=true",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=99",
+            ],
+            "1 prompt × 2 samples = 2 sequences a step → 1 update of 2 sequences → forward passes of at most 99 "
+            "tokens.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_batch_arithmetic_in_one_sentence(overrides, sentence):
+    assert batch_arithmetic(compose(*overrides)) == sentence
+
+
+def test_sampling_of_training_and_validation_is_spelt_out():
+    rollout = "actor_rollout_ref.rollout"
+    assert sampling_summary(compose()) == (
+        "training samples n=8, temperature=1.0, top_p=1.0, top_k=-1; validation n=1, greedy."
+    )
+    overrides = [f"{rollout}.{key}" for key in ("val_kwargs.do_sample=true", "val_kwargs.n=4", "val_kwargs.top_p=0.9")]
+    assert sampling_summary(compose(*overrides, f"{rollout}.do_sample=false")) == (
+        "training samples n=8, greedy; validation n=4, temperature=1.0, top_p=0.9, top_k=-1."
+    )
+
+
+# The schema
+
+
+def sections(cls: type) -> list[type]:
+    """`cls` and every section class below it."""
+    below = [item.default_factory() for item in fields(cls) if callable(item.default_factory)]
+    return [cls, *(found for value in below if is_dataclass(value) for found in sections(type(value)))]
+
+
+ALL_SECTIONS = list(dict.fromkeys([*sections(Config), *sections(SFTConfig)]))
+
+
+def test_every_setting_has_a_sentence_of_help():
+    for section, item in ((cls, item) for cls in ALL_SECTIONS for item in fields(cls)):
+        text = item.metadata["help"]
+        assert text[0].isupper() or text.startswith("gymnasium"), (section, item.name)
+        assert text.endswith(".") and len(text) > 4, (section, item.name)
+
+
+def test_nothing_can_be_set_after_start_up():
+    def check(section: Any) -> None:
+        for item in fields(section):
+            value = getattr(section, item.name)
+            with pytest.raises(FrozenInstanceError, match="read-only"):
+                setattr(section, item.name, value)
+            if is_dataclass(value):
+                check(value)
+
+    check(compose())
+    check(compose(name="sft"))
+
+
+def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):
+    config = compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=1"))
+    before = asdict(config)
+    main.run(config)
+    assert asdict(config) == before
+
+
+# No dead keys: each is read, on an object of its own section, somewhere outside the schema. Types are followed through
+# annotations, assignments and loops, so that `other.path` does not keep a `path` of this section alive.
+
+SCHEMA = {name: cls for name, cls in vars(schema).items() if inspect.isclass(cls) and is_dataclass(cls)}
+Reads = set[tuple[str, str]]
+Types = frozenset[str]
+# What no annotation of the file itself says: algorithms are called by name, an engine's config is its base class's.
+CURATED = {
+    "core_algos.py": {
+        "config": frozenset({"ActorConfig", "AlgorithmConfig"}),
+        "kl_ctrl": frozenset({"KLControlConfig"}),
+    },
+    "hf_rollout.py": {"self.config": frozenset({"RolloutConfig"})},
+}
+
+
+def child_section(cls: str, name: str) -> Types:
+    item = {item.name: item for item in fields(SCHEMA[cls])}.get(name)
+    value = item.default_factory() if item is not None and callable(item.default_factory) else None
+    return frozenset({type(value).__name__}) if is_dataclass(value) else frozenset()
+
+
+def annotated(annotation: ast.expr | None) -> Types:
+    words = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
+    return frozenset(words & SCHEMA.keys())
+
+
+class SectionReads(ast.NodeVisitor):
+    """Collects (section class, field) for every attribute read whose owner is known to be of that class."""
+
+    def __init__(self, curated: dict[str, Types]) -> None:
+        self.curated = curated
+        self.types = dict(curated)  # of variables and, as "self.x", of attributes
+        self.returns: dict[str, Types] = {}
+        self.reads: Reads = set()
+
+    def visit_Module(self, node: ast.Module) -> None:
+        functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
+        self.returns = {function.name: annotated(function.returns) for function in functions}
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outer, self.types = self.types, dict(self.types)
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign):
+                self.types[f"self.{statement.target.id}"] = annotated(statement.annotation)
+        for _ in range(2):  # methods may read what a later one assigns
+            self.generic_visit(node)
+        self.types = outer
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outer, self.types = self.types, dict(self.types)
+        for argument in [*node.args.args, *node.args.kwonlyargs]:
+            self.types[argument.arg] = self.curated.get(argument.arg) or annotated(argument.annotation)
+        self.generic_visit(node)
+        kept = {name: types for name, types in self.types.items() if name.startswith("self.")}
+        self.types = outer | kept
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        for target in node.targets:
+            self.bind(target, node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        for item in node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else []:
+            self.bind(node.target, item)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.generic_visit(node)
+        self.reads |= {(cls, node.attr) for cls in self.resolve(node.value) if isinstance(node.ctx, ast.Load)}
+
+    def bind(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for pair in zip(target.elts, value.elts, strict=False):
+                self.bind(*pair)
+        elif name := self.name(target):
+            self.types[name] = self.types.get(name, frozenset()) | self.resolve(value)
+
+    def resolve(self, node: ast.expr) -> Types:
+        """The sections that an expression may be."""
+        known = self.types.get(self.name(node), frozenset())
+        match node:
+            case ast.Attribute():
+                return known.union(*(child_section(cls, node.attr) for cls in self.resolve(node.value)))
+            case ast.IfExp():
+                return self.resolve(node.body) | self.resolve(node.orelse)
+            case ast.Call(func=ast.Name(id="replace"), args=[first]):
+                return self.resolve(first)
+            case ast.Call(func=ast.Name(id=function)):
+                return self.returns.get(function, frozenset())
+        return known
+
+    @staticmethod
+    def name(node: ast.expr) -> str | None:
+        match node:
+            case ast.Name(id=name):
+                return name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return f"self.{name}"
+        return None
+
+
+def section_reads() -> Reads:
+    folders = ("configs", "data", "training", "workers", "custom", "scripts")
+    files = [ROOT / "main.py", *itertools.chain(*((ROOT / folder).rglob("*.py") for folder in folders))]
+    reads: Reads = set()
+    for file in files:
+        if file.name != "schema.py":
+            visitor = SectionReads(CURATED.get(file.name, {}))
+            visitor.visit(ast.parse(file.read_text()))
+            reads |= visitor.reads
+    return reads
+
+
+def dead_keys(classes: list[type], reads: Reads) -> list[str]:
+    return [
+        f"{cls.__name__}.{item.name}"
+        for cls in classes
+        for item in fields(cls)
+        if (cls.__name__, item.name) not in reads
+    ]
+
+
+def test_every_key_is_read_somewhere():
+    assert dead_keys(ALL_SECTIONS, section_reads()) == []
+
+
+def test_a_dead_key_is_found_even_under_a_name_that_other_sections_read():
+    @dataclass
+    class TrainerConfig(schema.TrainerConfig):
+        n: int = setting(1, "Read in RolloutConfig, not here.")
+        path: str = setting("", "Read in ModelConfig, not here.")
+        brand_new: int = setting(1, "Read nowhere.")
+
+    reads = section_reads()
+    assert ("RolloutConfig", "n") in reads and ("ModelConfig", "path") in reads
+    assert dead_keys([TrainerConfig], reads) == ["TrainerConfig.n", "TrainerConfig.path", "TrainerConfig.brand_new"]
+
+
+# One seed
+
+SEEDING_CALLS = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "manual_seed_all")
+
+
+def unseeded_generators(source: str) -> list[int]:
+    """Lines where a random generator gets no seed, a literal one, or one of the clock's."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in SEEDING_CALLS]
+    return [
+        call.lineno
+        for call in named
+        if not call.args or not any(isinstance(node, ast.Name) for argument in call.args for node in ast.walk(argument))
+    ]
+
+
+def test_no_generator_is_seeded_by_a_literal_or_by_nothing():
+    folders = ("configs", "data", "training", "workers", "custom", "scripts", "benchmarks")
+    files = [ROOT / "main.py", *itertools.chain(*((ROOT / folder).rglob("*.py") for folder in folders))]
+    found = {str(file): lines for file in files if (lines := unseeded_generators(file.read_text()))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("line", ["torch.manual_seed(0)", "rng = np.random.default_rng()", "random.seed(42)"])
+def test_the_search_for_literal_seeds_finds_them(line):
+    assert unseeded_generators(f"import torch\n{line}\n") == [2]
+
+
+def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path):
+    rows = "\n".join(f'{{"prompt": "{i}"}}' for i in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth): return 0.0\n")
+
+    def drawn(*overrides: str) -> list[str]:
+        files = [f"data.train_files={tmp_path}/rows.jsonl", f"reward.custom_reward_function.path={tmp_path}/score.py"]
+        run = short_run(tiny_model, tmp_path, "env.id=null", "data.custom_cls.path=null", *files)
+        parts = prepare(compose(*run, "data.train_max_samples=8", "data.train_batch_size=8", *overrides))
+        return list(parts.train_loader.next_batch()["raw_prompt"])
+
+    assert drawn() == drawn()
+    assert drawn() != drawn("trainer.seed=1")
+    assert set(drawn()) != set(drawn("trainer.seed=1"))
+    assert drawn("data.seed=3") == drawn("data.seed=3", "trainer.seed=1")

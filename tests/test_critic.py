@@ -1,0 +1,136 @@
+"""The critic's values and update equal their definition, one row at a time, however the batch is cut."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.schema import CriticConfig, ModelConfig, OptimConfig
+from data.protocol import DataProto
+from tests.batches import (
+    CUTS,
+    MASKED_ROW,
+    aggregate,
+    policy_tokens,
+    ragged_batch,
+    relative_distance,
+    unpadded,
+    with_counts,
+)
+from training.core_algos import LOSS_AGG_MODES
+from workers.dp_critic import DataParallelPPOCritic
+from workers.engine import TrainEngine
+from workers.micro_batches import MicroBatchSize
+from workers.models import load_value_model
+
+CONFIG = CriticConfig(
+    optim=OptimConfig(lr=1e-3, clip_grad=1e9), loss_agg_mode="token-mean", cliprange_value=0.2, ppo_mini_batch_size=None
+)
+
+
+@pytest.fixture(scope="module")
+def value_model(tiny_model: Path) -> PreTrainedModel:
+    return load_value_model(ModelConfig(), str(tiny_model), seed=0)
+
+
+def make_critic(
+    value_model: PreTrainedModel, config: CriticConfig = CONFIG, size: MicroBatchSize = CUTS["3 rows"]
+) -> DataParallelPPOCritic:
+    engine = TrainEngine(copy.deepcopy(value_model), config.optim, 10, torch.device("cpu"), "float32")
+    return DataParallelPPOCritic(config, engine, size)
+
+
+def update(critic: DataParallelPPOCritic, batch: DataProto) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+    """(metrics, the gradient that reached the optimiser, the weights after it)."""
+    gradient: list[Tensor] = []
+    parameters = list(critic.engine.module.parameters())
+    critic.engine.optimizer.register_step_pre_hook(
+        lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
+    )
+    metrics = critic.update_critic(with_counts(batch, critic.config))
+    return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
+
+
+def values_alone(module: PreTrainedModel, batch: DataProto, row: int) -> Tensor:
+    """The value before each response token of one row, without padding."""
+    ids, prompt = unpadded(batch, row)
+    return module(ids[None]).logits[0, prompt - 1 : -1, 0]
+
+
+def slow_loss(module: PreTrainedModel, batch: DataProto, config: CriticConfig) -> Tensor:
+    """½ max((v − R)², (clip(v, v_old ± ε) − R)²), token by token."""
+    losses = []
+    for row in range(len(batch)):
+        predicted = values_alone(module, batch, row)
+        losses.append([])
+        for column in policy_tokens(batch, row):
+            old, wanted = batch.batch["values"][row, column], batch.batch["returns"][row, column]
+            clipped = predicted[column].clamp(old - config.cliprange_value, old + config.cliprange_value)
+            losses[-1].append(0.5 * max((predicted[column] - wanted) ** 2, (clipped - wanted) ** 2))
+    return aggregate(losses, config.loss_agg_mode, scale=batch.batch["responses"].shape[1])
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(value_model: PreTrainedModel, mode: str):
+    config, batch = replace(CONFIG, loss_agg_mode=mode), ragged_batch()
+    twin = copy.deepcopy(value_model)
+    loss = slow_loss(twin, batch, config)
+    loss.backward()
+    wanted = [parameter.grad for parameter in twin.parameters()]
+    first_metrics, _, first_weights = update(make_critic(value_model, config, CUTS["all rows"]), batch)
+    assert 0 < first_metrics["critic/vf_clipfrac"] < 1
+    for name, size in CUTS.items():
+        metrics, gradient, weights = update(make_critic(value_model, config, size), batch)
+        assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), rel=1e-5), name
+        assert relative_distance(gradient, wanted) < 1e-5, name
+        assert relative_distance(weights, first_weights) < 1e-6, name
+        assert metrics == pytest.approx(first_metrics, rel=1e-4, abs=1e-7), name
+
+
+def test_a_row_without_policy_tokens_changes_nothing(value_model: PreTrainedModel):
+    batch = ragged_batch()
+    others = batch.select_idxs([row for row in range(len(batch)) if row != MASKED_ROW])
+    for mode in LOSS_AGG_MODES:
+        config = replace(CONFIG, loss_agg_mode=mode)
+        metrics, gradient, _ = update(make_critic(value_model, config), batch)
+        metrics_without, gradient_without, _ = update(make_critic(value_model, config), others)
+        assert relative_distance(gradient, gradient_without) < 1e-5
+        assert metrics == pytest.approx(metrics_without, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("size", CUTS.values(), ids=CUTS)
+def test_values_are_those_before_each_policy_token_and_zero_elsewhere(value_model: PreTrainedModel, size):
+    batch = ragged_batch()
+    values = make_critic(value_model, size=size).compute_values(batch).values
+    wanted = torch.zeros_like(values)
+    with torch.no_grad():
+        for row in range(len(batch)):
+            columns = policy_tokens(batch, row)
+            wanted[row, columns] = values_alone(value_model, batch, row)[columns]
+    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_values_of_one_token_responses_share_the_forward_pass_of_their_prompt(value_model: PreTrainedModel):
+    batch = ragged_batch().select_idxs([1, 6, 1, 1, 6])  # the two rows with responses of one token
+    critic, shapes = make_critic(value_model, size=CUTS["all rows"]), []
+    critic.engine.module.register_forward_pre_hook(
+        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
+    )
+    values = critic.compute_values(batch).values
+    assert shapes == [(2, 8)]
+    wanted = [values_alone(value_model, batch, row)[0].item() for row in range(5)]
+    assert values[:, 0].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_leaves_no_trace(value_model: PreTrainedModel):
+    clean, hit = make_critic(value_model), make_critic(value_model)
+    bad = ragged_batch()
+    bad.batch["returns"][-1, 0] = torch.inf
+    assert update(hit, bad)[0]["critic/skipped_updates"] == 1
+    _, _, weights = update(hit, ragged_batch())
+    _, _, wanted = update(clean, ragged_batch())
+    assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))

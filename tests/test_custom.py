@@ -1,0 +1,136 @@
+"""The three files a user edits, as a user edits them: states as prompts, rewards of actions, and the demonstrations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import main
+from configs.schema import DataConfig
+from custom.env_dataset import CustomEnvDataset
+from custom.env_wrapper import EnvState, make_env
+from custom.reward_manager import CustomRewardManager
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from data.sampler import PromptLoader, RandomSampler
+from scripts.quickstart import demonstrations, safe_moves
+from tests.runs import compose, learning_metrics, short_run
+
+TOKENIZER = build_tokenizer()
+MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
+
+
+def make_dataset(size: int = 12, first: int = 0, **env_kwargs: Any) -> CustomEnvDataset:
+    environment = make_env("FrozenLake-v1", **{**MAPS, **env_kwargs})
+    return CustomEnvDataset(environment, TOKENIZER, DataConfig(max_prompt_length=64), size, first)
+
+
+def test_a_row_is_a_state_a_prompt_that_shows_it_and_an_optimal_answer():
+    dataset = make_dataset()
+    environment = dataset.environment
+    assert len(dataset) == 12
+    for i in range(12):
+        row, state = dataset[i], environment.get_state(i)
+        assert row["extra_info"] == {"index": i, "state": state} and row["data_source"] == "FrozenLake-v1"
+        assert row["raw_prompt"] == [{"role": "user", "content": f"Go.\n\n{state.text}"}]
+        assert TOKENIZER.decode(row["raw_prompt_ids"]) == f"<|user|>Go.\n\n{state.text}<|end|><|assistant|>"
+        answer = row["reward_model"]["ground_truth"]
+        assert environment.compute_reward(state, environment.extract_action(answer)) == 1.0
+
+
+def test_rows_are_the_same_whenever_and_by_whomever_they_are_asked_for():
+    one, other = make_dataset(), make_dataset()
+    backwards = [other[i] for i in reversed(range(12))][::-1]
+    assert [one[i] for i in range(12)] == backwards
+    assert make_dataset(first=5)[2]["extra_info"]["state"] == one[7]["extra_info"]["state"]
+    assert make_dataset(seed=1)[0]["extra_info"]["state"] != one[0]["extra_info"]["state"]
+
+
+def test_a_loader_over_states_resumes_at_the_next_row():
+    def loader() -> PromptLoader:
+        dataset = make_dataset()
+        return PromptLoader(dataset, 4, RandomSampler(dataset, dataset.config, seed=0))
+
+    whole, interrupted, resumed = loader(), loader(), loader()
+    expected = [whole.next_batch()["extra_info"].tolist() for _ in range(5)]
+    for _ in range(2):
+        interrupted.next_batch()
+    resumed.load_state_dict(interrupted.state_dict())
+    assert [resumed.next_batch()["extra_info"].tolist() for _ in range(3)] == expected[2:]
+
+
+def test_an_environment_without_a_table_has_no_expected_answer():
+    dataset = CustomEnvDataset(make_env("Blackjack-v1"), TOKENIZER, DataConfig(), size=3)
+    assert dataset[0]["reward_model"]["ground_truth"] is None
+
+
+def test_a_prompt_that_is_too_long_fails_when_the_dataset_is_made():
+    with pytest.raises(ValueError, match=r"CustomEnvDataset, row 0: .*data\.max_prompt_length=8"):
+        CustomEnvDataset(make_env("FrozenLake-v1"), TOKENIZER, DataConfig(max_prompt_length=8), size=3)
+
+
+def test_the_reward_manager_works_alone_as_its_docstring_shows():
+    manager = CustomRewardManager(make_env("FrozenLake-v1"))
+    state = manager.environment.get_state(0)
+    best = manager.environment.optimal_actions(state)
+    answers = ["left", "I go DOWN", "R", "up", "no idea"]
+    data = DataProto.from_single_dict({"responses": answers, "extra_info": [{"state": state}] * 5})
+    expected = [{"score": float(action in best), "valid_action": 1.0} for action in range(4)]
+    assert manager(data) == [*expected, {"score": 0.0, "valid_action": 0.0}]
+
+
+RESEARCHERS_FILES = """
+from custom.env_dataset import CustomEnvDataset
+from custom.reward_manager import CustomRewardManager
+
+
+class MyDataset(CustomEnvDataset):
+    def state_to_text(self, state):
+        rows = state.text.split("\\n")
+        [(y, x)] = [(y, row.index("P")) for y, row in enumerate(rows) if "P" in row]
+        return f"At row {y}, column {x}. Your move?"
+
+
+class MyManager(CustomRewardManager):
+    def score(self, response, state):
+        return {**super().score(response, state), "length": float(len(response))}
+"""
+
+
+def test_a_researchers_subclasses_run_from_a_file_of_their_own(tmp_path: Path, tiny_model: Path):
+    file = tmp_path / "my_lake.py"
+    file.write_text(RESEARCHERS_FILES)
+    overrides = [
+        f"data.custom_cls.path={file}",
+        "data.custom_cls.name=MyDataset",
+        f"reward.reward_manager.path={file}",
+        "reward.reward_manager.name=MyManager",
+        "data.max_prompt_length=48",
+        "env.val_episodes=0",
+        "env.val_size=2",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=1",
+        f"trainer.rollout_data_dir={tmp_path}/rollouts",
+    ]
+    validation = main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides)))
+    assert 0.0 <= validation["val-core/FrozenLake-v1/reward/mean@1"] <= 1.0
+    assert "val-aux/FrozenLake-v1/length/mean@1" in validation
+    assert 0.0 <= learning_metrics(tmp_path / "run")[1]["reward/length/max"] <= 1.0
+    assert "Your move?" in (tmp_path / "rollouts" / "1.jsonl").read_text()
+
+
+def test_safe_moves_by_hand():
+    moves = {"PFH\nFHF\nFFG": [1, 2], "SPH\nFHF\nFFG": [0], "SFH\nFHP\nFFG": [1], "SFH\nFHF\nFPG": [0, 2]}
+    for shown, expected in moves.items():
+        assert safe_moves(EnvState(0, (), shown)) == expected
+
+
+def test_demonstrations_hold_only_safe_moves_all_of_them_and_depend_on_the_seed():
+    environment = make_env("FrozenLake-v1", **MAPS)
+    rows = demonstrations(environment, 300, seed=0)
+    for row in rows:
+        [message] = row["prompt"]
+        state = EnvState(0, (), message["content"].split("\n\n")[1])
+        assert environment.extract_action(row["response"]) in safe_moves(state)
+    assert {row["response"] for row in rows} == {"L", "D", "R", "U"}
+    assert rows == demonstrations(environment, 300, seed=0) != demonstrations(environment, 300, seed=1)

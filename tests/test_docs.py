@@ -1,0 +1,146 @@
+"""The README and docs/ are true: their files and commands run, their links, paths and settings exist.
+
+In a page, a paragraph that is only a path in backticks and a colon names the fenced block below it as a file, and a
+fenced block under `<!-- run -->` is run. Both happen in a copy of the repository, page by page and in their order.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from benchmarks.step import measure
+from configs.legacy import RENAMED
+from configs.loader import known_keys, renamed_key
+from configs.schema import Config, SFTConfig
+from tests.runs import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
+WRITTEN_FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN_BLOCK = re.compile(r"^<!-- run -->\n```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IN_TEXT = re.compile(r"`([^`\n]+)`")
+
+
+def follow(page: Path, copy: Path) -> None:
+    """Does what a reader does who follows `page`: writes its files, runs its commands (Python in this process)."""
+    text = page.read_text()
+    for path, content in WRITTEN_FILE.findall(text):
+        (copy / path).parent.mkdir(exist_ok=True)
+        (copy / path).write_text(content)
+    for language, code in RUN_BLOCK.findall(text):
+        if language == "sh":
+            shell(code, copy)
+        else:
+            exec(compile(code, str(page), "exec"), {})
+
+
+def shell(code: str, folder: Path) -> str:
+    """What `code` prints, in bash, with this Python first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", code], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of the repository, as the working directory."""
+    for name in ("configs", "custom", "data", "scripts", "training", "workers"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "main.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def recorded(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_readme_trains_on_prompts_and_a_reward_and_the_reward_rises(copy: Path):
+    follow(ROOT / "README.md", copy)
+    scores = [entry["data"]["critic/score/mean"] for entry in recorded(copy / "outputs/sums")]
+    assert len(scores) == 50
+    assert scores[-1] > 0.8 > 0.2 > scores[0]
+
+
+def test_environments_page_trains_and_its_mistakes_say_what_the_page_says(copy: Path):
+    page = ROOT / "docs/environments.md"
+    follow(page, copy)
+    assert [entry["step"] for entry in recorded(copy / "outputs/smoke")] == [0, 1, 2, 3]
+    assert [entry["step"] for entry in recorded(copy / "outputs/parts")] == [1, 2]
+    mistakes = re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE)
+    assert len(mistakes) >= 8
+    for (override, promised), said in zip(mistakes, refusals(copy, [one for one, _ in mistakes]), strict=True):
+        assert promised in said, override
+
+
+def refusals(copy: Path, overrides: list[str]) -> list[str]:
+    """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
+    (copy / "refusals.py").write_text(
+        """
+import contextlib, io, json, sys
+import main
+
+def refusal(override):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        main.main(["--config-name", "treasure", override])
+    return said.getvalue()
+
+print(json.dumps([refusal(override) for override in sys.argv[1:]]))
+"""
+    )
+    return json.loads(shell(f"python refusals.py {shlex.join(overrides)}", copy).splitlines()[-1])
+
+
+def test_config_page(copy: Path):
+    follow(ROOT / "docs/config.md", copy)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path):
+    text = page.read_text()
+    links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
+    assert not {link for link in links if not (page.parent / link).exists()}
+    written = {path for path, _ in WRITTEN_FILE.findall(text)}
+    named = {name for name in IN_TEXT.findall(text) if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./]*|\w+\.py", name)}
+    assert not {name for name in named - written if not (ROOT / name).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_that_a_page_names_exists(page: Path):
+    text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    schemas = [OmegaConf.structured(schema) for schema in (Config, SFTConfig)]
+    sections = {*schemas[0], *schemas[1], *(key.partition(".")[0] for key in RENAMED)}
+    named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+(?![\w/([])", text))
+    assert named
+    known = {key for schema in schemas for key in known_keys(schema)} | {"reward_model.ground_truth"}  # a column
+    known |= {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    free_form = ("env.kwargs.", "reward.custom_reward_function.reward_kwargs.")
+    assert not {key for key in named - known if not key.startswith(free_form) and not renamed_key(key)}
+
+
+def test_readme_maps_every_folder_and_names_every_make_target():
+    text = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == FOLDERS
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = {line.split()[0] for line in listed.splitlines()} - {"help"}
+    assert set(re.findall(r"`make (\w+)`", text)) == targets
+
+
+def test_benchmark_measures_every_phase_of_a_step():
+    overrides = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.train_size=20"]
+    figures = measure(1, overrides)
+    assert {"gen", "reward", "old_log_prob", "update_actor", "step"} <= set(figures["seconds"])
+    assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / figures["seconds"]["step"])

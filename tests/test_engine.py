@@ -1,0 +1,189 @@
+"""The engine: schedules, clipping, what a bad gradient may touch, precision, and checkpoints."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
+
+from configs.schema import ModelConfig, OptimConfig
+from workers.engine import TrainEngine, compute_dtype, learning_rate_multiplier
+from workers.models import load_causal_lm, load_value_model
+
+EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
+IDS = torch.tensor([[10, 11, 12, 13, 14]])
+
+
+def make_engine(tiny_model: Path, dtype: str = "float32", **optim) -> TrainEngine:
+    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    return TrainEngine(module, OptimConfig(**{"lr": 0.01, **optim}), 10, torch.device("cpu"), dtype)
+
+
+def loss_of(engine: TrainEngine) -> torch.Tensor:
+    return engine.module(IDS, labels=IDS).loss
+
+
+def state_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Weights and moments, by name."""
+    moments = engine.optimizer.state_dict()["state"]
+    named = {f"{place}.{name}": value for place, state in moments.items() for name, value in state.items()}
+    return {**engine.module.state_dict(), **named}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("optim", "wanted"),
+    [
+        ({}, {0: 1, 1: 1, 21: 1}),
+        ({"lr_warmup_steps": 4}, {0: 0, 1: 0.25, 2: 0.5, 3: 0.75, 4: 1, 21: 1}),
+        ({"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.1}, {0: 0, 1: 0.5, 2: 1, 21: 1}),  # int(2.2) = 2 steps
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, {0: 1, 1: 1}),  # a number wins, be it 0
+        (
+            {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2, "min_lr_ratio": 0.2},
+            {0: 0, 1: 0.5, 2: 1, 7: 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2, 12: 0.6, 22: 0.2},
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "lr_warmup_steps": 2, "min_lr_ratio": 0.2},
+            {0: 0, 1: 0.5, 2: 1, 19: 1, 20: 1, 21: 0.6, 22: 0.2, 30: 0.2},  # 18 of 20 steps stable, 2 of decay
+        ),
+    ],
+)
+def test_learning_rate_schedules_by_hand(optim: dict, wanted: dict[int, float]):
+    multiplier = learning_rate_multiplier(OptimConfig(**optim), total_steps=22)
+    assert {step: multiplier(step) for step in wanted} == pytest.approx(wanted)
+
+
+def test_the_learning_rate_of_a_step_is_reported_and_used(tiny_model: Path):
+    engine = make_engine(tiny_model, lr_warmup_steps=2)
+    before = state_of(engine)
+    assert engine.update([loss_of(engine)], step=0)["lr"] == 0
+    assert equal({name: state_of(engine)[name] for name in before}, before)
+    assert engine.update([loss_of(engine)], step=1)["lr"] == 0.005
+    assert engine.optimizer.param_groups[0]["lr"] == 0.005
+
+
+@pytest.mark.parametrize(("clip_grad", "scale"), [(1.0, 0.2), (10.0, 1.0)])
+def test_gradients_are_clipped_by_their_global_norm(tiny_model: Path, clip_grad: float, scale: float):
+    """Two tensors with one entry each, 3 and 4: the norm is 5."""
+    engine, applied = make_engine(tiny_model, clip_grad=clip_grad), {}
+    parameters = dict(list(engine.module.named_parameters())[:2])
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: applied.update({name: parameter.grad.sum().item() for name, parameter in parameters.items()})
+    )
+    loss = sum(size * parameter.flatten()[0] for size, parameter in zip((3, 4), parameters.values(), strict=True))
+    assert engine.update([loss], step=0)["grad_norm"] == pytest.approx(5)
+    assert list(applied.values()) == pytest.approx([3 * scale, 4 * scale])
+
+
+def test_losses_of_several_micro_batches_add_up(tiny_model: Path):
+    whole, parts = make_engine(tiny_model), make_engine(tiny_model)
+    norm = whole.update([loss_of(whole)], step=0)["grad_norm"]
+    thirds = (loss_of(parts) / 3 for _ in range(3))
+    assert parts.update(thirds, step=0)["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_moments(tiny_model: Path, value: float):
+    engine = make_engine(tiny_model)
+    engine.update([loss_of(engine)], step=0)
+    before = {name: tensor.clone() for name, tensor in state_of(engine).items()}
+    loss_of(engine).backward()
+    next(engine.module.parameters()).grad.view(-1)[3] = value
+    assert engine.optimizer_step(1)["skipped_updates"] == 1
+    assert equal(state_of(engine), before)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert engine.update([loss_of(engine)], step=2)["skipped_updates"] == 0
+
+
+def test_a_loss_that_is_not_finite_drops_the_gradient_of_those_before_it(tiny_model: Path):
+    """An infinite loss can have a finite gradient, so the gradient's check alone would let it pass."""
+    engine = make_engine(tiny_model)
+    before = {name: tensor.clone() for name, tensor in state_of(engine).items()}
+    assert engine.update([loss_of(engine), loss_of(engine) + math.inf], step=0) == {"skipped_updates": 1}
+    assert equal(state_of(engine), before)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+def test_a_checkpoint_restores_weights_optimiser_and_generator_bit_by_bit(tiny_model: Path, tmp_path: Path):
+    engine, fresh = make_engine(tiny_model), make_engine(tiny_model)
+    engine.update([loss_of(engine)], step=0)
+    engine.save(tmp_path, EVERYTHING, AutoTokenizer.from_pretrained(tiny_model))
+    expected_draw = torch.rand(3)
+    fresh.load(tmp_path)
+    assert torch.equal(torch.rand(3), expected_draw)
+    assert equal(state_of(fresh), state_of(engine))
+    for one in (engine, fresh):
+        one.update([loss_of(one)], step=1)
+    assert equal(state_of(fresh), state_of(engine))
+    assert json.loads((tmp_path / "fsdp_config.json").read_text())["world_size"] == 1
+
+
+def test_save_contents_choose_the_files(tiny_model: Path, tmp_path: Path):
+    make_engine(tiny_model).save(tmp_path, ["model"], AutoTokenizer.from_pretrained(tiny_model))
+    assert {path.name for path in tmp_path.iterdir()} == {"fsdp_config.json", "model_world_size_1_rank_0.pt"}
+
+
+def test_the_huggingface_folder_loads_with_from_pretrained(tiny_model: Path, tmp_path: Path):
+    engine = make_engine(tiny_model)
+    engine.update([loss_of(engine)], step=0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine.save(tmp_path, ["hf_model"], tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert equal(loaded.state_dict(), engine.module.state_dict())
+    torch.testing.assert_close(loaded(IDS).logits, engine.module(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "huggingface").encode("up") == tokenizer.encode("up")
+
+
+def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp_path: Path):
+    module = load_value_model(ModelConfig(), str(tiny_model), seed=0)
+    engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), "float32")
+    engine.save(tmp_path, ["hf_model"], AutoTokenizer.from_pretrained(tiny_model))
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "huggingface")
+    assert equal(loaded.state_dict(), module.state_dict())
+    torch.testing.assert_close(loaded(IDS).logits, module(IDS).logits)
+
+
+def test_the_value_head_starts_from_the_seed_alone(tiny_model: Path):
+    def head(seed: int) -> torch.Tensor:
+        return load_value_model(ModelConfig(), str(tiny_model), seed).score.weight
+
+    torch.manual_seed(1)
+    expected_draw = torch.rand(3)
+    torch.manual_seed(1)
+    first = head(0)
+    assert torch.equal(torch.rand(3), expected_draw), "loading it must leave the global generator alone"
+    assert torch.equal(head(0), first) and not torch.equal(head(1), first)
+
+
+def test_no_model_drops_out_whatever_its_config_says(tiny_model: Path, tmp_path: Path):
+    source = AutoModelForCausalLM.from_pretrained(tiny_model)
+    source.config.attention_dropout = 0.5
+    source.config.classifier_dropout = 0.5
+    source.save_pretrained(tmp_path)
+
+    def is_deterministic(module: PreTrainedModel) -> bool:
+        return torch.equal(module.train()(IDS).logits, module(IDS).logits)
+
+    assert not is_deterministic(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert is_deterministic(load_causal_lm(ModelConfig(path=str(tmp_path))))
+    assert is_deterministic(load_value_model(ModelConfig(), str(tmp_path), seed=0))
+
+
+def test_override_config_replaces_values_of_the_model(tiny_model: Path):
+    module = load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"rms_norm_eps": 0.5}))
+    assert module.model.norm.variance_epsilon == 0.5
+
+
+def test_bfloat16_is_for_computing_and_never_chosen_for_a_cpu(tiny_model: Path):
+    assert compute_dtype("auto", torch.device("cpu")) == torch.float32
+    engine = make_engine(tiny_model, dtype="bfloat16")
+    with engine.autocast():
+        assert engine.module(IDS).logits.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in engine.module.parameters()} == {torch.float32}
+    with make_engine(tiny_model, dtype="auto").autocast():
+        assert engine.module(IDS).logits.dtype == torch.float32

@@ -1,0 +1,295 @@
+"""The training loop: with toy roles, whose policy is a table, and with the real tiny model in this process."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import main
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from data.sampler import PromptLoader, SequentialSampler
+from tests.runs import compose, learning_metrics, short_run
+from training.ray_trainer import RayPPOTrainer
+from training.reward import FunctionReward
+from training.roles import Roles
+from workers.rollout import Completion, pad_rollout
+
+TOKENIZER = build_tokenizer()
+PROMPTS = TOKENIZER.convert_tokens_to_ids(["0", "1", "2", "3"])
+ARMS = TOKENIZER.convert_tokens_to_ids(["L", "R"])
+ROWS = [{"raw_prompt_ids": [prompt], "data_source": "bandit", "best": "LR"[i % 2]} for i, prompt in enumerate(PROMPTS)]
+
+
+def pull(data: DataProto) -> list[float]:
+    return [float(text == best) for text, best in zip(data.responses, data.best, strict=True)]
+
+
+class Bandit:
+    """All roles at once: logits [prompt, arm] in a table, a response is one arm. Writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(len(PROMPTS), len(ARMS), requires_grad=True)
+        self.calls: list[str] = []
+        self.updates: list[DataProto] = []
+        self.skips: list[float] = []  # what the next updates say
+
+    def log_probs(self, batch: DataProto) -> Tensor:
+        prompts = [PROMPTS.index(token) for token in batch.prompts[:, 0]]
+        arms = [ARMS.index(token) for token in batch.responses[:, 0]]
+        return self.table.log_softmax(-1)[prompts, arms][:, None]
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        self.calls.append("generate")
+        rows = [PROMPTS.index(ids[0]) for ids in prompts.raw_prompt_ids]
+        generator = torch.Generator().manual_seed(prompts.meta_info["seed"])
+        arms = torch.multinomial(self.table.detach().softmax(-1)[rows], 1, generator=generator)[:, 0].tolist()
+        done = [Completion([ARMS[arm]], [0.0], "stop", 0) for arm in arms]
+        columns = pad_rollout([*prompts.raw_prompt_ids], done, 1, 1, TOKENIZER.pad_token_id)
+        ends = {"end_reason": ["terminated"] * len(rows)}
+        return prompts.union(DataProto.from_single_dict({**columns, **ends}))
+
+    def reward(self, data: DataProto) -> list[float]:
+        self.calls.append("reward")
+        return pull(data)
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        self.calls.append("old_log_prob")
+        return DataProto.from_dict({"old_log_probs": self.log_probs(batch).detach()})
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        self.calls.append("values")
+        return DataProto.from_dict({"values": torch.full(batch.responses.shape, 0.5)})
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        self.calls.append("update_critic")
+        return {"critic/vf_loss": 0.25}
+
+    def update_policy(self, batch: DataProto) -> dict[str, float]:
+        self.calls.append("update_actor")
+        self.updates.append(batch)
+        loss = (
+            -(self.log_probs(batch) * batch.advantages).sum() / batch.meta_info["global_batch_info"]["batch_num_tokens"]
+        )
+        [gradient] = torch.autograd.grad(loss, self.table)
+        self.table = (self.table - gradient).detach().requires_grad_()
+        skipped = self.skips.pop(0) if self.skips else 0.0
+        return {"actor/pg_loss": loss.item(), "actor/skipped_updates": skipped, "actor/ratio_max": len(self.updates)}
+
+    def update_weights(self, step: int) -> None:
+        self.calls.append("update_weights")
+
+
+class ToyReference:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        self.calls.append("ref")
+        return DataProto.from_dict({"ref_log_prob": torch.full(batch.responses.shape, math.log(0.5))})
+
+
+class CuriousSampler(SequentialSampler):
+    seen: list[DataProto]
+
+    def update(self, batch: DataProto) -> None:
+        self.seen = [*vars(self).get("seen", []), batch]
+
+
+def make_trainer(
+    folder: Path, *overrides: str, ref: bool = False, critic: bool = False, reward: Any = None, steps: int = 1
+):
+    bandit = Bandit()
+    config = compose(
+        f"trainer.default_local_dir={folder}",
+        "trainer.logger=[]",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        *overrides,
+        name="ppo_trainer",
+    )
+    reference = ToyReference(bandit.calls) if ref else None
+    trainer = RayPPOTrainer(
+        config,
+        tokenizer=TOKENIZER,
+        roles=Roles(rollout=bandit, actor=bandit, ref=reference, critic=bandit if critic else None),
+        reward=reward or bandit.reward,
+        train_loader=PromptLoader(ROWS, 4, CuriousSampler(ROWS, config.data)),
+        validator=None,
+        total_steps=steps,
+    )
+    return trainer, bandit
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
+def test_the_loop_teaches_a_table_which_arm_pays(tmp_path, estimator):
+    trainer, bandit = make_trainer(
+        tmp_path, f"algorithm.adv_estimator={estimator}", critic=estimator == "gae", steps=30
+    )
+    trainer.fit()
+    scores = [metrics["critic/score/mean"] for metrics in learning_metrics(tmp_path).values()]
+    assert len(scores) == 30 and scores[0] < 0.8
+    assert sum(scores[-5:]) / 5 > 0.9
+    assert bandit.table.argmax(1).tolist() == [0, 1, 0, 1]
+
+
+ON_POLICY = ["generate", "reward", "update_actor", "update_weights"]
+STAGES = {
+    "exactly on-policy": ([], {}, ON_POLICY),
+    "mini-batches": (
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=3"],
+        {},
+        ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"],
+    ),
+    "epochs": (
+        ["actor_rollout_ref.actor.ppo_epochs=2"],
+        {},
+        ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"],
+    ),
+    "KL in the loss": ([], {"ref": True}, ["generate", "reward", "ref", "update_actor", "update_weights"]),
+    "KL in the reward": (
+        ["algorithm.use_kl_in_reward=true"],
+        {"ref": True},
+        ["generate", "reward", "old_log_prob", "ref", "update_actor", "update_weights"],
+    ),
+    "critic": (
+        ["algorithm.adv_estimator=gae"],
+        {"critic": True},
+        ["generate", "reward", "values", "update_critic", "update_actor", "update_weights"],
+    ),
+    "critic alone, in warm-up": (
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"],
+        {"critic": True},
+        ["generate", "reward", "values", "update_critic"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
+    overrides, roles, expected = STAGES[case]
+    trainer, bandit = make_trainer(tmp_path, *overrides, **roles)
+    trainer.fit()
+    assert bandit.calls == expected
+    [metrics] = (json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    timed = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")} - {
+        "step",
+        "gen",
+        "adv",
+    }
+    assert timed == set(expected) - {"generate"}
+
+
+def test_after_warm_up_the_actor_learns(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, "trainer.critic_warmup=2", critic=True, steps=3)
+    trainer.fit()
+    assert bandit.calls.count("update_critic") == 3 and bandit.calls.count("update_actor") == 1
+
+
+def test_the_first_update_of_a_batch_is_on_policy_and_the_others_know_the_old_log_probs(tmp_path):
+    overrides = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]
+    trainer, bandit = make_trainer(tmp_path, *overrides, steps=2)
+    trainer.fit()
+    assert ["old_log_probs" in update.batch for update in bandit.updates] == [False, True, True, True] * 2
+    later = bandit.updates[1]
+    assert torch.allclose(
+        later.old_log_probs, torch.full_like(later.old_log_probs, math.log(0.5))
+    )  # of the first table
+
+
+def test_metrics_of_several_updates_become_one(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    trainer.fit()
+    metrics = learning_metrics(tmp_path)[1]
+    assert len(bandit.updates) == 4
+    assert metrics["actor/ratio_max"] == 4  # a maximum stays one, all else is averaged
+    assert math.isfinite(metrics["actor/pg_loss"])
+
+
+def test_samples_of_a_prompt_share_a_uid_and_every_step_has_its_own_seed(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, steps=2)
+    trainer.fit()
+    uids = [[*update.uid] for update in bandit.updates]
+    assert uids[0] == [uid for place in range(4) for uid in [f"1-{place}"] * 4]
+    assert not set(uids[0]) & set(uids[1])
+    assert [update.meta_info["update_index"] for update in bandit.updates] == [0, 1]
+    assert len({update.meta_info["seed"] for update in bandit.updates}) == 2
+
+
+def test_the_sampler_hears_of_every_step_with_rewards(tmp_path):
+    trainer, _ = make_trainer(tmp_path, steps=2)
+    trainer.fit()
+    seen = trainer.train_loader.sampler.seen
+    assert [len(batch) for batch in seen] == [16, 16]
+    assert all(batch.token_level_scores.sum() > 0 and "advantages" in batch for batch in seen)
+
+
+def test_refused_updates_are_kept_for_study_and_end_the_run(tmp_path):
+    overrides = ["trainer.max_skipped_updates=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    trainer, bandit = make_trainer(tmp_path, *overrides, steps=9)
+    bandit.skips = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]  # steps 1, 3 and 4 of two updates each
+    with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row \(trainer\.max_skipped_updates=2\)"):
+        trainer.fit()
+    assert trainer.global_step == 4 and [*learning_metrics(tmp_path)] == [1, 2, 3, 4]
+    kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
+    assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 4)]
+    refused = DataProto.load_from_disk(tmp_path / kept[0])
+    assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
+
+
+def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
+    overrides = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.rollout_data_freq=2"]
+    reward = FunctionReward(lambda solution_str: {"score": 1.0, "shout": solution_str.lower()})
+    trainer, _ = make_trainer(tmp_path, *overrides, reward=reward, steps=3)
+    trainer.fit()
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["2.jsonl", "3.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and {row["input"] for row in rows} == set("0123")
+    assert all(row["score"] == 1.0 and row["step"] == 2 and row["gts"] is None for row in rows)
+    assert all(row["shout"] == row["output"].lower() and row["end_reason"] == "terminated" for row in rows)
+
+
+# Metric names of a step that every algorithm has (verl's), and those that come with a stage.
+ALWAYS = {
+    *(f"critic/{of}/{how}" for of in ("score", "rewards", "advantages", "returns") for how in ("mean", "max", "min")),
+    *(f"response_length/{how}" for how in ("mean", "max", "min", "clip_ratio")),
+    *(f"response_length_non_aborted/{how}" for how in ("mean", "max", "min", "clip_ratio")),
+    *(f"prompt_length/{how}" for how in ("mean", "max", "min", "clip_ratio")),
+    *(f"timing_s/{stage}" for stage in ("step", "gen", "reward", "adv", "update_actor", "update_weights")),
+    *(f"timing_per_token_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
+    *(f"perf/{what}" for what in ("total_num_tokens", "time_per_step", "throughput")),
+    *("training/global_step", "training/epoch", "response/aborted_ratio", "reward/valid_action/mean"),
+    *("actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy"),
+}
+OF_PPO = {
+    *("timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing_s/update_critic"),
+    *("timing_per_token_ms/ref", "timing_per_token_ms/values", "timing_per_token_ms/update_critic"),
+    *(f"critic/values/{how}" for how in ("mean", "max", "min")),
+    *("critic/vf_explained_var", "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"),
+    *("critic/lr", "actor/kl_loss", "actor/kl_coef", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"),
+}
+PPO = [
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.shuffle=true",
+]
+
+
+@pytest.mark.parametrize(("overrides", "extra"), [([], set()), (PPO, OF_PPO)], ids=["grpo", "ppo"])
+def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path, tiny_model, overrides, extra):
+    main.run(compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=3")))
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry["data"] for entry in entries if entry["step"] > 0]
+    assert len(steps) == 3
+    for metrics in steps:
+        assert (ALWAYS | extra) - metrics.keys() == set()
+        assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []
+    assert not OF_PPO & steps[0].keys() or extra

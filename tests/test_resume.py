@@ -1,0 +1,342 @@
+"""A run that is stopped anywhere and started again is the run that was never stopped: to the last digit, on the CPU."""
+
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import main
+from tests.runs import compose, learning_metrics, run_main, short_run
+from training.checkpoint import rng_state, set_rng_state
+from training.ray_trainer import RayPPOTrainer
+from training.reports import read_metrics
+from training.roles import SamplingParams
+from training.tracking import Tracking
+from training.validation import Validator
+from workers.model_worker import ModelWorker, forked_rng
+
+# Scores that differ between samples, and that move every global generator a user may draw from.
+REWARD = """
+import random
+import numpy as np
+import torch
+
+def compute_reward(prompt, response, ground_truth):
+    return len(set(response)) + random.random() + np.random.rand() + torch.rand(1).item()
+"""
+SAVING = ("data.max_response_length=4", "trainer.n_threads=1", "trainer.total_training_steps=5", "trainer.save_freq=1")
+ALGORITHMS = {
+    "grpo": ("trainer.test_freq=2",),
+    "ppo": (
+        *("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
+        *("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.horizon=50", "critic.optim.lr=1e-3"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"),
+        "actor_rollout_ref.actor.shuffle=true",
+    ),
+}
+EPOCHS = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2}  # two batches an epoch: steps 2 and 4 end one
+
+
+class Stopped(BaseException):
+    """Ends a run in this process where a kill would."""
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model, tmp_path_factory) -> Callable[..., list[str]]:
+    """settings(folder, algorithm, more…): the overrides of a run."""
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+
+    def overrides(folder: Path, algorithm: str = "grpo", *more: str) -> list[str]:
+        reward_keys = (
+            f"reward.custom_reward_function.path={reward}",
+            "reward.custom_reward_function.name=compute_reward",
+        )
+        return short_run(tiny_model, folder, *SAVING, *reward_keys, *ALGORITHMS[algorithm], *more)
+
+    return overrides
+
+
+@pytest.fixture(scope="module")
+def unbroken(settings, tmp_path_factory) -> Callable[[str], Path]:
+    """unbroken(algorithm): the folder of a run that was never stopped."""
+    folders: dict[str, Path] = {}
+
+    def folder(algorithm: str = "grpo") -> Path:
+        if algorithm not in folders:
+            folders[algorithm] = tmp_path_factory.mktemp(algorithm)
+            main.run(compose(*settings(folders[algorithm], algorithm)))
+        return folders[algorithm]
+
+    return folder
+
+
+def run_until(step: int, overrides: list[str], moment: tuple[type, str] = (Tracking, "log")) -> None:
+    """Runs up to the `moment` of `step`, the call of a class's method, and there stops."""
+    owner, method = moment
+    original = getattr(owner, method)
+
+    def stop_or_go_on(self, *args):
+        if step == (self.global_step if owner is RayPPOTrainer else args[0]):
+            raise Stopped
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(owner, method, stop_or_go_on)
+        main.run(compose(*overrides))
+
+
+def state_files(run: Path) -> dict[str, bytes]:
+    """The bytes of everything in the last checkpoint that is not about time."""
+    folder = run / "global_step_5"
+    paths = [path for path in folder.rglob("*") if path.suffix in (".pt", ".safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != "trainer_state.pt"}
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == list(range(6))
+    assert learning_metrics(run) == learning_metrics(other)
+    assert state_files(run) == state_files(other)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_runs_below_learn_something_that_could_differ(unbroken, algorithm):
+    metrics = learning_metrics(unbroken(algorithm))
+    assert {step: metrics[step]["training/epoch"] for step in EPOCHS} == EPOCHS
+    assert len({metrics[step]["critic/score/mean"] for step in EPOCHS}) == 5
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in EPOCHS)
+    if algorithm == "ppo":
+        assert len({metrics[step]["actor/reward_kl_penalty_coeff"] for step in EPOCHS}) == 5
+        assert all(metrics[step]["critic/grad_norm"] > 0 for step in EPOCHS)
+    assert {name.split("/")[0] for name in state_files(unbroken(algorithm))} == {
+        "data.pt",
+        "actor",
+        *(["critic"] if algorithm == "ppo" else []),
+    }
+
+
+@pytest.mark.parametrize("moment", [(RayPPOTrainer, "dump_rollouts"), (Tracking, "log")], ids=["in a step", "saved"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_stopped_in_every_step_is_the_unbroken_run(settings, unbroken, tmp_path, algorithm, moment):
+    """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
+    for step in range(1, 6):
+        run_until(step, settings(tmp_path, algorithm), moment)
+    main.run(compose(*settings(tmp_path, algorithm)))
+    assert_same_run(tmp_path, unbroken(algorithm))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_run_forked_from_any_step_goes_on_like_the_unbroken_run(settings, unbroken, tmp_path, step):
+    source = unbroken("ppo")
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    resume = f"trainer.resume_from_path={source}/global_step_{step}"
+    main.run(compose(*settings(tmp_path, "ppo", "trainer.resume_mode=resume_path", resume)))
+    straight = learning_metrics(source)
+    assert learning_metrics(tmp_path) == {number: straight[number] for number in range(step, 6)}
+    assert state_files(tmp_path) == state_files(source)
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+
+
+def test_a_finished_run_says_so_and_returns_its_last_validation(settings, monkeypatch, tmp_path, capsys):
+    validated = []
+    run = Validator.run
+    monkeypatch.setattr(Validator, "run", lambda self, step: validated.append(step) or run(self, step))
+    run_until(3, settings(tmp_path))
+    finished = main.run(compose(*settings(tmp_path)))
+    assert validated == [0, 2, 4, 5]  # each once, the first one too
+    assert finished
+    record = (tmp_path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main.run(compose(*settings(tmp_path))) == finished
+    output = capsys.readouterr().out
+    assert "step 5 of 5 is done, so nothing is left to do" in output
+    assert "trainer.total_training_steps" in output and "trainer.resume_mode=disable" in output
+    assert all(name in output for name in finished if name.startswith("val-core/"))
+    assert validated == [0, 2, 4, 5]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == record
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(settings, unbroken, tmp_path, capsys):
+    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "trainer.test_freq=-1"
+    for steps in (2, 5):
+        main.run(compose(*settings(tmp_path / "twice", "grpo", *constant, f"trainer.total_training_steps={steps}")))
+    assert "config changed since: trainer.total_training_steps: 2 → 5\n" in capsys.readouterr().out
+    main.run(compose(*settings(tmp_path / "once", "grpo", *constant)))
+    assert_same_run(tmp_path / "twice", tmp_path / "once")
+
+
+def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, tmp_path):
+    main.run(
+        compose(
+            *settings(tmp_path, "ppo", "trainer.resume_mode=resume_path"),
+            f"trainer.resume_from_path={unbroken('ppo')}/global_step_4",
+            *("algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.kl_coef=0.7"),
+            *("actor_rollout_ref.actor.optim.weight_decay=0.5", "actor_rollout_ref.actor.optim.lr=1e-5"),
+        )
+    )
+    last = learning_metrics(tmp_path)[5]
+    assert last["actor/reward_kl_penalty_coeff"] == 0.7
+    [group] = torch.load(tmp_path / "global_step_5/actor/optim_world_size_1_rank_0.pt")["param_groups"]
+    assert group["weight_decay"] == 0.5
+    assert group["lr"] <= 1e-5
+
+
+@pytest.mark.parametrize("contents", ["[model]", "[hf_model]"])  # torch and safetensors say "disk full" in their ways
+def test_a_full_disk_costs_one_checkpoint_and_not_the_run(settings, monkeypatch, tmp_path, caplog, contents):
+    save = RayPPOTrainer.save
+
+    def save_on_a_full_disk(self):
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if self.global_step == 2 else hard, hard))
+        try:
+            return save(self)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    monkeypatch.setattr(RayPPOTrainer, "save", save_on_a_full_disk)
+    key = "actor_rollout_ref.actor.checkpoint.save_contents"
+    main.run(compose(*settings(tmp_path, "grpo", f"{key}={contents}", "trainer.total_training_steps=3")))
+    failed = {step: data.get("training/failed_saves") for step, data in learning_metrics(tmp_path).items()}
+    assert failed == {0: None, 1: None, 2: 1.0, 3: None}
+    assert "step 2 was not saved, the older checkpoints are untouched" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_1", "global_step_3"]
+
+
+def test_a_torn_checkpoint_names_the_file(settings, unbroken, tmp_path):
+    whole = unbroken("ppo") / "global_step_5"
+    names = [str(path.relative_to(whole)) for path in whole.rglob("*.pt")]
+    assert len(names) == 8
+    torn = tmp_path / "global_step_5"
+    resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={torn}"
+    for name in names:
+        shutil.copytree(whole, torn)
+        (torn / name).write_bytes((whole / name).read_bytes()[:-100])
+        with pytest.raises(ValueError, match=rf"file {torn / name} cannot be loaded .*trainer\.resume_mode=disable"):
+            main.run(compose(*settings(tmp_path / "run", "ppo", *resume)))
+        shutil.rmtree(torn)
+
+
+def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tmp_path):
+    """huggingface/ in a checkpoint loads with transformers alone: model, tokenizer and chat template."""
+    answers, save = {}, RayPPOTrainer.save
+    greedy = SamplingParams(do_sample=False, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4)
+
+    def save_and_ask(self):
+        prompts = self.next_prompts()
+        prompts.meta_info["sampling"] = greedy
+        batch = self.rollout.generate_sequences(prompts)
+        answers.update(prompts=batch.raw_prompt, ids=batch.batch["responses"], mask=batch.batch["response_mask"])
+        return save(self)
+
+    monkeypatch.setattr(RayPPOTrainer, "save", save_and_ask)
+    main.run(compose(*settings(tmp_path, "grpo", "trainer.save_freq=5")))
+    folder = tmp_path / "global_step_5/actor/huggingface"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, ids, mask in zip(answers["prompts"], answers["ids"], answers["mask"], strict=True):
+        encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_tensors="pt")
+        out = model.generate(**encoded, do_sample=False, max_new_tokens=4)
+        assert out[0, encoded["input_ids"].shape[1] :].tolist() == ids[mask.bool()].tolist()
+
+
+def draw() -> list[float]:
+    """One number of each global generator."""
+    return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+
+def test_a_worker_restores_the_generators_of_its_own_process(settings, tmp_path):
+    worker = ModelWorker(compose(*settings(tmp_path)), total_steps=5, with_ref=False, with_critic=False)
+    worker.save_actor(tmp_path)
+    drawn = draw()
+    worker.load_actor(tmp_path)
+    assert draw() == drawn
+
+
+def test_the_generators_of_the_trainer_win_where_it_shares_a_process_with_its_worker(settings, unbroken, tmp_path):
+    """As when a run that began behind Ray, with a worker apart, goes on in one process."""
+    shutil.copytree(unbroken(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    torch.save(rng_state(), tmp_path / "global_step_3/actor/extra_state_world_size_1_rank_0.pt")
+    main.run(compose(*settings(tmp_path)))
+    assert_same_run(tmp_path, unbroken())
+
+
+def test_what_a_worker_draws_in_a_call_depends_on_the_seed_of_the_call_alone():
+    before = rng_state()
+    drawn = []
+    for seed in (1, 2, 1):
+        with forked_rng(seed):
+            drawn.append(draw())
+        after = draw()
+        set_rng_state(before)
+        assert draw() == after
+        set_rng_state(before)
+    assert drawn[0] == drawn[2]
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+KILLER = '''
+"""Kills its process by SIGKILL at the {number}-th {kind}; a file that is being written then is half there."""
+import os
+import signal
+
+import torch
+
+from workers.hf_rollout import HFRollout
+
+calls = dict.fromkeys(("generation", "update", "write"), 0)
+
+
+def is_last(kind):
+    calls[kind] += 1
+    return kind == "{kind}" and calls[kind] == {number}
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def generate(*args, original=HFRollout.generate):
+    return kill() if is_last("generation") else original(*args)
+
+
+def update(*args, original=torch.optim.AdamW.step):
+    original(*args)
+    if is_last("update"):
+        kill()
+
+
+def write(value, path, original=torch.save):
+    original(value, path)
+    if is_last("write"):
+        os.truncate(path, os.path.getsize(path) // 2)
+        kill()
+
+
+HFRollout.generate, torch.optim.AdamW.step, torch.save = generate, update, write
+'''
+
+
+@pytest.mark.slow
+def test_a_process_killed_three_times_ends_like_one_that_never_was(settings, tmp_path):
+    draw = random.Random(0).randint
+    moments = [("write", draw(6, 10)), ("generation", draw(2, 3)), ("update", draw(2, 3))]
+    killer, run = tmp_path / "killer.py", tmp_path / "run"
+    command = settings(run, "grpo", "trainer.total_training_steps=8", f"actor_rollout_ref.model.external_lib={killer}")
+    for kind, number in moments:
+        killer.write_text(KILLER.format(kind=kind, number=number))
+        assert run_main(*command).returncode == -signal.SIGKILL
+        if kind == "write":
+            assert list(run.glob(".writing_global_step_*"))
+    killer.write_text("")
+    assert run_main(*command).returncode == 0
+    assert run_main(*command, f"trainer.default_local_dir={tmp_path / 'unbroken'}").returncode == 0
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == list(range(9))
+    assert learning_metrics(run) == learning_metrics(tmp_path / "unbroken")

@@ -1,0 +1,289 @@
+"""Rewards as users write them, in files of their own: how they are called, where scores land, what is refused."""
+
+import asyncio
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import RewardConfig, RewardFunctionConfig
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from training.reward import FunctionReward, add_scores, compute_reward, load_reward_manager, reward_metrics, reward_view
+
+TOKENIZER = build_tokenizer()
+ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
+
+PER_SAMPLE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return float(solution_str.split()[-1] == ground_truth) * kwargs.get("weight", 1.0)
+"""
+PER_SAMPLE_ASYNC = """
+import asyncio
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
+    await asyncio.sleep(0)
+    return {"score": float(solution_str.split()[-1] == ground_truth) * weight, "length": len(solution_str)}
+"""
+PER_BATCH = """
+import torch
+def compute_reward(data, tokenizer=None, weight=1.0, **kwargs):
+    assert len(data.batch) == len(data.responses) and data.meta_info is not None
+    truths = data.get("ground_truths", [None] * len(data.batch))
+    return torch.tensor([weight * (text.split()[-1] == truth) for text, truth in zip(data.responses, truths)])
+"""
+PER_BATCH_ASYNC = PER_BATCH.replace("def compute", "async def compute")
+PER_TEXT = """
+def compute_reward(prompt: str, response: str, ground_truth: str | None, weight: float = 1.0) -> float:
+    return weight * (response.split()[-1] == ground_truth)
+"""
+FILES = {
+    "per sample": ("compute_score", PER_SAMPLE),
+    "per sample, async": ("compute_score", PER_SAMPLE_ASYNC),
+    "per batch": ("compute_reward", PER_BATCH),
+    "per batch, async": ("compute_reward", PER_BATCH_ASYNC),
+    "per text": ("compute_reward", PER_TEXT),
+}
+
+
+def load(folder: Path, text: str, name: str, **reward_kwargs) -> FunctionReward:
+    file = folder / "my_reward.py"
+    file.write_text(text)
+    return load_reward_manager(RewardConfig(RewardFunctionConfig(str(file), name, reward_kwargs)), TOKENIZER, None)
+
+
+def rollout(*responses: str, width: int = 8, **columns: list) -> DataProto:
+    """Rollouts as an engine returns them; in a response, [text in brackets] is not the policy's."""
+    ids = torch.full((len(responses), width), TOKENIZER.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(responses):
+        spoken, own = [], True
+        for character in text:
+            own = own and character != "["
+            spoken += [(character, int(own))] if character not in "[]" else []
+            own = own or character == "]"
+        for place, (character, bit) in enumerate(spoken):
+            ids[row, place], mask[row, place] = TOKENIZER.convert_tokens_to_ids(character), bit
+    prompts = [TOKENIZER.encode("2+2=") for _ in responses]
+    return DataProto.from_single_dict(
+        {"responses": ids, "response_mask": mask, "raw_prompt_ids": prompts, "uid": list(range(len(ids))), **columns}
+    )
+
+
+def score(result, batch: DataProto) -> tuple[torch.Tensor, dict]:
+    return compute_reward(batch, lambda data: result, TOKENIZER)
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_every_form_works_alone_and_in_a_run(tmp_path, form):
+    name, text = FILES[form]
+    reward = load(tmp_path, text, name)
+    alone = [result["score"] if isinstance(result, dict) else float(result) for result in reward(ALONE)]
+    assert alone == [1.0, 0.0]
+    labels = [{"style": "rule", "ground_truth": "4"}] * 2
+    batch = rollout("4", "5", reward_model=labels, data_source=["sums"] * 2, extra_info=[{}] * 2)
+    scores, _ = compute_reward(batch, reward, TOKENIZER)
+    assert scores.sum(1).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_reward_kwargs_reach_every_form(tmp_path, form):
+    name, text = FILES[form]
+    results = load(tmp_path, text, name, weight=0.5)(ALONE)
+    assert [result["score"] if isinstance(result, dict) else float(result) for result in results] == [0.5, 0.0]
+
+
+def test_reward_kwargs_win_over_what_the_caller_passes(tmp_path):
+    reward = load(tmp_path, PER_SAMPLE, "compute_score", ground_truth="idea")
+    assert reward(ALONE) == [0.0, 1.0]
+
+
+def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():
+    given = []
+    columns = {"prompts": ["p"], "responses": ["r"], "ground_truths": ["g"], "data_source": ["d"], "extra_info": [{}]}
+    data = DataProto.from_single_dict(columns)
+
+    def short(solution_str, split):
+        given.append({"solution_str": solution_str, "split": split})
+        return 0.0
+
+    def long(response, **kwargs):
+        given.append({"response": response, **kwargs})
+        return 0.0
+
+    FunctionReward(short)(data)
+    data.meta_info["validate"] = True
+    FunctionReward(short)(data)
+    FunctionReward(long)(data)
+    verl = {"data_source": "d", "solution_str": "r", "ground_truth": "g", "extra_info": {}}
+    assert given == [
+        {"solution_str": "r", "split": "train"},
+        {"solution_str": "r", "split": "val"},
+        {"response": "r"} | verl,
+    ]
+
+
+def test_async_rewards_run_side_by_side_even_inside_a_running_loop():
+    waiting = []
+
+    async def compute_score(solution_str):  # passes only if all calls are under way together
+        waiting.append(solution_str)
+        while len(waiting) < 2:
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def notebook():
+        return FunctionReward(compute_score)(ALONE)
+
+    assert asyncio.run(notebook()) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda text: 1.0, "none of the known forms.*compute_score"),
+        (lambda solution_str, secret: 1.0, "cannot be called: missing a required argument: 'secret'"),
+    ],
+)
+def test_a_function_of_another_form_is_refused_at_the_start(function, message):
+    with pytest.raises(ValueError, match=message):
+        FunctionReward(function)
+
+
+def test_reward_kwargs_that_the_function_does_not_take_are_refused_at_the_start(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"cannot be called: got an unexpected keyword argument 'wight'.*reward_kwargs"
+    ):
+        load(tmp_path, PER_TEXT, "compute_reward", wight=0.5)
+
+
+def test_without_any_reward_the_remedy_is_named():
+    with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path.*env\.id"):
+        load_reward_manager(RewardConfig(), TOKENIZER, None)
+
+
+def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_rows():
+    batch = rollout("ab", "a[tool]b", "ab[to]", "[tool]")
+    scores, _ = score([1.0, 2.0, 3.0, 4.0], batch)
+    assert scores.dtype == torch.float32 and scores.shape == (4, 8)
+    assert scores.nonzero().tolist() == [[0, 1], [1, 5], [2, 1]]
+    assert scores[scores != 0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_text_of_the_environment_earns_nothing(tmp_path):
+    batch = rollout("[42]", "4[1]2", reward_model=[{"ground_truth": "42"}] * 2)
+    view = reward_view(batch, TOKENIZER)
+    assert [*view.responses] == ["", "42"]
+    assert [*view.prompts] == ["2+2="] * 2 and [*view.ground_truths] == ["42"] * 2
+    reward = FunctionReward(lambda solution_str, ground_truth: float(ground_truth in solution_str))
+    scores, _ = compute_reward(batch, reward, TOKENIZER)
+    assert scores.sum(1).tolist() == [0.0, 1.0]
+
+
+def test_a_reward_per_token_stays_where_it_is():
+    batch = rollout("ab", "a[t]b")
+    per_token = torch.rand(2, 8) * batch.response_mask
+    scores, _ = compute_reward(batch, lambda data: per_token.double() * data.response_mask, TOKENIZER)
+    assert torch.equal(scores, per_token)
+    with pytest.raises(
+        ValueError, match=r"scored 12 tokens that the policy did not produce.*= \[0, 2\].*response_mask"
+    ):
+        score(torch.ones(2, 8), batch)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1, 0],
+        (True, False),
+        [np.bool_(True), np.float32(0)],
+        [torch.tensor(1.0), np.array([0.0])],
+        np.array([1.0, 0.0]),
+        np.array([1, False], dtype=object),
+        torch.tensor([1, 0]),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        [{"score": 1}, {"score": 0}],
+    ],
+)
+def test_numbers_of_every_kind_are_scores(result):
+    scores, _ = score(result, rollout("a", "b"))
+    assert scores[:, 0].tolist() == [1.0, 0.0] and not scores.requires_grad
+
+
+WRONG = [
+    (None, "returned None: it must return [2] numbers, one per response, or [2, 8], one per response token"),
+    (0.5, "returned 0.5: it must return [2] numbers"),
+    ("ab", "returned 'ab': it must return [2] numbers"),
+    ({"score": [1.0, 0.0]}, "returned {'score': [1.0, 0.0]}: it must return"),
+    ([1.0, None], "returned None for response 1: it must be a number"),
+    ([1.0, float("nan")], "returned nan for response 1 (1 of 2 scores are not finite)"),
+    ([float("-inf"), 1.0], "returned -inf for response 0"),
+    ([1e300, 1.0], "returned inf for response 0"),
+    (torch.tensor([[0.0] * 8, [0.0] * 7 + [float("nan")]]), "returned nan for response 1 (1 of 16 scores"),
+    ([1.0, "1.0"], "returned '1.0' for response 1: it must be a number"),
+    ([[1.0], [0.0]], "returned [1.0] for response 0: it must be a number"),
+    ([(1.0, {}), (0.0, {})], "returned (1.0, {}) for response 0: it must be a number"),
+    ([1.0], "returned 1 scores for 2 responses"),
+    ([{"score": 1.0}] * 3, "returned 3 scores for 2 responses"),
+    (torch.zeros(3), "returned scores of shape [3]: it must return [2] numbers, one per response, or [2, 8]"),
+    (torch.zeros(2, 7), "returned scores of shape [2, 7]"),
+    (torch.tensor(1.0), "returned scores of shape []"),
+    ([{"score": 1.0}, 1.0], "returned 1.0 for response 1 and ['score'] for another"),
+    ([1.0, {"score": 1.0}], "returned 1.0 for response 0 and ['score'] for another"),
+    ([{"score": 1.0}, {"score": 1.0, "acc": 1}], "returned ['acc', 'score'] for response 1 and ['score'] for another"),
+    ([{"acc": 1.0}, {"acc": 1.0}], "each with 'score'"),
+    ([{"score": "high"}, {"score": 1.0}], "returned 'high' for response 0"),
+    ([{"score": 1.0, "uid": 0}] * 2, "returned the keys ['uid'], which are columns of the batch already"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("result", "message"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_result_is_refused_and_located(result, message):
+    def my_reward(data):
+        return result
+
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        compute_reward(rollout("a", "b"), my_reward, TOKENIZER)
+    assert f"my_reward ({__file__})" in str(caught.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronous):
+    text = "import json\ndef compute_score(solution_str):\n    value = json.loads(solution_str)\n    return value"
+    name = "compute_score"
+    reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name)
+    message = rf"compute_score \({tmp_path}/my_reward.py\) raised JSONDecodeError: .*\(at {tmp_path}/my_reward.py:3\)"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        compute_reward(rollout("a"), reward, TOKENIZER)
+    assert type(caught.value.__cause__).__name__ == "JSONDecodeError"
+
+
+def test_errors_name_partials_and_objects_too():
+    class Manager:
+        def __call__(self, data):
+            return None
+
+    def weighted(weight, response):
+        return None
+
+    for manager, name in ((Manager(), "Manager"), (FunctionReward(partial(weighted, 2.0)), "weighted")):
+        with pytest.raises(ValueError, match=rf"{name} \(.*test_reward.py\) returned"):
+            compute_reward(rollout("a"), manager, TOKENIZER)
+
+
+def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_rows_that_did_not_fail():
+    results = [
+        {"score": 1.0, "acc": True, "pred": "4", "steps": np.int64(2)},
+        {"score": 0.0, "acc": False, "pred": "5", "steps": np.int64(4)},
+        {"score": 9.0, "acc": True, "pred": "6", "steps": np.int64(99)},
+    ]
+    batch = add_scores(rollout("4", "5", "[x]"), lambda data: results, TOKENIZER)
+    assert [*batch.pred] == ["4", "5", "6"] and batch.token_level_scores.sum(1).tolist() == [1.0, 0.0, 0.0]
+    metrics = reward_metrics(batch)
+    assert {name for name in metrics if "steps" in name} == {
+        f"reward/steps/{how}" for how in ("mean", "std", "min", "max")
+    }
+    assert metrics["reward/steps/mean"] == 3 and metrics["reward/steps/std"] == 1 and metrics["reward/steps/max"] == 4
+    assert metrics["reward/acc/mean"] == 0.5 and not any("pred" in name for name in metrics)

@@ -1,0 +1,305 @@
+"""The rollout contract, and the sampling loop of our own against `generate` and against plain softmax arithmetic."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from data.protocol import DataProto, object_array
+from training.roles import SamplingParams
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.hf_rollout import HFRollout
+from workers.micro_batches import MicroBatchSize
+from workers.models import load_causal_lm
+from workers.rollout import Completion, Rollout, stop_token_ids
+
+P, R = 9, 12
+PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [33, 34, 35, 36, 37]]
+GREEDY = SamplingParams(False, 1.0, -1, 1.0, R)
+
+
+def sampling(max_tokens: int = R, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> SamplingParams:
+    return SamplingParams(True, temperature, top_k, top_p, max_tokens)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> PreTrainedModel:
+    """With larger weights: left as it is, a random model is nearly uniform whatever its context, and hides mistakes."""
+    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for matrix in (parameter for parameter in module.model.layers.parameters() if parameter.ndim == 2):
+            matrix.mul_(10)
+    module.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn(module.lm_head.weight.shape, generator=generator))
+    return module
+
+
+def make_rollout(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...] = (), max_num_seqs: int = 1024
+) -> HFRollout:
+    model.generation_config.eos_token_id = list(stops) or None
+    config = RolloutConfig(prompt_length=P, response_length=R, max_num_seqs=max_num_seqs)
+    return HFRollout(config, tokenizer, model)
+
+
+def batch_of(prompts: list[list[int]], params: SamplingParams, **columns: list) -> DataProto:
+    objects = {"raw_prompt_ids": object_array(prompts), **{name: object_array(rows) for name, rows in columns.items()}}
+    return DataProto.from_dict(None, objects, {"sampling": params, "seed": 3, "temperature": params.temperature})
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [done.token_ids for done in completions]
+
+
+def reachable_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Two ids that greedy decoding meets, one late in the first answer, one early in the second."""
+    first, second, *_ = ids(make_rollout(model, tokenizer).generate(PROMPTS, GREEDY, seed=0))
+    return first[5], second[2]
+
+
+def test_greedy_equals_transformers_generate_token_for_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+):
+    stops = reachable_stops(model, tokenizer)
+    found = make_rollout(model, tokenizer, stops).generate(PROMPTS, GREEDY, seed=0)
+    width = max(map(len, PROMPTS))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    generated = model.eval().generate(
+        padded, attention_mask=mask, do_sample=False, max_new_tokens=R, pad_token_id=0,
+        eos_token_id=[*stops, tokenizer.eos_token_id],
+    )  # fmt: skip
+    for done, row in zip(found, generated[:, width:].tolist(), strict=True):
+        assert row == done.token_ids + [0] * (len(row) - len(done.token_ids))
+    assert {done.finish_reason for done in found} == {"stop", "length"}
+    assert len({len(done.token_ids) for done in found}) > 2, "rows must end at different times for this to say much"
+
+
+def test_rows_that_end_do_not_change_those_that_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    """…nor does the batch's size: each prompt alone, all at once, and two at a time."""
+    stops = reachable_stops(model, tokenizer)
+    together = make_rollout(model, tokenizer, stops).generate(PROMPTS, GREEDY, seed=0)
+    alone = [make_rollout(model, tokenizer, stops).generate([prompt], GREEDY, seed=0)[0] for prompt in PROMPTS]
+    in_pairs = make_rollout(model, tokenizer, stops, max_num_seqs=2).generate(PROMPTS, GREEDY, seed=0)
+    for one, others in ((together, alone), (together, in_pairs)):
+        assert ids(one) == ids(others)
+        assert [done.finish_reason for done in one] == [done.finish_reason for done in others]
+        for a, b in zip(one, others, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
+
+
+def test_samples_of_a_shared_prompt_have_the_log_probs_of_a_forward_pass_of_their_own(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+):
+    """4 samples of each prompt, shuffled, with early ends; T = 0.7 enters by plain division before log_softmax."""
+    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(20)]
+    rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
+    completions = rollout.generate(prompts, sampling(temperature=0.7), seed=1)
+    assert len(set(map(tuple, ids(completions)))) > 15, "samples of one prompt must differ"
+    for prompt, done in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = (logits / 0.7).log_softmax(-1)[range(len(done.token_ids)), done.token_ids]
+        assert done.log_probs == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def processed(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Token -> probability: temperature, then top-k, then the nucleus, each renormalised, in plain Python."""
+    powers = {token: math.exp(logit / params.temperature) for token, logit in enumerate(logits)}
+    ranked = sorted(powers, key=lambda token: -powers[token])[: params.top_k if params.top_k > 0 else None]
+    total, mass, nucleus = sum(powers[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if mass >= params.top_p:
+            break
+        nucleus.append(token)
+        mass += powers[token] / total
+    kept = sum(powers[token] for token in nucleus)
+    return {token: powers[token] / kept for token in nucleus}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        sampling(1),
+        sampling(1, temperature=0.6),
+        sampling(1, temperature=1.5, top_k=7),
+        sampling(1, top_p=0.6),
+        sampling(1, temperature=1.3, top_k=20, top_p=0.8),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_processed_distribution(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
+):
+    """4000 draws: χ² within 5 of its standard deviations, no token outside, log-probs those of the distribution."""
+    draws = 4000
+    with torch.no_grad():
+        wanted = processed(model(torch.tensor([PROMPTS[0]])).logits[0, -1].tolist(), params)
+    completions = make_rollout(model, tokenizer, max_num_seqs=draws).generate([PROMPTS[0]] * draws, params, seed=0)
+    counts = Counter(done.token_ids[0] for done in completions)
+    assert counts.keys() <= wanted.keys()
+    for done in completions:
+        assert done.log_probs == pytest.approx([math.log(wanted[done.token_ids[0]])], abs=1e-4)
+    frequent = [token for token in wanted if wanted[token] * draws >= 5]
+    pairs = [(counts[token], wanted[token] * draws) for token in frequent]
+    rest = draws - sum(expected for _, expected in pairs)
+    if rest >= 5:
+        pairs.append((draws - sum(count for count, _ in pairs), rest))
+    chi_square, freedom = sum((count - expected) ** 2 / expected for count, expected in pairs), len(pairs) - 1
+    assert freedom >= 2
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float
+):
+    rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
+    batch = rollout.generate_sequences(batch_of(PROMPTS * 4, sampling(temperature=temperature)))
+    engine = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), "float32")
+    size = MicroBatchSize(3, 0)
+    scored = DataParallelPPOActor(ActorConfig(), engine, size, size).compute_log_prob(batch)
+    mask = batch.batch["response_mask"].bool()
+    assert not mask.all()
+    difference = (scored.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs()
+    assert difference.max() < 1e-4
+    batch.meta_info["temperature"] = temperature + 0.05
+    moved = DataParallelPPOActor(ActorConfig(), engine, size, size).compute_log_prob(batch)
+    assert (moved.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs().max() > 1e-2
+
+
+def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def draw(seed: int, max_num_seqs: int = 1024) -> list[list[int]]:
+        torch.manual_seed(seed + max_num_seqs)  # must not matter
+        return ids(make_rollout(model, tokenizer, max_num_seqs=max_num_seqs).generate(PROMPTS * 2, sampling(), seed))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert draw(1, max_num_seqs=3) == draw(1, max_num_seqs=3)
+    torch.manual_seed(0)
+    expected_draw = torch.rand(3)
+    torch.manual_seed(0)
+    make_rollout(model, tokenizer).generate(PROMPTS, sampling(), 1)
+    assert torch.equal(torch.rand(3), expected_draw)
+
+
+def test_any_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+):
+    """pad == eos, as for SmolLM2, and a second id from generation_config."""
+    stops = reachable_stops(model, tokenizer)
+    same = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    same.eos_token = same.pad_token = same.convert_ids_to_tokens(stops[0])
+    batch = make_rollout(model, same, stops).generate_sequences(batch_of(PROMPTS * 20, sampling()))
+    ended_by = Counter()
+    for row, length in enumerate(batch.batch["response_mask"].sum(1).tolist()):
+        tokens = batch.batch["responses"][row].tolist()
+        assert set(tokens[: length - 1]).isdisjoint(stops)
+        assert set(tokens[length:]) <= {stops[0]}
+        assert (batch.batch["rollout_log_probs"][row, :length] < 0).all()
+        stopped = tokens[length - 1] in stops
+        assert batch.non_tensor_batch["end_reason"][row] == ("terminated" if stopped else "max_tokens")
+        assert stopped or length == R
+        ended_by[tokens[length - 1]] += stopped
+    assert ended_by[stops[0]] and ended_by[stops[1]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_a_response_has_at_most_max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_tokens: int):
+    batch = make_rollout(model, tokenizer).generate_sequences(batch_of(PROMPTS, replace(GREEDY, max_tokens=max_tokens)))
+    assert batch.batch["responses"].shape == (len(PROMPTS), R)
+    assert batch.batch["response_mask"].tolist() == [[1] * max_tokens + [0] * (R - max_tokens)] * len(PROMPTS)
+    assert set(batch.non_tensor_batch["end_reason"]) == {"max_tokens"}
+
+
+def test_generation_leaves_the_model_in_training_mode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    make_rollout(model.train(), tokenizer).generate(PROMPTS, GREEDY, seed=0)
+    assert model.training
+
+
+class ScriptedRollout(Rollout):
+    """Answers with the first ids of 70, 71, 72, as many as the prompt has; stops unless that is three."""
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
+        return [
+            Completion([70, 71, 72][: len(p)], [-0.5, -0.25, -0.125][: len(p)], "stop" if len(p) < 3 else "length", 0)
+            for p in prompts
+        ]
+
+
+def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
+    """Prompts left-padded to P = 4, responses right-padded to R = 3; pad id 0."""
+    rollout = ScriptedRollout(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
+    batch = rollout.generate_sequences(batch_of([[9], [5, 0, 6]], GREEDY, uid=["a", "b"]))
+    wanted = {
+        "prompts": [[0, 0, 0, 9], [0, 5, 0, 6]],
+        "responses": [[70, 0, 0], [70, 71, 72]],
+        "input_ids": [[0, 0, 0, 9, 70, 0, 0], [0, 5, 0, 6, 70, 71, 72]],
+        "attention_mask": [[0, 0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]],
+        "position_ids": [[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 3, 4, 5]],
+        "response_mask": [[1, 0, 0], [1, 1, 1]],
+    }
+    assert {name: batch.batch[name].tolist() for name in wanted} == wanted
+    assert {batch.batch[name].dtype for name in wanted} == {torch.int64}
+    assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, 0, 0], [-0.5, -0.25, -0.125]]
+    assert batch.batch["rollout_log_probs"].dtype == torch.float32
+    assert set(batch.batch.keys()) == {*wanted, "rollout_log_probs"}
+    assert batch.non_tensor_batch["end_reason"].tolist() == ["terminated", "max_tokens"]
+    assert batch.non_tensor_batch["uid"].tolist() == ["a", "b"]
+    assert batch.meta_info["seed"] == 3
+
+
+def test_a_prompt_wider_than_the_columns_is_refused(tokenizer: PreTrainedTokenizerBase):
+    rollout = ScriptedRollout(RolloutConfig(prompt_length=2, response_length=3), tokenizer, None)
+    with pytest.raises(AssertionError, match=r"3 tokens of prompt.*wider than 2, 3"):
+        rollout.generate_sequences(batch_of([[5, 6, 7]], GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("declared", "template", "wanted"),
+    [
+        (None, None, {"<|end|>"}),
+        ("<|user|>", None, {"<|end|>", "<|user|>"}),
+        (["<|user|>", "<|pad|>"], None, {"<|end|>", "<|user|>", "<|pad|>"}),
+        (None, "{{ messages[1].content + '<|system|>' }}", {"<|end|>", "<|system|>"}),
+        ("<|user|>", "{{ messages[1].content + '<|system|>x' }}", {"<|end|>", "<|user|>", "<|system|>"}),
+        (None, "{{ messages[1].content + 'x<|system|>' }}", {"<|end|>"}),  # the answer is not what it ends
+    ],
+)
+def test_the_stop_set_is_generation_config_and_tokenizer_and_template(
+    tokenizer: PreTrainedTokenizerBase, declared: str | list[str] | None, template: str | None, wanted: set[str]
+):
+    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    own.chat_template = template
+    config = GenerationConfig(eos_token_id=own.convert_tokens_to_ids(declared)) if declared else None
+    assert stop_token_ids(own, config) == set(own.convert_tokens_to_ids(sorted(wanted)))
+
+
+def test_completions_carry_the_version_of_the_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    rollout = make_rollout(model, tokenizer)
+    versions = []
+    for step in (0, 4):
+        rollout.update_weights(step)
+        versions += [done.weight_version for done in rollout.generate(PROMPTS[:1], GREEDY, seed=0)]
+    assert versions == [0, 4]
+
+
+def test_nothing_but_stop_ids_is_inherited_from_generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+):
+    plain = ids(make_rollout(model, tokenizer).generate(PROMPTS, sampling(), seed=1))
+    model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
+    assert ids(make_rollout(model, tokenizer).generate(PROMPTS, sampling(), seed=1)) == plain
+    assert np.mean([len(tokens) for tokens in plain]) > 2

@@ -1,0 +1,80 @@
+"""The model that is made here: its tokenizer, its weights, and that everything that takes a model path takes it."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from custom.tiny_model import ALPHABET, SPECIALS, build_model, build_tokenizer, main, save_tiny_model
+from workers.rollout import stop_token_ids
+
+TOKENIZER = build_tokenizer()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(ALPHABET, max_size=40))
+def test_text_survives_the_round_trip_one_token_a_character(text):
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text) and TOKENIZER.decode(ids) == text
+
+
+def test_what_it_cannot_spell_is_one_unknown_token_each():
+    assert TOKENIZER.encode("aéπ") == [TOKENIZER.encode("a")[0], TOKENIZER.unk_token_id, TOKENIZER.unk_token_id]
+
+
+def test_the_chat_template_opens_and_ends_each_message_with_one_token():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert len(ids) == len("s") + len("hi") + 5
+    assert TOKENIZER.decode(ids) == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "shi"
+
+
+def test_padding_end_and_unknown_are_three_different_tokens():
+    assert len({TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id}) == 3
+    assert stop_token_ids(TOKENIZER, None) == {TOKENIZER.convert_tokens_to_ids("<|end|>")}
+
+
+def test_weights_are_fixed_by_the_seed_and_the_global_generator_is_left_alone():
+    torch.manual_seed(5)
+    first, again, other = (build_model(TOKENIZER, seed, hidden_size=16, layers=1) for seed in (0, 0, 1))
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
+    assert all(same)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_its_default_size_is_what_is_promised():
+    model = build_model(TOKENIZER, seed=0)
+    assert 0.75e6 < model.num_parameters() < 0.85e6
+    assert (
+        model.config.vocab_size == len(TOKENIZER) == len(SPECIALS) + len(ALPHABET) and model.config.tie_word_embeddings
+    )
+
+
+def test_a_saved_model_loads_as_any_other(tmp_path):
+    save_tiny_model(tmp_path, seed=3, hidden_size=16, layers=1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = build_model(TOKENIZER, seed=3, hidden_size=16, layers=1)
+    ids = torch.tensor([tokenizer.encode("left or right?")])
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+    assert tokenizer.chat_template == TOKENIZER.chat_template and tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    assert tokenizer.decode(ids[0]) == "left or right?"
+
+
+def test_the_command_writes_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny_model", str(tmp_path), "--hidden-size", "16", "--layers", "1"])
+    main()
+    assert str(tmp_path) in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 16
+
+
+@pytest.mark.parametrize("text", ["<|end|>", "a<|user|>b"])
+def test_special_tokens_in_a_text_are_read_as_such(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+    assert len(TOKENIZER.encode(text)) < len(text)

@@ -1,0 +1,197 @@
+"""Validation: several answers a row scored by the user's function, and whole episodes in the real environment."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from custom.env_wrapper import make_env
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from data.rl_dataset import RLHFDataset
+from data.sampler import PromptLoader, SequentialSampler
+from tests.runs import compose
+from training.reward import load_reward_manager
+from training.roles import SamplingParams
+from training.validation import Validator, spread
+from workers.rollout import Completion, pad_rollout
+
+TOKENIZER = build_tokenizer()
+MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, split):
+    assert split == "val"
+    return {"score": float(solution_str == ground_truth), "pred": solution_str}
+"""
+
+
+class Scripted:
+    """A rollout that answers from a function of (prompt text, how often it was asked that before)."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+        self.meta: list[dict[str, Any]] = []
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        self.meta.append(prompts.meta_info)
+        done = []
+        for ids in prompts.raw_prompt_ids:
+            text = TOKENIZER.decode(ids, skip_special_tokens=True)
+            answer = TOKENIZER.encode(self.answer(text, self.asked.count(text)))
+            self.asked.append(text)
+            done.append(Completion([*answer, TOKENIZER.eos_token_id], [0.0] * (len(answer) + 1), "stop", 0))
+        columns = pad_rollout([*prompts.raw_prompt_ids], done, 64, 8, TOKENIZER.pad_token_id)
+        ends = {"end_reason": ["terminated"] * len(done)}
+        batch = prompts.union(DataProto.from_single_dict({**columns, **ends}))
+        batch.meta_info = dict(prompts.meta_info)
+        return batch
+
+
+def on_rows(folder: Path, rollout: Scripted, *overrides: str) -> Validator:
+    rows = [
+        {"prompt": text, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+        for text, source, truth in [("1+1=", "sums", "2"), ("2+3=", "sums", "5"), ("2*3=", "products", "6")]
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "val.parquet")
+    (folder / "my_reward.py").write_text(REWARD)
+    config = compose(
+        f"reward.custom_reward_function.path={folder}/my_reward.py",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        f"trainer.validation_data_dir={folder}/dumps",
+        *overrides,
+        name="ppo_trainer",
+    )
+    dataset = RLHFDataset(folder / "val.parquet", TOKENIZER, config=config.data)
+    loader = PromptLoader(dataset, 2, SequentialSampler(dataset, config.data), drop_last=False)
+    reward = load_reward_manager(config.reward, TOKENIZER, None)
+    return Validator(config, TOKENIZER, rollout, reward, loader, None)
+
+
+def on_episodes(folder: Path, rollout: Scripted, *overrides: str, **env_kwargs: Any) -> Validator:
+    config = compose(
+        "env.val_episodes=6",
+        "env.val_seed=1000",
+        f"trainer.validation_data_dir={folder}/dumps",
+        *overrides,
+    )
+    environment = make_env("FrozenLake-v1", max_turns=12, **MAPS, **env_kwargs)
+    return Validator(config, TOKENIZER, rollout, lambda data: [0.0] * len(data), None, environment)
+
+
+def dumped(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "dumps" / f"{step}.jsonl").read_text().splitlines()]
+
+
+def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_the_source(tmp_path):
+    # 1+1 right in 1 of 4, 2+3 in 3 of 4, 2*3 in none
+    right = {"1+1=": (0,), "2+3=": (0, 1, 3), "2*3=": ()}
+    truth = {"1+1=": "2", "2+3=": "5", "2*3=": "6"}
+    rollout = Scripted(lambda text, times: truth[text] if times in right[text] else "9")
+    metrics = on_rows(tmp_path, rollout, "trainer.log_val_generations=0").run(step=7)
+    assert metrics["val-core/sums/reward/mean@4"] == (0.25 + 0.75) / 2
+    assert metrics["val-core/products/reward/mean@4"] == 0.0 == metrics["val-core/products/reward/best@4/mean"]
+    # best of 4 draws with replacement: 1 - (3/4)^4 and 1 - (1/4)^4
+    expected = ((1 - 0.75**4) + (1 - 0.25**4)) / 2
+    assert metrics["val-core/sums/reward/best@4/mean"] == pytest.approx(expected, abs=0.03)
+    assert metrics["val-core/sums/reward/maj@4/mean"] < 0.75  # pred votes; 2+3 wins its vote, 1+1 loses it
+    assert rollout.asked == [text for text in truth for _ in range(4)]  # two batches, answers of a row in a row
+
+
+def test_answers_to_rows_are_dumped_with_all_that_the_reward_said(tmp_path):
+    on_rows(tmp_path, Scripted(lambda text, times: "2"), "trainer.log_val_generations=0").run(step=3)
+    rows = dumped(tmp_path, 3)
+    assert len(rows) == 12
+    assert rows[0] == {
+        "step": 3, "input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "end_reason": "terminated", "pred": "2",
+    }  # fmt: skip
+
+
+def test_sampling_of_validation_is_its_own_and_does_not_depend_on_the_step(tmp_path):
+    overrides = [
+        f"actor_rollout_ref.rollout.val_kwargs.{what}" for what in ("temperature=0.6", "top_p=0.9", "do_sample=true")
+    ]
+    rollout = Scripted(lambda text, times: "2")
+    validator = on_rows(
+        tmp_path, rollout, *overrides, "data.max_response_length=8", "actor_rollout_ref.rollout.top_k=7"
+    )
+    validator.run(step=1)
+    validator.run(step=2)
+    assert {meta["sampling"] for meta in rollout.meta} == {SamplingParams(True, 0.6, -1, 0.9, 8)}
+    seeds = [meta["seed"] for meta in rollout.meta]
+    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
+
+
+def test_sampling_at_temperature_zero_is_greedy():
+    config = compose(
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=0"
+    )
+    assert not SamplingParams.of(config.actor_rollout_ref.rollout.val_kwargs, 4).do_sample
+
+
+def optimal_answers() -> dict[str, str]:
+    """Prompt -> the letter of an optimal move, for every state of the maps that are played below."""
+    environment, answers = make_env("FrozenLake-v1", **MAPS), {}
+    for seed in range(1000, 1006):
+        for i in range(200):
+            state = environment.get_state(i, reset_seed=seed)
+            answers[environment.state_to_text(state)] = environment.action_to_text(environment.get_action(state))
+    return answers
+
+
+def test_an_optimal_player_wins_every_episode(tmp_path):
+    answers = optimal_answers()
+    metrics = on_episodes(tmp_path, Scripted(lambda text, times: answers[text]), "trainer.log_val_generations=0").run(0)
+    assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
+    assert metrics["val-aux/FrozenLake-v1/reward/mean@1"] == 1.0
+    assert metrics["val-aux/num_turns/min"] >= 6  # from corner to corner
+    episodes = dumped(tmp_path, 0)
+    assert {episode["end_reason"] for episode in episodes} == {"terminated"}
+    assert [sum(turn["reward"] for turn in episode["turns"]) for episode in episodes] == [1.0] * 6
+
+
+def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
+    rollout = Scripted(lambda text, times: "L")  # from the corner: stays where it is
+    metrics = on_episodes(tmp_path, rollout, "trainer.log_val_generations=0").run(0)
+    assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 0.0
+    assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
+    assert {episode["end_reason"] for episode in dumped(tmp_path, 0)} == {"max_turns"}
+    assert [len(episode["turns"]) for episode in dumped(tmp_path, 0)] == [12] * 6
+    assert len(rollout.meta) == 12, "one generation batch a turn, whatever the number of episodes"
+
+
+def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path):
+    answers = optimal_answers()
+    rollout = Scripted(lambda text, times: answers[text] if times > 5 else "?")  # 6 episodes share no first state twice
+    validator = on_episodes(tmp_path, rollout, "trainer.log_val_generations=0", "env.val_episodes=1")
+    validator.run(0)
+    [episode] = dumped(tmp_path, 0)
+    assert [turn["response"] for turn in episode["turns"][:7]] == ["?"] * 6 + [answers[episode["input"]]]
+    assert len({turn["prompt"] for turn in episode["turns"][:7]}) == 1
+
+
+def test_printed_samples_are_a_short_transcript_and_the_turns_stay_in_the_dump(tmp_path, capsys):
+    on_episodes(tmp_path, Scripted(lambda text, times: "L"), "trainer.log_val_generations=2").run(4)
+    printed = capsys.readouterr().out
+    assert "validation at step 4 · 1 of 2" in printed and "2 of 2" in printed
+    for text in ("P", "L · L · L", "max_turns", "score"):
+        assert text in printed
+    assert "turns'" not in printed and "'prompt'" not in printed and "None" not in printed
+    assert printed.count("G") == 2, "the map is shown once a sample, not once a turn"
+
+
+def test_a_prompt_that_does_not_fit_names_the_setting(tmp_path):
+    validator = on_episodes(tmp_path, Scripted(lambda text, times: "L"), "data.max_prompt_length=10")
+    with pytest.raises(ValueError, match=r"FrozenLake-v1 has \d+ tokens, above data\.max_prompt_length=10: raise it"):
+        validator.run(0)
+
+
+def test_shown_samples_span_from_best_to_worst():
+    rows = [{"score": score} for score in (0.0, 3.0, 1.0, 4.0, 2.0)]
+    assert [row["score"] for row in spread(rows, 3)] == [4.0, 2.0, 0.0]
+    assert [row["score"] for row in spread(rows, 9)] == [4.0, 3.0, 2.0, 1.0, 0.0]
+    assert [*spread([], 2)] == []

@@ -1,0 +1,192 @@
+"""Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from configs.schema import Config
+from main import run
+from tests.runs import compose, learning_metrics, short_run
+from workers.hf_rollout import HFRollout
+from workers.model_worker import load_rollout_class
+from workers.worker_group import (
+    LocalWorkerGroup,
+    RayWorkerGroup,
+    WorkerError,
+    check_resources,
+    start_worker_group,
+)
+
+# A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
+MY_ROLLOUT = """
+import torch
+from workers.hf_rollout import HFRollout
+
+class MyRollout(HFRollout):
+    def generate_sequences(self, batch):
+        data = super().generate_sequences(batch)
+        data.batch["rollout_log_probs"] += torch.rand(1)
+        data.non_tensor_batch["end_reason"][:] = "mine"
+        return data
+"""
+
+# Rows that carry an object of a class of the user's, which the worker has to be able to unpickle.
+MY_DATASET = """
+from dataclasses import dataclass
+from custom.env_dataset import CustomEnvDataset
+
+@dataclass
+class Note:
+    text: str
+
+class MyDataset(CustomEnvDataset):
+    def __getitem__(self, position):
+        return super().__getitem__(position) | {"note": Note(f"row {position}")}
+"""
+
+MY_LOSS = """
+from training.core_algos import get_policy_loss_fn, register_policy_loss
+
+@register_policy_loss("fails_for_test")
+def fails(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config=None):
+    factors = {}
+    return log_probs.sum() * factors["missing"], {}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray as a caller of ours started it, with 2 CPUs."""
+    ray.init(num_cpus=2, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
+    """5 steps with every role: actor, rollout, reference and critic; 2 updates a step."""
+    return compose(
+        *short_run(tiny_model, folder),
+        "trainer.total_training_steps=5",
+        "trainer.test_freq=5",
+        "trainer.n_threads=1",
+        "algorithm.adv_estimator=gae",
+        "data.max_response_length=3",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.shuffle=true",
+        *more,
+    )
+
+
+@pytest.mark.slow
+def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path):
+    """Bit by bit, weights too, with an engine and a dataset of the user's; the Ray that `run` started ends with it."""
+    (tmp_path / "my_rollout.py").write_text(MY_ROLLOUT)
+    (tmp_path / "my_dataset.py").write_text(MY_DATASET)
+    options = [
+        f"actor_rollout_ref.rollout.name={tmp_path}/my_rollout.py",
+        f"data.custom_cls.path={tmp_path}/my_dataset.py",
+        "data.custom_cls.name=MyDataset",
+        "trainer.save_freq=5",
+    ]
+    for executor in ("local", "ray"):
+        assert not ray.is_initialized()
+        run(full_run(tiny_model, tmp_path / executor, f"trainer.executor={executor}", *options))
+    assert not ray.is_initialized()
+    local, remote = (learning_metrics(tmp_path / executor) for executor in ("local", "ray"))
+    assert local == remote
+    assert sorted(local) == [0, 1, 2, 3, 4, 5]
+    assert local[5]["actor/grad_norm"] != local[1]["actor/grad_norm"]
+    for role in ("actor", "critic"):
+        one, other = (
+            torch.load(tmp_path / executor / "global_step_5" / role / "model_world_size_1_rank_0.pt")
+            for executor in ("local", "ray")
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny_model: Path, tmp_path: Path):
+    """…and gives its CPUs back: each run asks for both of the cluster's two."""
+    file = tmp_path / "my_loss.py"
+    file.write_text(MY_LOSS)
+    options = ["trainer.executor=ray", "trainer.n_threads=2", f"actor_rollout_ref.model.external_lib={file}"]
+    config = full_run(tiny_model, tmp_path, *options, "actor_rollout_ref.actor.policy_loss.loss_mode=fails_for_test")
+    with pytest.raises(WorkerError, match="worker rank 0 failed") as failure:
+        run(config)
+    last_lines = str(failure.value).splitlines()[-5:]
+    assert f'  File "{file}", line 7, in fails' in last_lines
+    assert last_lines[-1] == "KeyError: 'missing'"
+    assert "\x1b" not in str(failure.value)
+
+    # A second group needs what the first had; it fails while it is built.
+    missing = full_run(
+        tiny_model, tmp_path, "trainer.executor=ray", "trainer.n_threads=2", "critic.model.path=/nowhere"
+    )
+    with pytest.raises(WorkerError, match=r"critic\.model\.path=/nowhere"):
+        start_worker_group(missing, total_steps=5, with_ref=False, with_critic=True)
+
+    # And a third needs what the second had, and can still say where its process died.
+    group = RayWorkerGroup(2, 0, int, 1)
+    assert group.run(int.__add__, 2) == 3
+    with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
+        group.run(os._exit)
+    group.close()
+    assert ray.is_initialized(), "it was the caller who started Ray"
+
+
+@pytest.mark.slow
+def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None):
+    with pytest.raises(ValueError, match=r"asked Ray for \{'CPU': 64.0\}, the cluster has \{'CPU': 2.0\}.*n_threads"):
+        RayWorkerGroup(64, 0, dict)
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [({"CPU": 4.0, "GPU": 1.0}, None), ({"CPU": 1.0, "GPU": 1.0}, "CPU"), ({"CPU": 4.0}, "GPU")],
+)
+def test_each_resource_is_compared(present: dict[str, float], missing: str | None):
+    asked = {"CPU": 2.0, "GPU": 1.0}
+    if missing is None:
+        check_resources(asked, present)
+    else:
+        with pytest.raises(ValueError, match=f"asked Ray for {{'{missing}'.*has {{'{missing}'"):
+            check_resources(asked, present)
+
+
+def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):
+    group = LocalWorkerGroup(1, dict)
+    with pytest.raises(KeyError, match="missing"):
+        group.run(dict.__getitem__, "missing")
+
+
+def test_a_rollout_of_the_users_is_used(tiny_model: Path, tmp_path: Path):
+    file = tmp_path / "my_rollout.py"
+    file.write_text(MY_ROLLOUT)
+    assert load_rollout_class(str(file)).__mro__[1] is HFRollout
+    dumps = tmp_path / "rollouts"
+    run(full_run(tiny_model, tmp_path, f"actor_rollout_ref.rollout.name={file}", f"trainer.rollout_data_dir={dumps}"))
+    assert '"end_reason": "mine"' in (dumps / "5.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["x = 1", "from workers.hf_rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
+)
+def test_a_file_without_exactly_one_rollout_is_refused(tmp_path: Path, text: str):
+    file = tmp_path / "my_rollout.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"must define exactly one subclass of workers.rollout.Rollout"):
+        load_rollout_class(str(file))
+
+
+def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tmp_path: Path):
+    """A user's dataset or reward that draws them gets the same ones in this process and behind Ray."""
+    torch.manual_seed(0)
+    expected_draw = torch.rand(3)
+    torch.manual_seed(0)
+    start_worker_group(full_run(tiny_model, tmp_path), total_steps=5, with_ref=True, with_critic=True)
+    assert torch.equal(torch.rand(3), expected_draw)
