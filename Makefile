@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+CONFIG ?= frozenlake
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -18,8 +19,8 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@
 
-quickstart: setup  ## train an agent on FrozenLake (SEED=0)
-	$(RUN) -m scripts.quickstart --seed $(SEED)
+quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
+	$(RUN) -m scripts.quickstart --seed $(SEED) --config-name $(CONFIG)
 
 test: setup  ## run all tests
 	$(RUN) -m pytest

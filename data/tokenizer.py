@@ -18,7 +18,8 @@ def check_model_path(path: str | None, key: str) -> str:
         ValueError: not set, no such folder, or a folder without config.json; names the key and the remedy.
     """
     remedy = (
-        "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with."
+        "Give a folder written by save_pretrained; `python -m custom.tiny_model DIR` makes a small one to try with, "
+        "`make quickstart` makes outputs/quickstart/warm_start."
     )
     if not path:
         raise ValueError(f"{key} is not set. {remedy}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import main as rl
 from configs.checks import check_config
+from configs.errors import refusals
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config, SFTConfig
 from custom.env_wrapper import EnvState, TextEnv
@@ -38,25 +39,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, sampling")
     parser.add_argument("--config-name", default="frozenlake", help="frozenlake (GRPO) or frozenlake_ppo")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
-    summary = quickstart(arguments.config_name, arguments.seed, arguments.overrides)
+    arguments = parser.parse_intermixed_args()
+    with refusals():
+        config = rl_config(arguments.config_name, arguments.seed, arguments.overrides)
+    summary = quickstart(config)
     print(
         f"success on 200 held-out maps: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
         f"({summary['train_seconds']:.0f} s of training)"
     )
 
 
-def quickstart(config_name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+def rl_config(config_name: str, seed: int, overrides: list[str]) -> Config:
     config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *overrides])
     check_config(config)
+    return config
+
+
+def quickstart(config: Config) -> dict[str, Any]:
+    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
     warm_start(config, folder)
     rl.run(config)
     seconds = time.monotonic() - started
     success = [entry["data"][SUCCESS] for entry in read_metrics(folder / "metrics.jsonl") if SUCCESS in entry["data"]]
-    summary = {"before": success[0], "after": success[-1], "train_seconds": round(seconds, 1), "seed": seed}
+    outcome = {"before": success[0], "after": success[-1]}
+    summary = {**outcome, "train_seconds": round(seconds, 1), "seed": config.trainer.seed}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_metric(folder / "metrics.jsonl", ["critic/score/mean", SUCCESS], folder / "reward_curve.png")
     print(f"wrote {folder / 'summary.json'} and {folder / 'reward_curve.png'}")
