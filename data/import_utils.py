@@ -9,8 +9,8 @@ import hashlib
 import importlib
 import sys
 from contextlib import ExitStack
-from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,19 +92,26 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _importable_name(file: Path) -> str | None:
-    """The name under which `import` finds this very file, if there is one."""
+    """The name under which `import` finds this very file, if there is one. Nothing is imported to find out."""
     importlib.invalidate_caches()
     for root in (Path(entry).resolve() for entry in sys.path):
-        if file.suffix != ".py" or not file.is_relative_to(root):
-            continue
-        name = ".".join(file.relative_to(root).with_suffix("").parts)
-        try:
-            spec = find_spec(name)
-        except (ImportError, ValueError):  # a folder on the way is no package, or the name is no module's
-            continue
-        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file:
-            return name
+        if file.suffix == ".py" and file.is_relative_to(root):
+            parts = file.relative_to(root).with_suffix("").parts
+            if _found_by_import(parts) == file:
+                return ".".join(parts)
     return None
+
+
+def _found_by_import(parts: tuple[str, ...]) -> Path | None:
+    """The file that `import a.b` would execute for ("a", "b")."""
+    folders, spec = None, None  # None: sys.path
+    for depth, part in enumerate(parts, start=1):
+        loaded = sys.modules.get(".".join(parts[:depth]))
+        spec = PathFinder.find_spec(part, folders) if loaded is None else loaded.__spec__
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None  # no such name, or a module where a package has to be
+        folders = spec.submodule_search_locations
+    return Path(spec.origin).resolve() if spec is not None and spec.origin else None
 
 
 def _is_missing(name: str, error: Exception) -> bool:

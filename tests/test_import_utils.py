@@ -156,3 +156,12 @@ def test_a_missing_object_lists_the_public_ones(reward_file):
 def test_a_path_without_a_name_is_refused(reward_file, name):
     with pytest.raises(ValueError, match="without the name of the object"):
         load_extern_object(str(reward_file), name)
+
+
+def test_a_script_that_shares_a_folders_name_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "same_name.py").write_text("raise SystemExit('executed')")
+    (tmp_path / "same_name").mkdir()
+    file = tmp_path / "same_name" / "reward.py"
+    file.write_text("value = 3")
+    assert load_extern_object(str(file), "value") == 3
