@@ -59,7 +59,9 @@ def quickstart(config: Config) -> dict[str, Any]:
     """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
+    print("1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
     warm_start(config, folder)
+    print(f"2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
     rl.run(config)
     seconds = time.monotonic() - started
     success = [entry["data"][SUCCESS] for entry in read_metrics(folder / "metrics.jsonl") if SUCCESS in entry["data"]]
