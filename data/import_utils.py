@@ -65,20 +65,10 @@ def load_extern_object(path: str, name: str | None) -> Any:
     return vars(module)[name]
 
 
-def unimportable_files() -> list[str]:
-    """Files loaded so far that `import` cannot find: a process has to load them before it unpickles their objects."""
-    files = [(name, vars(module).get("__file__")) for name, module in sys.modules.copy().items()]
-    return [file for name, file in files if file and name == _name_from_path(Path(file))]
-
-
-def _name_from_path(file: Path) -> str:
-    return f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-
-
 def _load_file(file: Path) -> ModuleType:
     if name := _importable_name(file):
         return importlib.import_module(name)
-    name = _name_from_path(file)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     loader = SourceFileLoader(name, str(file))

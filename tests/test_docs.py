@@ -134,7 +134,9 @@ def test_every_setting_that_a_page_names_exists(page: Path):
 def test_readme_maps_every_folder_and_names_every_make_target():
     text = (ROOT / "README.md").read_text()
     assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == FOLDERS
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     targets = {line.split()[0] for line in listed.splitlines()} - {"help"}
     assert set(re.findall(r"`make (\w+)`", text)) == targets
 

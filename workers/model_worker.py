@@ -38,6 +38,7 @@ class ModelWorker:
     def __init__(self, config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> None:
         policy = config.actor_rollout_ref
         load_modules(policy.model.external_lib)
+        load_modules(files_of_rows(config))
         device = training_device(config.trainer.n_gpus_per_node)
         self.config = config
         self.tokenizer = load_tokenizer(policy.model)
@@ -113,6 +114,12 @@ def forked_rng(seed: int) -> Iterator[None]:
         yield
     finally:
         set_rng_state(before)
+
+
+def files_of_rows(config: Config) -> list[str]:
+    """The user's files whose objects rows may carry: rows that come by Ray unpickle only where these are loaded."""
+    files = [config.env.path if config.env.id else None, config.data.custom_cls.path]
+    return [file for file in files if file]
 
 
 def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:

@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.process import VARIABLES, available_cores
 from configs.schema import Config
-from data.import_utils import load_modules, unimportable_files
 from data.protocol import DataProto
 from workers.model_worker import ModelWorker
 
@@ -71,7 +70,7 @@ class RayWorkerGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement),
                 runtime_env={"env_vars": worker_environment(n_threads)},
             )(RemoteWorker)
-            self.worker = remote_class.remote(os.getcwd(), n_threads, unimportable_files())
+            self.worker = remote_class.remote(os.getcwd(), n_threads)
             taken.callback(ray.kill, self.worker)
             self._get(self.worker.build.remote(worker_class, *args))
             self.taken = taken.pop_all()
@@ -110,11 +109,10 @@ class WorkerError(RuntimeError):
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(self, working_directory: str, n_threads: int, files: list[str]) -> None:
+    def __init__(self, working_directory: str, n_threads: int) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         torch.set_num_threads(n_threads)
-        load_modules(files)  # so that rows with objects of the user's classes can be unpickled
 
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
