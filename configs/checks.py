@@ -4,7 +4,7 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.loader import notice
-from configs.schema import ActorConfig, Config, CriticConfig, RolloutConfig, SamplingConfig
+from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 
 ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
 
@@ -127,10 +127,22 @@ def check_algorithm(config: Config) -> None:
     ):
         if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
             raise ConfigError(f"{key}.optim.betas={optim.betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
+    check_policy_loss(config.actor_rollout_ref.actor.policy_loss)
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}: the policy that samples is then not "
             "quite the policy that is trained. top_p=1 top_k=-1 is exact."
+        )
+
+
+def check_policy_loss(settings: PolicyLossConfig) -> None:
+    key = "actor_rollout_ref.actor.policy_loss"
+    if settings.loss_mode == "dro" and settings.dro_beta is None:
+        raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
+    if settings.clip_cov_lb >= settings.clip_cov_ub:
+        raise ConfigError(
+            f"{key}.clip_cov_lb={settings.clip_cov_lb} must be below {key}.clip_cov_ub={settings.clip_cov_ub}: tokens "
+            "are drawn from those of a covariance between the two."
         )
 
 

@@ -133,6 +133,12 @@ class FSDPConfig(Frozen):
 @dataclass
 class PolicyLossConfig(Frozen):
     loss_mode: str = setting("vanilla", "Name in the registry of policy losses.")
+    clip_cov_ratio: float = setting(0.0002, "Share of the tokens that clip_cov leaves out.", gt=0, le=1)
+    clip_cov_lb: float = setting(1.0, "Least covariance of tokens that clip_cov leaves out.")
+    clip_cov_ub: float = setting(5.0, "Largest covariance of tokens that clip_cov leaves out.")
+    kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
+    ppo_kl_coef: float = setting(0.1, "How much kl_cov holds them back: weight of |log ratio|.", ge=0)
+    dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
 
 
 @dataclass
@@ -159,9 +165,15 @@ class ActorConfig(Frozen):
     clip_ratio: float = setting(0.2, "PPO's ε.", ge=0)
     clip_ratio_low: float | None = setting(None, "Lower ε; null: clip_ratio.", ge=0)
     clip_ratio_high: float | None = setting(None, "Upper ε; null: clip_ratio.", ge=0)
-    clip_ratio_c: float = setting(3.0, "Dual-clip bound on the loss of negative advantages.", gt=1)
+    clip_ratio_c: float = setting(
+        3.0, "Dual-clip bound on the loss of negative advantages; dppo_tv and dppo_kl: the largest ratio.", gt=1
+    )
+    tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
+    tau_neg: float = setting(1.05, "How soon it does where the advantage is not.", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
-    loss_agg_mode: str = setting("token-mean", "How token losses become one number.", choices=AGGREGATION_MODES)
+    loss_agg_mode: str = setting(
+        "token-mean", "How token losses become one number; sapo and geo_mean have their own.", choices=AGGREGATION_MODES
+    )
     loss_scale_factor: float | None = setting(
         None, "Divisor of seq-mean-token-sum-norm; null: the padded response width.", gt=0
     )
@@ -284,6 +296,10 @@ class AlgorithmConfig(Frozen):
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
     kl_penalty: str = setting("kl", "Its estimator.", choices=KL_KINDS)
     kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
+    gdpo_reward_keys: list[str] | None = setting(
+        None, "For gdpo: numbers that the reward returns beside the score, normalised one by one."
+    )
+    gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: their weights; null: 1 each.")
 
 
 @dataclass

@@ -26,7 +26,6 @@ EXEMPT = {
         "data/protocol.py": "verl's DataProto with all its operations",
         "training/core_algos.py": "a catalogue of algorithms",
         "training/metric_utils.py": "a catalogue of metrics",
-        "training/core_algos.py:compute_policy_loss_vanilla": "verl's signature, callable by position",
     },
     "broad except": {
         "configs/errors.py": "the boundary of the commands: an error in one sentence",

@@ -79,6 +79,7 @@ def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         "lam": config.lam,
         "gae_lambda": config.lam,
         "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
+        "non_tensor_batch": batch.non_tensor_batch,
         "config": config,
     }
 

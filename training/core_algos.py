@@ -11,8 +11,10 @@ micro-batches by their number of valid tokens pools them into the exact mean of 
 Left out: whatever needs a batch object, a device or a process group.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum, StrEnum
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.schema import AlgorithmConfig
 from training.torch_functional import (
+    EPSILON,
     clip_by_value,
     entropy_from_logits,
     masked_mean,
@@ -30,6 +34,7 @@ from training.torch_functional import (
 )
 
 MAX_LOG_RATIO = 20.0  # keeps exp() finite; a token further off policy than this gets no gradient through its ratio
+MAX_SEQUENCE_LOG_RATIO = 10.0  # the same for the ratio of a whole sequence, from above only
 
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -57,8 +62,19 @@ class AdvantageEstimator(StrEnum):
     GDPO = "gdpo"
 
 
-# Estimators that compare the samples of one prompt: a group of one would be compared with nothing.
-NEEDS_GROUPS = {AdvantageEstimator.GRPO, AdvantageEstimator.RLOO}
+# Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
+# that whiten over the batch as well (reinforce_plus_plus_baseline, gdpo) still have the batch to compare it with.
+NEEDS_GROUPS = {
+    AdvantageEstimator.GRPO,
+    AdvantageEstimator.GRPO_VECTORIZED,
+    AdvantageEstimator.GRPO_PASSK,
+    AdvantageEstimator.RLOO,
+    AdvantageEstimator.RLOO_VECTORIZED,
+    AdvantageEstimator.OPO,
+    AdvantageEstimator.GPG,
+    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE,
+    AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE,
+}
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], AdvEstimatorFn]:
@@ -110,6 +126,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
 class Groups:
     """Statistics over the samples of each prompt; every method maps one number per row [B] to one per row [B].
 
+    `reduce` and `mean` also take [B, K], and treat each column alone.
     Failed rows leave the statistics (in verl they count like any sample): a group of 4 of which 1 failed gives
     exactly what a group of 3 gives. A group of one has nothing to compare with: its mean counts as 0 and its std as
     1, so that its raw score stands.
@@ -133,23 +150,34 @@ class Groups:
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """`how` of `scatter_reduce` ("sum", "amax", ...) over the group's valid rows; 0 where it has none."""
-        per_group = values.new_zeros(self._num_groups).scatter_reduce(
-            0, self._group[self._valid], values[self._valid], how, include_self=False
-        )
-        return per_group[self._group]
+        kept = values[self._valid]
+        group = self._group[self._valid].view(-1, *[1] * (values.ndim - 1)).expand_as(kept)
+        per_group = values.new_zeros(self._num_groups, *values.shape[1:])
+        return per_group.scatter_reduce(0, group, kept, how, include_self=False)[self._group]
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of the group; the mean of equal values is exactly that value."""
+    def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
+
+        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0.
+        """
+        weights = torch.ones_like(values) if weights is None else weights
+        counts = weights > 0
         # Averaging distances to the largest is what makes it exact. The plain mean, verl's, of seven times 0.3 is
         # off by 3e-8, and GRPO divides the difference by 1e-6.
-        largest = self.reduce(values, "amax")
-        mean = largest + self.reduce(values - largest, "sum") / self.count.clamp(min=1)
-        return torch.where(self.count > 1, mean, 0)
+        largest = self.reduce(torch.where(counts, values, -torch.inf), "amax")
+        distances = self.reduce(weights * zero_masked(values - largest, counts), "sum")
+        mean = largest + distances / self.reduce(weights, "sum")
+        return torch.where(self.reduce(counts.float(), "sum") > 1, mean, 0)
 
     def std(self, values: Tensor) -> Tensor:
         """Standard deviation of the group with n - 1 in the denominator; exactly 0 for equal values."""
         squares = self.reduce((values - self.mean(values)) ** 2, "sum")
         return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1)
+
+    def standardize(self, values: Tensor, epsilon: float, divide_by_std: bool) -> Tensor:
+        """Distance to the group's mean, over its std + `epsilon` if `divide_by_std`."""
+        distance = values - self.mean(values)
+        return distance / (self.std(values) + epsilon) if divide_by_std else distance
 
 
 def spread_over_tokens(per_row: Tensor, response_mask: Tensor) -> Tensor:
@@ -172,10 +200,15 @@ def sum_to_go(values: Tensor, response_mask: Tensor, discount: float) -> Tensor:
 
 
 def whiten_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """`masked_whiten`, but 0 for fewer than two valid tokens, where verl raises: nothing stands out from itself."""
-    if response_mask.sum() < 2:
+    """`masked_whiten`, but 0 for fewer than two valid tokens, where verl raises: nothing stands out from itself.
+
+    Equal advantages come out as exactly 0, by counting from the largest: the mean rounds, and its error is divided by
+    the root of 1e-8.
+    """
+    valid = response_mask.bool()
+    if valid.sum() < 2:
         return torch.zeros_like(advantages)
-    return masked_whiten(advantages, response_mask)
+    return masked_whiten(advantages - advantages[valid].max(), response_mask)
 
 
 # Advantage estimators return (advantages, returns), both [B, R] float32 like `token_level_rewards`, without gradient.
@@ -199,6 +232,7 @@ def compute_gae_advantage_return(
     return whiten_advantages(advantages, response_mask), advantages + values
 
 
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.GRPO)
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
@@ -214,8 +248,35 @@ def compute_grpo_outcome_advantage(
     Without `norm_adv_by_std_in_grpo` it is the difference alone (Dr. GRPO, arXiv:2503.20783). `config` is not read.
     """
     groups = Groups(index, response_mask)
+    advantages = groups.standardize(token_level_rewards.sum(-1), epsilon, norm_adv_by_std_in_grpo)
+    advantages = spread_over_tokens(advantages, response_mask)
+    return advantages, advantages
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Pass@k (arXiv:2503.19595): the group's best sample gets its lead over the second best, all others 0.
+
+    With `norm_adv_by_std_in_grpo` the lead is divided by the group's std + epsilon. Two best ones lead by nothing,
+    and so does a sample alone in its group.
+    """
+    groups = Groups(index, response_mask)
     scores = token_level_rewards.sum(-1)
-    advantages = scores - groups.mean(scores)
+    is_best = scores == groups.reduce(scores, "amax")
+    second = groups.reduce(torch.where(is_best, -torch.inf, scores), "amax")
+    leads = is_best & (groups.reduce(is_best.float(), "sum") == 1) & (groups.count > 1)
+    advantages = torch.where(leads, scores - second, 0)
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.std(scores) + epsilon)
     advantages = spread_over_tokens(advantages, response_mask)
@@ -239,6 +300,118 @@ def compute_rloo_outcome_advantage(
     return advantages, advantages
 
 
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+@torch.no_grad()
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """`compute_rloo_outcome_advantage`, except that a sample alone in its group gets 0, not its score."""
+    advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
+    advantages = torch.where(Groups(index, response_mask).count.unsqueeze(-1) > 1, advantages, 0)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.OPO)
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """OPO (arXiv:2505.23585): a sample's score minus its group's mean, in which each sample weighs its tokens.
+
+    The baseline of least variance weighs a score by its squared gradient norm, which grows as the number of tokens.
+    """
+    scores = token_level_rewards.sum(-1)
+    baseline = Groups(index, response_mask).mean(scores, weights=response_mask.sum(-1))
+    advantages = spread_over_tokens(scores - baseline, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GPG)
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """GPG (arXiv:2504.02546): alpha · (samples / samples of non-zero score) · (score - the group's mean) / f_norm.
+
+    The factor makes up for samples that teach nothing; failed rows are no samples.
+    """
+    scores = token_level_rewards.sum(-1)
+    valid = response_mask.bool().any(-1)
+    rescale = valid.sum() / (valid & (scores != 0)).sum().clamp(min=1)
+    advantages = alpha * rescale * (scores - Groups(index, response_mask).mean(scores)) / f_norm
+    advantages = spread_over_tokens(advantages, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GDPO)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    *,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: AlgorithmConfig | None = None,
+    non_tensor_batch: Mapping[str, np.ndarray] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """GDPO (arXiv:2601.05242): GRPO on each of several rewards alone, their weighted sum whitened over the batch.
+
+    The rewards are the columns of `non_tensor_batch` [B] that `config.gdpo_reward_keys` names, their weights
+    `config.gdpo_reward_weights` (all 1 if None). Without config or columns it is token_level_rewards alone.
+    Raises AssertionError as `reward_dimensions` does.
+    """
+    dimensions = [(1.0, token_level_rewards.sum(-1))]
+    if config is not None and non_tensor_batch is not None:
+        keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
+        dimensions = reward_dimensions(keys, weights, non_tensor_batch, response_mask)
+    groups = Groups(index, response_mask)
+    total = sum(w * groups.standardize(scores, epsilon, norm_adv_by_std_in_grpo) for w, scores in dimensions)
+    advantages = spread_over_tokens(total.to(token_level_rewards), response_mask)
+    advantages = zero_masked(whiten_advantages(advantages, response_mask), response_mask)
+    return advantages, advantages
+
+
+def reward_dimensions(
+    keys: Sequence[str] | None,
+    weights: Sequence[float] | None,
+    columns: Mapping[str, np.ndarray],
+    response_mask: Tensor,
+) -> list[tuple[float, Tensor]]:
+    """GDPO's rewards as (weight, scores [B] float64).
+
+    Raises AssertionError if there are no keys, a column or a weight is missing, or a row that did not fail has no
+    finite score.
+    """
+    assert keys, "algorithm.gdpo_reward_keys is empty, but gdpo needs the names of the rewards to normalise one by one"
+    missing = [key for key in keys if key not in columns]
+    assert not missing, (
+        f"algorithm.gdpo_reward_keys names {missing}, but the batch has the columns {list(columns)}: "
+        "return these numbers from the reward function, beside the score"
+    )
+    weights = [1.0] * len(keys) if weights is None else weights
+    assert len(weights) == len(keys), f"gdpo_reward_weights has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
+    valid = response_mask.bool().any(-1)
+    dimensions = []
+    for weight, key in zip(weights, keys, strict=True):
+        scores = torch.as_tensor(np.asarray(columns[key]).astype(np.float64), device=response_mask.device)
+        assert scores[valid].isfinite().all(), f"reward {key!r} is missing or not finite in a row that did not fail"
+        dimensions.append((weight, scores))
+    return dimensions
+
+
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
@@ -247,6 +420,97 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """REINFORCE++ (arXiv:2501.03262): returns discounted by `config.gamma`, whitened over the batch's valid tokens."""
     returns = zero_masked(sum_to_go(token_level_rewards, response_mask, config.gamma), response_mask)
     return zero_masked(whiten_advantages(returns, response_mask), response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++-baseline (arXiv:2501.03262): a sample's score minus its group's mean, whitened over the batch."""
+    scores = token_level_rewards.sum(-1)
+    advantages = spread_over_tokens(scores - Groups(index, response_mask).mean(scores), response_mask)
+    advantages = zero_masked(whiten_advantages(advantages, response_mask), response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.REMAX)
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """ReMax (arXiv:2310.10505): the rewards to go minus `reward_baselines` [B], the score of the greedy response.
+
+    At masked positions both results are the sum to go, as in verl: mask before use.
+    """
+    returns = sum_to_go(token_level_rewards, response_mask, discount=1.0)
+    return returns - spread_over_tokens(reward_baselines, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Hashable] | np.ndarray | Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    *,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Optimal token baseline (arXiv:2602.07078): the rewards to go minus their weighted mean at the same token.
+
+    The k-th policy tokens of a group's samples are compared, each with the weight that makes the variance of the
+    gradient least: the energy of its prefix, Σ_(s <= t) ω_s² · |∂ log π_s / ∂ logits|². A token's squared norm is
+    1 - 2π + Σ_v π_v²; `sum_pi_squared` [B, R] is the last term and ω `rollout_is_weights`. `epsilon`, added to each
+    energy, makes it the plain mean where all is certain.
+    A token that only one sample reaches has baseline 0; without `handle_zero_tail`, itself and so advantage 0.
+    """
+    groups = Groups(index, response_mask)
+    returns = sum_to_go(token_level_rewards, response_mask, discount=1.0)
+    energies = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)  # >= 0 but for rounding
+    if rollout_is_weights is not None:
+        energies = energies * rollout_is_weights**2
+    weights = zero_masked(zero_masked(energies, response_mask).cumsum(-1) + epsilon, response_mask)
+
+    # Column k of what is gathered is the row's k-th policy token: observations do not shift what is compared.
+    policy_tokens_first = response_mask.long().argsort(dim=-1, descending=True, stable=True)
+    nth_returns, nth_weights = returns.gather(1, policy_tokens_first), weights.gather(1, policy_tokens_first)
+    baseline = groups.mean(nth_returns, nth_weights)
+    if not handle_zero_tail:
+        reached = groups.reduce((nth_weights > 0).float(), "sum")
+        baseline = torch.where((reached == 1) & (groups.count > 1).unsqueeze(-1), nth_returns, baseline)
+    baseline = torch.empty_like(baseline).scatter(1, policy_tokens_first, baseline)
+    return zero_masked(returns - baseline, response_mask), returns
+
+
+compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
+    """How often PF-PPO (arXiv:2409.06957) draws each row, with replacement, relative to the others: [B] -> [B].
+
+    "pow" |score|^weight_pow; "max_min" 1 for the highest and the lowest score of the batch, else 0; "max_random" 0.4
+    for the highest, else 0.1; all + 1e-8. `scores` are those of rows that did not fail.
+    Raises ValueError on another method.
+    """
+    match reweight_method:
+        case "pow":
+            weights = scores.abs() ** weight_pow
+        case "max_min":
+            weights = ((scores == scores.max()) | (scores == scores.min())).to(scores)
+        case "max_random":
+            weights = 0.1 + 0.3 * (scores == scores.max()).to(scores)
+        case _:
+            raise ValueError(f"reweight_method is {reweight_method!r}, but must be 'pow', 'max_min' or 'max_random'")
+    return weights + 1e-8
 
 
 LOSS_AGG_MODES = (
@@ -318,6 +582,9 @@ class PolicyLossConfig(Protocol):
     clip_ratio_low: float | None
     clip_ratio_high: float | None
     clip_ratio_c: float
+    tau_pos: float
+    tau_neg: float
+    policy_loss: Any  # the section of the same name: clip_cov_ratio, kl_cov_ratio, dro_beta, ...
     global_batch_info: dict[str, Any]  # keyword arguments of `agg_loss`
 
 
@@ -346,13 +613,26 @@ def _weigh_and_aggregate(
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
 
 
+def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """log_prob - old_log_prob, within ±20, and 0 under the mask."""
+    return zero_masked(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective (arXiv:1707.06347), elementwise.
+
+    With A the advantage: max(-A · ratio, -A · clamp(ratio, 1 - clip_low, 1 + clip_high)).
+    Returns (losses, clipped); the second is bool and marks where the clip lowered the objective.
+    """
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
 def dual_clip_loss(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, clip_ratio_c: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's clipped objective (arXiv:1707.06347) with the dual clip (arXiv:1912.09729), elementwise.
-
-    With ratio = exp(log_ratio) and A the advantage, the loss is max(-A · ratio, -A · clamp(ratio, 1 - clip_low,
-    1 + clip_high)) and, where A < 0, at most -A · clip_ratio_c.
+    """`clip_loss` of exp(log_ratio) and, where the advantage A < 0, at most -A · clip_ratio_c (arXiv:1912.09729).
 
     Returns (losses, clipped, dual_clipped); the last two are bool and mark where each clip lowered the objective
     or raised it back. Raises AssertionError unless clip_ratio_c > 1.
@@ -361,18 +641,16 @@ def dual_clip_loss(
         f"clip_ratio_c is {clip_ratio_c}, but must be above 1: it caps the ratio where the advantage is negative, "
         "and must leave room above the on-policy ratio of 1 (verl's default is 3)"
     )
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    # maximum and minimum, not where: they split the gradient at exact ties, as verl's do.
-    pessimistic = torch.maximum(unclipped, clipped)
+    pessimistic, clipped = clip_loss(log_ratio.exp(), advantages, clip_low, clip_high)
     cap = -advantages * clip_ratio_c
+    # minimum, not where alone: it splits the gradient at exact ties, as verl's does.
     losses = torch.where(advantages < 0, torch.minimum(pessimistic, cap), pessimistic)
-    return losses, clipped > unclipped, (pessimistic > cap) & (advantages < 0)
+    return losses, clipped, (pessimistic > cap) & (advantages < 0)
 
 
 # Policy losses take log-probs, advantages, mask and importance weights of shape [B, R], and return (scalar loss with
-# gradient, metrics). The log-ratio is zeroed under the mask first, so that not even a NaN there reaches the gradient.
+# gradient, metrics). In their formulas A is the advantage, ratio is exp(log_prob - old_log_prob), and sg() stops the
+# gradient. Log-probs are zeroed under the mask first, so that not even a NaN there reaches the gradient.
 
 
 @register_policy_loss("vanilla")
@@ -383,17 +661,399 @@ def compute_policy_loss_vanilla(
     response_mask: Tensor,
     loss_agg_mode: str,
     config: PolicyLossConfig,
+    *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """PPO's clipped loss with dual clip: `dual_clip_loss` of the config's bounds."""
     clip_low, clip_high = clip_bounds(config)
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     losses, clipped, dual_clipped = dual_clip_loss(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=config.clip_ratio_c
     )
     metrics = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": dual_clipped}
     loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, masked_means(metrics, response_mask)
+
+
+def kept_by_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where the token's probability has moved in A's direction by no more than the bound; bool.
+
+    The move is the total variation between the policies if all other tokens count as one outcome.
+    """
+    moved = log_prob.exp() - old_log_prob.exp()
+    return torch.where(advantages > 0, moved <= clip_high, moved >= -clip_low)
+
+
+def kept_by_kl(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where KL(old || new) is within the bound, or the token's probability has moved against A's direction; bool.
+
+    All other tokens count as one outcome: the KL is p_old · ln(p_old / p) + (1 - p_old) · ln((1 - p_old) / (1 - p)).
+    """
+    prob, old_prob = log_prob.exp(), old_log_prob.exp()
+    others_ratio = (1 - old_prob + EPSILON) / (1 - prob + EPSILON)
+    divergence = old_prob * (old_log_prob - log_prob) + (1 - old_prob) * others_ratio.log()
+    raised = (divergence <= clip_high) | (prob <= old_prob)
+    lowered = (divergence <= clip_low) | (prob >= old_prob)
+    return torch.where(advantages > 0, raised, lowered)
+
+
+def dppo_loss(
+    log_ratio: Tensor, log_prob: Tensor, advantages: Tensor, kept: Tensor, max_ratio: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere; returns (losses, metrics), all [B, R]."""
+    ratio = log_ratio.exp()
+    losses = zero_masked(-advantages * ratio.clamp(max=max_ratio).detach() * log_prob, kept)
+    return losses, {
+        "actor/pg_clipfrac": ~kept,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": (ratio > max_ratio) & kept,
+    }
+
+
+@register_policy_loss("dppo_tv")
+def compute_policy_loss_dppo_tv(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """DPPO (arXiv:2602.04879) with total variation: `dppo_loss` of the tokens that `kept_by_tv` keeps.
+
+    The config's clip bounds are differences of probability, and `clip_ratio_c` the largest ratio.
+    """
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
+    log_prob = zero_masked(log_prob, response_mask)
+    kept = kept_by_tv(log_prob, old_log_prob, advantages, *clip_bounds(config))
+    losses, metrics = dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means(metrics, response_mask)
+
+
+@register_policy_loss("dppo_kl")
+def compute_policy_loss_dppo_kl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """DPPO (arXiv:2602.04879) with KL: `dppo_loss` of the tokens that `kept_by_kl` keeps.
+
+    The config's clip bounds are divergences in nats, and `clip_ratio_c` the largest ratio.
+    """
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
+    log_prob = zero_masked(log_prob, response_mask)
+    kept = kept_by_kl(log_prob, old_log_prob, advantages, *clip_bounds(config))
+    losses, metrics = dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means(metrics, response_mask)
+
+
+def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """exp of each row's mean log-ratio, at most e^10, at every token of the row: [B, R].
+
+    Its gradient with respect to the token's own log-ratio is the ratio, to all others 0.
+    """
+    mean = masked_mean(log_ratio, response_mask, axis=-1).detach().unsqueeze(-1)
+    return (mean + (log_ratio - log_ratio.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """GSPO (arXiv:2507.18071), its token form: `clip_loss` of `sequence_ratio`, without the dual clip.
+
+    The paper's bounds are around 3e-4, and its mean is seq-mean-token-mean.
+    """
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    losses, clipped = clip_loss(sequence_ratio(log_ratio, response_mask), advantages, *clip_bounds(config))
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    metrics = masked_means({"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio}, response_mask)
+    return loss, metrics | {"actor/pg_clipfrac_lower": 0.0}
+
+
+def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    """-A · 4/τ · sigmoid(τ · (ratio - 1)), with τ = tau_pos where A > 0 and tau_neg elsewhere; [B, R].
+
+    On policy its gradient is -A; off policy it fades smoothly, the sooner the larger τ is.
+    """
+    tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    return -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """SAPO (arXiv:2511.20347): `soft_gate_loss`, always aggregated by seq-mean-token-mean, whatever the mode."""
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
+    losses = soft_gate_loss(log_ratio, advantages, config.tau_pos, config.tau_neg)
+    loss = _weigh_and_aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    metrics = masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
+    return loss, {"actor/pg_clipfrac": 0.0, **metrics, "actor/pg_clipfrac_lower": 0.0}
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """GPG (arXiv:2504.02546): -A · log_prob, the plain policy gradient; `old_log_prob` is not read, no metrics."""
+    losses = -advantages * zero_masked(log_prob, response_mask)
+    return _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), {}
+
+
+def token_covariances(log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """(A - mean A) · (log_prob - mean log_prob) over all valid tokens, without gradient; -inf under the mask. [B, R]
+
+    What a token adds to the covariance that drives the entropy down (arXiv:2505.22617).
+    """
+    centred = [values.detach() - masked_mean(values.detach(), response_mask) for values in (advantages, log_prob)]
+    return torch.where(response_mask.bool(), centred[0] * centred[1], -torch.inf)
+
+
+def share_of_tokens(share: float, response_mask: Tensor) -> int:
+    """`share` of the valid tokens, rounded down, but at least one."""
+    return max(1, int(share * int(response_mask.sum())))
+
+
+def random_choice(eligible: Tensor, count: int) -> Tensor:
+    """Bool like `eligible`: `count` of its set places, or all if fewer, drawn by torch's global CPU generator."""
+    places = eligible.flatten().nonzero().squeeze(-1)
+    drawn = places[torch.randperm(len(places))[:count].to(places.device)]
+    return torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
+
+
+@register_policy_loss("clip_cov")
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Clip-Cov (arXiv:2505.22617): `clip_loss`, and no loss at a few random tokens of high covariance.
+
+    Drawn are `clip_cov_ratio` of the valid tokens, from those that the clip leaves alone and whose `token_covariances`
+    lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone. Means, share and draw are over the
+    tokens of this call: the one part of the loss that depends on how a mini-batch is cut into micro-batches.
+    """
+    settings = config.policy_loss
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    losses, clipped = clip_loss(log_ratio.exp(), advantages, *clip_bounds(config))
+    covariances = token_covariances(log_prob, advantages, response_mask)
+    eligible = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub) & ~clipped
+    dropped = random_choice(eligible, share_of_tokens(settings.clip_cov_ratio, response_mask))
+    losses = zero_masked(losses, ~dropped)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means({"actor/pg_clipfrac": dropped, "actor/ppo_kl": -log_ratio}, response_mask)
+
+
+@register_policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
+
+    Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
+    the tokens of this call: the one part of the loss that depends on how a mini-batch is cut into micro-batches.
+    `ppo_kl` is the mean of |log ratio|.
+    """
+    settings = config.policy_loss
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    covariances = token_covariances(log_prob, advantages, response_mask).flatten()
+    highest = covariances.topk(min(share_of_tokens(settings.kl_cov_ratio, response_mask), len(covariances))).indices
+    penalised = torch.zeros_like(response_mask, dtype=torch.bool).flatten().index_fill(0, highest, True)
+    penalty = settings.ppo_kl_coef * zero_masked(log_ratio.abs(), penalised.view_as(response_mask))
+    losses = -advantages * log_ratio.exp() + penalty
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means({"actor/ppo_kl": log_ratio.abs()}, response_mask)
+
+
+def geometric_mean_loss(
+    log_ratio: Tensor, advantages: Tensor, response_mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """-(mean A) · exp(mean u) of each row, where u is the log-ratio clipped to [-clip_low, clip_high] if that is worse.
+
+    Worse is smaller where A > 0 and larger where A < 0; u is 0 where A is. Returns (losses [B], clipped [B, R]); the
+    second is bool and marks log-ratios outside the bounds.
+    """
+    sign = advantages.sign()
+    bounded = log_ratio.clamp(-clip_low, clip_high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()
+    return -masked_mean(advantages, response_mask, axis=-1) * ratio, log_ratio != bounded
+
+
+@register_policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """GMPO (arXiv:2507.20673): `geometric_mean_loss`, averaged over the rows that have tokens, whatever the mode.
+
+    Importance weights enter as their geometric mean over the row. Differs from verl, which divides by all rows of the
+    call, those without tokens too: here `global_batch_size` counts, and the cut into micro-batches does not.
+    """
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    losses, clipped = geometric_mean_loss(log_ratio, advantages, response_mask, *clip_bounds(config))
+    if rollout_is_weights is not None:
+        losses = losses * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
+    has_tokens = response_mask.bool().any(-1, keepdim=True)
+    loss = agg_loss(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum", **config.global_batch_info)
+    metrics = {
+        "actor/pg_clipfrac": clipped & (advantages > 0),
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": clipped & (advantages < 0),
+    }
+    return loss, masked_means(metrics, response_mask)
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """CISPO (arXiv:2506.13585): -A · sg(clamp(ratio)) · log_prob, so that clipped tokens still learn."""
+    clip_low, clip_high = clip_bounds(config)
+    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = log_ratio.exp().detach()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -advantages * bounded * zero_masked(log_prob, response_mask)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    metrics = masked_means({"actor/pg_clipfrac": ratio != bounded, "actor/ppo_kl": -log_ratio}, response_mask)
+    return loss, metrics | {"actor/pg_clipfrac_lower": 0.0}
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """DRO (arXiv:2405.19107), policy part: -A · log_prob + dro_beta / 2 · (log ratio)².
+
+    Raises ValueError unless `policy_loss.dro_beta` is a positive number.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(
+            f"policy_loss.dro_beta is {beta}, but policy_loss.loss_mode=dro needs a number above 0: the weight of the "
+            "squared log-ratio, e.g. 0.05"
+        )
+    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+    losses = 0.5 * beta * log_ratio**2 - advantages * zero_masked(log_prob, response_mask)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """REINFORCE, off policy if the weights say so: -A · log_prob · rollout_is_weights.
+
+    `rollout_log_prob` only feeds the metric: `ppo_kl` is the mean of rollout_log_prob - log_prob.
+    """
+    losses = -advantages * zero_masked(log_prob, response_mask)
+    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, masked_means({"actor/ppo_kl": rollout_log_prob - log_prob}, response_mask)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    *,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
+
+    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
+    Raises ValueError if a bound is missing.
+    """
+    warnings.warn(
+        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
+    )
+    config = SimpleNamespace(
+        clip_ratio=cliprange,
+        clip_ratio_low=cliprange_low,
+        clip_ratio_high=cliprange_high,
+        clip_ratio_c=clip_ratio_c,
+        global_batch_info={},
+    )
+    if None in clip_bounds(config):
+        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
+    )
+    return loss, *(loss.new_tensor(metrics[f"actor/{name}"]) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
 
 
 def compute_value_loss(
@@ -460,6 +1120,14 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         return value
     surrogate = kl_penalty_forward(logprob, ref_logprob, "k2")
     return value.detach() + (surrogate - surrogate.detach())
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
+
+    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
+    """
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 class FixedKLController:

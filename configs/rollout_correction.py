@@ -1,0 +1,182 @@
+"""The settings of rollout correction: their types, verl's presets, and what their texts mean.
+
+Needs no torch, so that a threshold that cannot work is refused before a model loads. The maths is
+training/rollout_correction.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+Threshold = float | str
+
+REJECTION_OPTIONS = (
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+
+_BAND_RULE = (
+    'it must be an upper bound such as 2.0, or a band such as "0.5_2.0", with 0 < lower <= upper. Give both bounds a '
+    "decimal point: YAML and the command line read 1_2 as the number 12"
+)
+
+
+def parse_band(name: str, entry: Threshold) -> tuple[float | None, float]:
+    """(lower, upper) of "lower_upper", (None, upper) of a number or its text; `name` is the setting's, for errors.
+
+    Raises TypeError on anything but numbers and strings, ValueError unless 0 < lower <= upper.
+    """
+    if isinstance(entry, bool) or not isinstance(entry, int | float | str):
+        raise TypeError(f"{name} is {entry!r}, a {type(entry).__name__}; {_BAND_RULE}")
+    try:
+        bounds = [float(part) for part in str(entry).split("_")]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not 0 < bounds[0] <= bounds[-1]:
+        raise ValueError(f"{name} is {entry!r}; {_BAND_RULE}")
+    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
+
+
+def parse_rejection(rollout_rs: str | None, rollout_rs_threshold: Threshold | None) -> dict[str, tuple[float, float]]:
+    """Each option that `rollout_rs` names, with the least and the largest value of its statistic that is kept.
+
+    Raises ValueError and TypeError as `compute_rollout_rejection_mask` says.
+    """
+    options = list(dict.fromkeys(_split(rollout_rs))) if isinstance(rollout_rs, str) else []
+    if not options or not set(options) <= set(REJECTION_OPTIONS):
+        raise ValueError(
+            f"rollout_rs is {rollout_rs!r}, but must be one or more of {', '.join(REJECTION_OPTIONS)}, joined by commas"
+        )
+    if rollout_rs_threshold is None:
+        raise ValueError(
+            f"rollout_rs is {rollout_rs!r} but rollout_rs_threshold is null: set how far is too far, for example "
+            '"0.5_2.0" (a band of the ratio) for k1, or 0.01 (an upper bound) for k2 and k3'
+        )
+    entries = _split(rollout_rs_threshold) if isinstance(rollout_rs_threshold, str) else [rollout_rs_threshold]
+    if len(entries) not in (1, len(options)):
+        raise ValueError(
+            f"rollout_rs_threshold {rollout_rs_threshold!r} has {len(entries)} entries, but rollout_rs names "
+            f"{len(options)} options ({', '.join(options)}): give one entry for all, or one for each"
+        )
+    shared = entries * len(options) if len(entries) == 1 else entries
+    return {option: _statistic_bounds(option, entry) for option, entry in zip(options, shared, strict=True)}
+
+
+def _statistic_bounds(option: str, entry: Threshold) -> tuple[float, float]:
+    lower, upper = parse_band("rollout_rs_threshold", entry)
+    if option.endswith("k1"):
+        lower = 1 / upper if lower is None else lower
+        if lower > upper:
+            raise ValueError(
+                f"rollout_rs_threshold is {entry!r} for {option}, which means the band from {lower:g} to {upper:g}: "
+                "give an upper bound of at least 1, or both bounds"
+            )
+        return math.log(lower), math.log(upper)
+    if lower is not None:
+        raise ValueError(
+            f"rollout_rs_threshold is {entry!r} for {option}, a statistic that starts at 0: give an upper bound alone"
+        )
+    return -math.inf, upper
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_GEO_BAND, _K3_BOUND = "0.999_1.001", 0.01
+_BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """What to correct; by default nothing is, and the drift is only measured.
+
+    The class methods are verl's presets: decoupled ones recompute the old log-probs, bypass ones take the rollout's.
+    is, tis: importance weights; rs: rejection; geo: by the geometric mean of the ratio; pg: plain policy gradient.
+    """
+
+    rollout_is: str | None = None  # level of the importance weights; None: no weights
+    rollout_is_threshold: Threshold = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None  # options of rejection, joined by commas; None: no rejection
+    rollout_rs_threshold: Threshold | None = None
+    bypass_mode: bool = False
+    loss_type: str = "ppo_clip"  # or "reinforce"; read in bypass mode
+
+    @classmethod
+    def disabled(cls) -> Self:
+        return cls()
+
+    @classmethod
+    def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls(rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        return cls.decoupled_token_is(f"{threshold_lower}_{threshold}")
+
+    @classmethod
+    def decoupled_seq_is_rs(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = "0.5_2.0") -> Self:
+        return replace(cls.decoupled_seq_is(is_threshold), rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return cls(rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs(rs_threshold), rollout_is="sequence", rollout_is_threshold=is_threshold)
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold: Threshold = _K3_BOUND) -> Self:
+        return cls(rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _K3_BOUND) -> Self:
+        return replace(cls.decoupled_k3_rs(rs_threshold), rollout_is="sequence", rollout_is_threshold=is_threshold)
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _K3_BOUND) -> Self:
+        return replace(cls.decoupled_k3_rs(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> Self:
+        return cls(bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs(rs_threshold), bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold: Threshold = _K3_BOUND) -> Self:
+        return replace(cls.decoupled_k3_rs(rs_threshold), bypass_mode=True)
+
+    @classmethod
+    def bypass_pg_is(cls, threshold: Threshold = 2.0) -> Self:
+        return replace(cls.decoupled_seq_is(threshold), **_BYPASS_PG)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        return replace(cls.decoupled_token_icepop(threshold, threshold_lower), **_BYPASS_PG)
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs(rs_threshold), **_BYPASS_PG)
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold), **_BYPASS_PG)
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
+        return replace(cls.decoupled_geo_rs_token_tis(is_threshold, rs_threshold), **_BYPASS_PG)

@@ -1,0 +1,581 @@
+"""Every advantage estimator: verl's numbers, a loop-written twin that sees only policy tokens, and what holds for all.
+
+A twin gets the rows that did not fail, cut down to the tokens of the policy. So agreeing with it on ragged batches
+shows, too, that failed rows, observations and NaN under the mask do not matter.
+"""
+
+import inspect
+import math
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from types import SimpleNamespace
+from uuid import UUID
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema import AlgorithmConfig
+from data.protocol import DataProto
+from training.advantage import compute_advantage
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, AdvantageEstimator, pf_ppo_weights
+from training.groupwise import as_torch_index, group_mean_std
+
+NAN = math.nan
+SEEDS = range(20)
+NAMES = [member.value for member in AdvantageEstimator]
+OUTCOME = {
+    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
+    "gdpo", "reinforce_plus_plus_baseline",
+}  # fmt: skip
+TOKENWISE = [name for name in NAMES if name not in OUTCOME]  # they read rewards token by token, under the mask only
+GAMMA, LAM = 0.9, 0.8
+DIMENSIONS = {"correct": 1.0, "brief": 0.5}  # gdpo's rewards and their weights
+CONFIG = SimpleNamespace(gamma=GAMMA, gdpo_reward_keys=list(DIMENSIONS), gdpo_reward_weights=list(DIMENSIONS.values()))
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(
+        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
+    )
+
+
+@dataclass
+class Batch:
+    """All that an estimator may ask for: `tokens` by name, each [B, R], beside `mask`; the rest is [B]."""
+
+    mask: torch.Tensor
+    index: np.ndarray
+    tokens: dict[str, torch.Tensor]
+    baselines: torch.Tensor
+    dimensions: dict[str, np.ndarray]
+
+    @classmethod
+    def draw(cls, seed):
+        """Holes in the mask, a failed row, groups of one to many; NaN wherever nobody may look. float64."""
+        torch.manual_seed(seed)
+        rows, width = 5 + seed % 5, 40 if seed == 0 else 2 + seed % 4
+        mask = (torch.rand(rows, width) < 0.6).long()
+        mask[seed % rows] = 0
+        mask[(seed + 1) % rows, :2] = 1  # whitening needs two tokens
+        tokens = {
+            "token_level_rewards": torch.randn(rows, width),
+            "values": torch.randn(rows, width),
+            "old_log_probs": torch.empty(rows, width).uniform_(0.1, 0.9).log(),
+            "sum_pi_squared": torch.empty(rows, width).uniform_(0.81, 1),
+            "rollout_is_weights": torch.empty(rows, width).uniform_(0.5, 2),
+        }
+        tokens = {name: torch.where(mask.bool(), values.double(), NAN) for name, values in tokens.items()}
+        failed = ~mask.any(-1)
+        # An outcome estimator scores a row by all its rewards, so only a failed row's may be anything.
+        tokens["token_level_rewards"][~failed] = tokens["token_level_rewards"][~failed].nan_to_num(0.0)
+        dimensions = {key: torch.where(failed, NAN, torch.randn(rows)).numpy() for key in DIMENSIONS}
+        index = np.array([f"prompt-{g}" for g in torch.randint(4, (rows,)).tolist()], dtype=object)
+        return cls(mask, index, tokens, torch.where(failed, NAN, torch.randn(rows).double()), dimensions)
+
+    def estimate(self, name, **settings):
+        """(advantages, returns) of a registered estimator, which gets just the arguments that it names."""
+        offered = {
+            **self.tokens,
+            "response_mask": self.mask,
+            "index": self.index,
+            "reward_baselines": self.baselines,
+            "gamma": GAMMA,
+            "lam": LAM,
+            "config": CONFIG,
+            "non_tensor_batch": self.dimensions,
+        }
+        estimator = ADV_ESTIMATOR_REGISTRY[name]
+        named = inspect.signature(estimator).parameters
+        return estimator(**{key: value for key, value in offered.items() if key in named} | settings)
+
+    def take(self, rows):
+        """The batch of these rows only, by position or by a bool tensor."""
+        rows = torch.arange(len(self.mask))[rows]
+        return Batch(
+            self.mask[rows],
+            self.index[rows.numpy()],
+            {name: values[rows] for name, values in self.tokens.items()},
+            self.baselines[rows],
+            {key: values[rows.numpy()] for key, values in self.dimensions.items()},
+        )
+
+    def rows(self):
+        """What the twins see: a `Row` of policy tokens for each row that did not fail."""
+        for i, mask in enumerate(self.mask.bool()):
+            if mask.any():
+                numbers = {name: values[i][mask].tolist() for name, values in self.tokens.items()}
+                scores = {key: values[i].item() for key, values in self.dimensions.items()}
+                yield Row(self.index[i], baseline=self.baselines[i].item(), dimensions=scores, **numbers)
+
+
+@dataclass
+class Row:
+    group: str
+    baseline: float
+    dimensions: dict[str, float]
+    token_level_rewards: list[float]
+    values: list[float]
+    old_log_probs: list[float]
+    sum_pi_squared: list[float]
+    rollout_is_weights: list[float]
+
+    @property
+    def score(self):
+        return sum(self.token_level_rewards)
+
+    def __len__(self):
+        return len(self.token_level_rewards)
+
+    def to_go(self, t, discount=1.0):
+        return sum(discount**k * reward for k, reward in enumerate(self.token_level_rewards[t:]))
+
+    def energy(self, t):
+        steps = zip(self.old_log_probs, self.sum_pi_squared, self.rollout_is_weights, strict=True)
+        return sum((1 - 2 * math.exp(log_prob) + squares) * w**2 for log_prob, squares, w in [*steps][: t + 1])
+
+
+# The twins: rows -> advantages, a list of numbers for each row. Formulas as the specification writes them.
+
+
+def peers(rows, row):
+    return [other for other in rows if other.group == row.group]
+
+
+def each_token(rows, per_row):
+    return [[per_row(row)] * len(row) for row in rows]
+
+
+def flat(per_token):
+    return list(chain.from_iterable(per_token))
+
+
+def whitened(per_token):
+    numbers = flat(per_token)
+    mean = sum(numbers) / len(numbers)
+    variance = sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in per_token]
+
+
+def standard_score(score, scores, divide=True):
+    mean, std = (np.mean(scores), np.std(scores, ddof=1)) if len(scores) > 1 else (0.0, 1.0)
+    return (score - mean) / (std + 1e-6 if divide else 1.0)
+
+
+def gae(rows):
+    advantages = []
+    for row in rows:
+        values = [*row.values, 0.0]
+        deltas = [r + GAMMA * values[t + 1] - values[t] for t, r in enumerate(row.token_level_rewards)]
+        advantages.append([sum((GAMMA * LAM) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(row))])
+    return advantages
+
+
+def twin_grpo(rows):
+    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)]))
+
+
+def twin_passk(rows, divide=True):
+    def lead(row):
+        scores = sorted((p.score for p in peers(rows, row)), reverse=True)
+        if len(scores) < 2 or row.score < scores[0]:
+            return 0.0
+        return (scores[0] - scores[1]) / (np.std(scores, ddof=1) + 1e-6 if divide else 1.0)
+
+    return each_token(rows, lead)
+
+
+def twin_rloo(rows, alone=lambda score: score):
+    def minus_others(row):
+        others = [p.score for p in peers(rows, row) if p is not row]
+        return row.score - np.mean(others) if others else alone(row.score)
+
+    return each_token(rows, minus_others)
+
+
+def twin_opo(rows):
+    def minus_weighted(row):
+        group = peers(rows, row)
+        if len(group) == 1:
+            return row.score
+        return row.score - sum(len(p) * p.score for p in group) / sum(len(p) for p in group)
+
+    return each_token(rows, minus_weighted)
+
+
+def twin_dr_grpo(rows):
+    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)], divide=False))
+
+
+def twin_gpg(rows, factor=1.0):
+    alpha = len(rows) / max(sum(row.score != 0 for row in rows), 1)
+    return [[factor * alpha * number for number in row] for row in twin_dr_grpo(rows)]
+
+
+def twin_gdpo(rows):
+    def weighted(row):
+        return sum(
+            weight * standard_score(row.dimensions[key], [p.dimensions[key] for p in peers(rows, row)])
+            for key, weight in DIMENSIONS.items()
+        )
+
+    return whitened(each_token(rows, weighted))
+
+
+def twin_optimal(rows, zero_tail=True):
+    def advantage(row, t):
+        group = peers(rows, row)
+        reached = [p for p in group if len(p) > t]
+        if len(group) == 1 or (zero_tail and len(reached) == 1):
+            return row.to_go(t)
+        energy = sum(p.energy(t) for p in reached) + 1e-8
+        return row.to_go(t) - sum(p.to_go(t) * p.energy(t) for p in reached) / energy
+
+    return [[advantage(row, t) for t in range(len(row))] for row in rows]
+
+
+TWINS = {
+    "gae": lambda rows: whitened(gae(rows)),
+    "grpo": twin_grpo,
+    "grpo_vectorized": twin_grpo,
+    "grpo_passk": twin_passk,
+    "rloo": twin_rloo,
+    "rloo_vectorized": lambda rows: twin_rloo(rows, alone=lambda score: 0.0),
+    "opo": twin_opo,
+    "gpg": twin_gpg,
+    "gdpo": twin_gdpo,
+    "reinforce_plus_plus": lambda rows: whitened([[r.to_go(t, GAMMA) for t in range(len(r))] for r in rows]),
+    "reinforce_plus_plus_baseline": lambda rows: whitened(twin_dr_grpo(rows)),
+    "remax": lambda rows: [[row.to_go(t) - row.baseline for t in range(len(row))] for row in rows],
+    "optimal_token_baseline": twin_optimal,
+    "tir_optimal_token_baseline": twin_optimal,
+}
+
+
+def twin_returns(name, rows, advantages):
+    """An outcome estimator returns its advantages; the others what each token still earns."""
+    if name in OUTCOME:
+        return advantages
+    if name == "gae":
+        return [np.add(advantage, row.values).tolist() for advantage, row in zip(gae(rows), rows, strict=True)]
+    discount = GAMMA if name == "reinforce_plus_plus" else 1.0
+    return [[row.to_go(t, discount) for t in range(len(row))] for row in rows]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_estimator_equals_its_twin(name, seed):
+    batch = Batch.draw(seed)
+    rows = list(batch.rows())
+    expected = TWINS[name](rows)
+    advantages, returns = batch.estimate(name)
+    valid = batch.mask.bool()
+    close(advantages[valid], flat(expected))
+    close(returns[valid], flat(twin_returns(name, rows, expected)))
+    if name in OUTCOME:
+        assert returns is advantages and not advantages[~valid].any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("name", "settings", "twin"),
+    [
+        ("grpo_passk", {"norm_adv_by_std_in_grpo": False}, lambda rows: twin_passk(rows, divide=False)),
+        ("optimal_token_baseline", {"handle_zero_tail": False}, lambda rows: twin_optimal(rows, zero_tail=False)),
+        (
+            "optimal_token_baseline",
+            {"rollout_is_weights": None},
+            lambda rows: twin_optimal([replace(row, rollout_is_weights=[1.0] * len(row)) for row in rows]),
+        ),
+        ("gpg", {"alpha": 3.0, "f_norm": 2.0}, lambda rows: twin_gpg(rows, factor=1.5)),
+        ("gdpo", {"non_tensor_batch": None}, lambda rows: whitened(twin_grpo(rows))),
+        ("grpo_vectorized", {"norm_adv_by_std_in_grpo": False}, twin_dr_grpo),
+    ],
+    ids=[
+        "passk without std",
+        "zero tail off",
+        "without importance weights",
+        "gpg's factors",
+        "gdpo of the score",
+        "dr. grpo",
+    ],
+)
+def test_each_option_equals_its_twin(name, settings, twin, seed):
+    batch = Batch.draw(seed)
+    close(batch.estimate(name, **settings)[0][batch.mask.bool()], flat(twin(list(batch.rows()))))
+
+
+# The anchors of the specification: 4 samples of 4 tokens, groups a, a, b, b.
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0]])
+ANCHOR = Batch(
+    MASK,
+    np.array(["a", "a", "b", "b"], dtype=object),
+    {
+        "token_level_rewards": torch.tensor([[0, 0, 1, 0], [0, 0.5, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]]),
+        "values": torch.zeros(4, 4),
+        "old_log_probs": torch.tensor(
+            [[0.5, 0.25, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [0.25, 0.5, 0.5, 0.25], [0.5, 0.5, 0.5, 0.5]]
+        ).log(),
+        "sum_pi_squared": torch.full((4, 4), 0.4),
+    },
+    torch.tensor([0.5, 0.25, 1, 0]),
+    {},
+)
+TO_GO = [[1, 1, 1, 0], [0.5, 0.5, 0, 0], [2, 2, 2, 2], [1, 0, 0, 0]]
+ZERO_TAIL = [[0.25, 0.190476, 1, 0], [-0.25, -0.309524, 0, 0], [0.307692, 0, 2, 2], [-0.692308, 0, 0, 0]]
+NO_TAIL = [[0.25, 0.190476, 0, 0], [-0.25, -0.309524, 0, 0], [0.307692, 0, 0, 0], [-0.692308, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "per_row"),
+    [
+        ("grpo_vectorized", [0.707105, -0.707105, 0.707106, -0.707106]),
+        ("grpo_passk", [1.414209, 0, 1.414212, 0]),
+        ("reinforce_plus_plus_baseline", [0.294484, -1.030694, 0.957073, -1.693283]),
+        ("rloo_vectorized", [0.5, -0.5, 1, -1]),
+        ("opo", [0.2, -0.3, 0.25, -0.75]),
+        ("gpg", [0.25, -0.25, 0.5, -0.5]),
+    ],
+)
+def test_outcome_estimators_give_verls_numbers(name, per_row):
+    close(ANCHOR.estimate(name)[0], torch.tensor(per_row)[:, None] * MASK)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("remax", {}, [[0.5, 0.5, 0.5, 0], [0.25, 0.25, 0, 0], [1, 2, 1, 1], [1, 0, 0, 0]]),
+        ("optimal_token_baseline", {}, ZERO_TAIL),
+        ("tir_optimal_token_baseline", {}, ZERO_TAIL),
+        ("optimal_token_baseline", {"handle_zero_tail": False}, NO_TAIL),
+    ],
+)
+def test_tokenwise_estimators_give_verls_numbers(name, settings, expected):
+    advantages, returns = ANCHOR.estimate(name, **settings)
+    close(advantages, expected)
+    close(returns, TO_GO)
+
+
+def test_the_sample_alone_in_its_group_and_two_nearly_equal_ones():
+    alone = ANCHOR.take([0])
+    for name, score in [("grpo_vectorized", 0.999999), ("rloo_vectorized", 0), ("opo", 1), ("grpo_passk", 0)]:
+        close(alone.estimate(name)[0], [[score] * 3 + [0]])
+    rewards, mask = torch.tensor([[1.0], [1.0001]]), torch.ones(2, 1)
+    close(ADV_ESTIMATOR_REGISTRY["grpo_vectorized"](rewards, mask, ["a", "a"])[0], [[-0.698078], [0.696416]])
+
+
+# What holds for every estimator.
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_observation_tokens_change_nothing_of_a_policy_token(name, seed):
+    batch = Batch.draw(seed)
+    rows, width = batch.mask.shape
+    # Where each old column ends up, drawn for each row alone: the others are observations.
+    columns = torch.stack([torch.randperm(width + 3)[:width].sort().values for _ in range(rows)])
+
+    def stretched(values, fill):
+        return torch.full((rows, width + 3), fill, dtype=values.dtype).scatter(1, columns, values)
+
+    tokens = {name: stretched(values, NAN) for name, values in batch.tokens.items()}
+    tokens["token_level_rewards"] = stretched(batch.tokens["token_level_rewards"], 0.0 if name in OUTCOME else NAN)
+    longer = replace(batch, mask=stretched(batch.mask, 0), tokens=tokens)
+    for new, old in zip(longer.estimate(name), batch.estimate(name), strict=True):
+        close(new.gather(1, columns)[batch.mask.bool()], old[batch.mask.bool()], 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_failed_rows_equal_absent_rows(name, seed):
+    batch = Batch.draw(seed)
+    torch.manual_seed(seed)
+    fails = torch.rand(len(batch.mask)) < 0.3
+    fails[(seed + 1) % len(fails)] = False
+    batch.mask[fails] = 0
+    batch.tokens["token_level_rewards"][fails] = torch.tensor([0.0, 7.0, NAN])[seed % 3].double()
+    survivors = batch.mask.bool().any(-1)
+    present, absent = batch.estimate(name), batch.take(survivors).estimate(name)
+    for with_failed, without in zip(present, absent, strict=True):
+        valid = batch.mask[survivors].bool()
+        close(with_failed[survivors][valid], without[valid], 1e-9)
+    assert not present[0][~survivors].nan_to_num(1.0).any() or name == "gae"  # gae's are not masked, as in verl
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_float32_without_gradient_and_inputs_stay_as_they_are(name):
+    batch = Batch.draw(3)
+    batch.tokens = {key: values.float().requires_grad_() for key, values in batch.tokens.items()}
+    batch.baselines = batch.baselines.float()
+    before = {key: values.detach().clone() for key, values in batch.tokens.items()}
+    for result in batch.estimate(name):
+        assert result.dtype == torch.float32 and result.shape == batch.mask.shape and not result.requires_grad
+    for key, values in batch.tokens.items():
+        torch.testing.assert_close(values.detach(), before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_failures_gives_zero(name):
+    batch = Batch.draw(0)
+    batch.mask[:] = 0
+    assert not batch.estimate(name)[0].any()
+
+
+@pytest.mark.parametrize("name", sorted(OUTCOME))
+@given(score=st.floats(-100, 100, width=32), lengths=st.lists(st.integers(1, 4), min_size=2, max_size=9))
+@settings(max_examples=30, deadline=None)
+def test_equal_scores_give_exactly_zero(name, score, lengths):
+    batch = equal_scores(score, lengths)
+    assert not batch.estimate(name)[0].any()
+
+
+@pytest.mark.parametrize("size", [6, 7])
+@pytest.mark.parametrize("score", [0.3, 0.7, 0.1])
+@pytest.mark.parametrize("name", sorted(OUTCOME | {"reinforce_plus_plus", "optimal_token_baseline"}))
+def test_the_scores_whose_mean_float32_rounds_give_exactly_zero_too(name, score, size):
+    batch = equal_scores(score, [3] * size)
+    config = SimpleNamespace(**{**vars(CONFIG), "gamma": 1.0})
+    settings = {"config": config} if name in ("reinforce_plus_plus", "gdpo") else {}
+    assert not batch.estimate(name, **settings)[0].any()
+
+
+def equal_scores(score, lengths):
+    """One group of samples that all earn `score`, on the last of their 1 to 4 tokens."""
+    mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(len(lengths), 4)
+    rewards[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = score
+    tokens = {
+        "token_level_rewards": rewards,
+        "old_log_probs": torch.rand(len(lengths), 4).log(),
+        "sum_pi_squared": torch.rand(len(lengths), 4),
+    }
+    scores = {key: np.full(len(lengths), score, dtype=np.float32) for key in DIMENSIONS}
+    return Batch(mask, np.array(["a"] * len(lengths), dtype=object), tokens, torch.full((len(lengths),), score), scores)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_needs_groups_if_alone_a_sample_is_compared_with_nothing(name):
+    """Alone in its group, the others' scores are nothing to it: unless it whitens, or brings a baseline of its own."""
+    batch = Batch.draw(4)
+    batch = replace(batch, index=np.arange(len(batch.mask)))
+    first = batch.mask.any(-1).nonzero()[0]
+    scale = torch.full((len(batch.mask),), 3.0)
+    scale[first] = 1
+    tokens = {**batch.tokens, "token_level_rewards": batch.tokens["token_level_rewards"] * scale[:, None]}
+    dimensions = {key: scores * scale.numpy() for key, scores in batch.dimensions.items()}
+    before = batch.estimate(name)[0]
+    after = replace(batch, tokens=tokens, dimensions=dimensions).estimate(name)[0]
+    own = batch.mask[first].bool()
+    assert torch.equal(before[first][own], after[first][own]) == (name in NEEDS_GROUPS | {"remax"})
+
+
+# What is peculiar to one.
+
+
+def test_equal_rewards_to_go_are_exactly_their_optimal_baseline_wherever_the_tokens_stand():
+    torch.manual_seed(0)
+    mask = (torch.rand(40, 8) < 0.6).long()
+    mask[:, 0] = 1
+    rewards = torch.zeros(40, 8)
+    rewards[torch.arange(40), 7 - mask.flip(1).argmax(1)] = -0.3  # on the last token of the policy
+    tokens = {
+        "token_level_rewards": rewards,
+        "old_log_probs": torch.rand(40, 8).log(),
+        "sum_pi_squared": torch.rand(40, 8),
+    }
+    batch = Batch(mask, np.array(["a"] * 40, dtype=object), tokens, torch.zeros(40), {})
+    assert not batch.estimate("optimal_token_baseline", handle_zero_tail=False)[0].any()
+
+
+def test_tokens_that_are_certain_are_compared_with_the_plain_mean():
+    """A policy that is sure of each token has no energy, only rounding around 0, where a ratio would be anything."""
+    batch = replace(
+        ANCHOR,
+        mask=torch.ones(4, 4, dtype=torch.int64),
+        tokens={**ANCHOR.tokens, "old_log_probs": torch.zeros(4, 4), "sum_pi_squared": torch.full((4, 4), 1 - 1e-7)},
+    )
+    advantages, _ = batch.estimate("optimal_token_baseline")
+    close(advantages[:, 0], [0.25, -0.25, 0.5, -0.5])
+
+
+def test_two_best_samples_lead_by_nothing():
+    rewards, mask = torch.tensor([[2.0], [2.0], [1.0]]), torch.ones(3, 1)
+    assert not ADV_ESTIMATOR_REGISTRY["grpo_passk"](rewards, mask, ["a"] * 3)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "columns", "message"),
+    [
+        (None, None, {}, "gdpo_reward_keys is empty"),
+        ([], None, {}, "gdpo_reward_keys is empty"),
+        (["brief"], None, {"correct": np.ones(4)}, r"names \['brief'\], but the batch has the columns \['correct'\]"),
+        (["correct"], [1.0, 2.0], {"correct": np.ones(4)}, "gdpo_reward_weights has 2 numbers for 1 gdpo_reward_keys"),
+        (["correct"], None, {"correct": np.array([1, None, 0, 0], dtype=object)}, "'correct' is missing or not finite"),
+    ],
+)
+def test_gdpo_says_what_its_rewards_lack(keys, weights, columns, message):
+    config = SimpleNamespace(gdpo_reward_keys=keys, gdpo_reward_weights=weights)
+    with pytest.raises(AssertionError, match=message):
+        ANCHOR.estimate("gdpo", config=config, non_tensor_batch=columns)
+
+
+def test_pf_ppo_weights_by_hand_and_an_unknown_method():
+    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0])
+    close(pf_ppo_weights(scores), [4 + 1e-8, 1e-8, 1, 1], 1e-12)
+    close(pf_ppo_weights(scores, "pow", 1.0), [2, 1e-8, 1, 1], 1e-7)
+    close(pf_ppo_weights(scores, "max_min"), [1, 1e-8, 1, 1], 1e-7)
+    close(pf_ppo_weights(scores, "max_random"), [0.1, 0.1, 0.4, 0.4], 1e-7)
+    with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
+        pf_ppo_weights(scores, "median")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_driver_calls_every_estimator(name):
+    batch = Batch.draw(1)
+    proto = DataProto.from_single_dict(
+        {
+            **batch.tokens,
+            "response_mask": batch.mask,
+            "reward_baselines": batch.baselines,
+            "uid": batch.index,
+            **batch.dimensions,
+        }
+    )
+    config = SimpleNamespace(**asdict(AlgorithmConfig(adv_estimator=name, lam=LAM)) | vars(CONFIG))
+    done = compute_advantage(proto, config)
+    for column, expected in zip(("advantages", "returns"), batch.estimate(name), strict=True):
+        torch.testing.assert_close(done.batch[column], expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Group statistics for estimators that bring their own grouping.
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers"),
+    [
+        ([2, 2, 7, 5], [2, 2, 7, 5]),
+        (torch.tensor([[3, 0], [3, 1]], dtype=torch.uint8), [3, 0, 3, 1]),
+        (np.array([1.0000001, 2.0, 0.9999999]), [1, 2, 1]),
+        (np.array([4, 9], dtype=object), [4, 9]),
+        (torch.tensor([1.5, 1.2, 2.7]), [1, 0, 2]),
+        ([UUID(int=9), UUID(int=3), UUID(int=9)], [1, 0, 1]),
+        (np.array(["b", 3, "a", "b"], dtype=object), [2, 0, 1, 2]),
+        ([], []),
+    ],
+)
+def test_labels_become_numbers(labels, numbers):
+    codes = as_torch_index(labels)
+    assert codes.dtype == torch.int64 and codes.tolist() == numbers
+
+
+def test_group_statistics_by_hand():
+    mean, std, count = group_mean_std(torch.tensor([1.0, 3.0, 5.0, 0.3, 0.3, 0.3]), torch.tensor([3, 3, 1, 0, 0, 0]))
+    close(mean, [0.3, 0, 0, 2])
+    close(std, [1e-3, 1, 1, math.sqrt(2)])  # at least sqrt(eps); 1 for a group of one or none
+    close(count, [3, 1, 0, 2])
+    assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
+    with pytest.raises(ValueError, match="group of 1 rows, but response_mask has 2"):
+        group_mean_std(torch.tensor([1.0, 2.0]), torch.tensor([0]))

@@ -1,0 +1,630 @@
+"""The policy losses: verl's numbers, a twin of each in plain loops, and the rules that hold for every one of them."""
+
+import copy
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.checks import check_config
+from configs.errors import ConfigError
+from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
+from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, with_counts
+from tests.runs import compose
+from training.core_algos import (
+    LOSS_AGG_MODES,
+    POLICY_LOSS_REGISTRY,
+    compute_policy_loss,
+    compute_policy_loss_reinforce,
+    compute_rewards,
+    get_policy_loss_fn,
+)
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.models import load_causal_lm
+
+NAN = math.nan
+SEEDS = range(8)
+LOSSES = ["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"]
+CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
+# Where a loss decides for itself how tokens become one number.
+OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}
+# Settings under which the two losses that choose tokens change none of them.
+NO_CHOICE = {"clip_cov": {"clip_cov_lb": 1e9, "clip_cov_ub": 2e9}, "kl_cov": {"ppo_kl_coef": 0.0}}
+
+
+def actor_config(policy_loss=None, **actor):
+    return ActorConfig(policy_loss=PolicyLossConfig(**{"dro_beta": 0.4, **(policy_loss or {})}), **actor)
+
+
+def as_losses_get_it(config, counts=None):
+    return SimpleNamespace(**vars(config), global_batch_info=counts or {})
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(
+        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
+    )
+
+
+class Batch(NamedTuple):
+    """What a loss is given; [B, R] each."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    @classmethod
+    def draw(cls, seed, rows=6, width=5):
+        """Log-ratios around 0.4, masks with holes, an empty row, positive weights; float64, NaN under the mask."""
+        generator = torch.Generator().manual_seed(seed)
+        mask = (torch.rand(rows, width, generator=generator) < 0.6).long()
+        mask[seed % rows] = 0
+        mask[(seed + 1) % rows, 1:3] = 1
+        noise = torch.randn(4, rows, width, generator=generator, dtype=torch.float64)
+        old = (-1.5 + 0.5 * noise[0]).clamp(max=-0.1)
+        new = (old + 0.4 * noise[1]).clamp(max=-0.05)
+        columns = (old, new, noise[2], mask, (0.3 * noise[3]).exp())
+        return cls(*(c if c is mask else c.masked_fill(mask == 0, NAN) for c in columns))
+
+    def rows(self, rows, width=None):
+        return Batch(*(None if column is None else column[rows, :width] for column in self))
+
+    def run(self, name, mode="token-mean", config=None, counts=None):
+        """(loss, metrics, gradient with respect to `new`)."""
+        log_prob = self.new.detach().clone().requires_grad_()
+        config = as_losses_get_it(config or actor_config(), counts)
+        weights = {} if self.weights is None else {"rollout_is_weights": self.weights}
+        fn = compute_policy_loss_reinforce if name == "reinforce" else get_policy_loss_fn(name)
+        torch.manual_seed(0)  # clip_cov draws
+        loss, metrics = fn(self.old, log_prob, self.advantages, self.mask, mode, config, **weights)
+        loss.backward()
+        return loss.detach(), metrics, log_prob.grad
+
+
+ANCHOR = Batch(
+    old=torch.tensor([[0.5, 0.4, 0.3, 0.2], [0.6, 0.2, 0.1, 0.9]]).log(),
+    new=torch.tensor([[0.6, 0.2, 0.9, 0.2], [0.3, 0.25, 0.1, 0.9]]).log(),
+    advantages=torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]]),
+    mask=torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+)
+
+
+def test_verls_names_in_verls_order():
+    places = [list(POLICY_LOSS_REGISTRY).index(name) for name in LOSSES]
+    assert places == sorted(places)
+
+
+class TestVerlsNumbers:
+    @pytest.mark.parametrize(
+        ("name", "loss", "metrics", "gradient"),
+        [
+            ("vanilla", 0.607143, {CLIPFRAC: 0.285714, KL: -0.016826, LOWER: 0.0},
+             [[-0.171429, 0, 0.428571, 0], [-0.035714, 0, 0.071429, -0.142857]]),
+            ("dppo_tv", 0.014618, {CLIPFRAC: 0.142857, KL: -0.016826, LOWER: 0.0},
+             [[-0.171429, 0, 0.857143, 0], [-0.035714, -0.089286, 0.071429, -0.142857]]),
+            ("dppo_kl", -0.100342, {CLIPFRAC: 0.0, KL: -0.016826, LOWER: 0.0},
+             [[-0.171429, 0.071429, 0.857143, 0], [-0.035714, -0.089286, 0.071429, -0.142857]]),
+            ("gspo", 0.159373, {CLIPFRAC: 0.142857, KL: -0.016826, LOWER: 0.0},
+             [[0, 0.173777, 0.347554, 0], [-0.06351, -0.06351, 0.06351, -0.12702]]),
+            ("sapo", 0.634858, {CLIPFRAC: 0.0, KL: -0.016826, LOWER: 0.0},
+             [[-0.198013, 0.077845, 0.388779, 0], [-0.029375, -0.076917, 0.0625, -0.125]]),
+            ("gpg", -0.151447, {},
+             [[-0.142857, 0.142857, 0.285714, 0], [-0.071429, -0.071429, 0.071429, -0.142857]]),
+            ("clip_cov", 0.607143, {CLIPFRAC: 0.0, KL: -0.016826},
+             [[-0.171429, 0, 0.857143, 0], [-0.035714, 0, 0.071429, -0.142857]]),
+            ("kl_cov", 0.560714, {KL: 0.41291},
+             [[-0.171429, 0.071429, 0.857143, 0], [-0.035714, -0.089286, 0.071429, -0.142857]]),
+            ("geo_mean", 0.312173, {CLIPFRAC: 0.285714, KL: -0.016826, LOWER: 0.285714},
+             [[0.159308, 0, 0.159308, 0], [-0.041438, 0, -0.041438, -0.041438]]),
+            ("cispo", -0.094284, {CLIPFRAC: 0.571429, KL: -0.016826, LOWER: 0.0},
+             [[-0.171429, 0.114286, 0.342857, 0], [-0.057143, -0.085714, 0.071429, -0.142857]]),
+        ],
+    )  # fmt: skip
+    def test_loss_metrics_and_gradient(self, name, loss, metrics, gradient):
+        found_loss, found_metrics, found_gradient = ANCHOR.run(name)
+        close(found_loss, loss)
+        assert list(found_metrics) == list(metrics) and all(type(value) is float for value in found_metrics.values())
+        close([*found_metrics.values()], [*metrics.values()])
+        close(found_gradient, gradient)
+
+    def test_gspo_honours_the_mode(self):
+        close(ANCHOR.run("gspo", "seq-mean-token-sum")[0], 0.557806)
+        close(ANCHOR.run("gspo", "seq-mean-token-mean")[0], 0.241507)
+
+    @pytest.mark.parametrize("name", OWN_MODE)
+    def test_some_losses_have_a_mode_of_their_own(self, name):
+        assert len({ANCHOR.run(name, mode)[0].item() for mode in LOSS_AGG_MODES}) == 1
+
+    def test_dro_by_hand(self):
+        # One token: -2 · ln 0.5 + ½ · 0.4 · (ln 2)², of slope -2 + 0.4 · ln 2.
+        token = Batch(*(torch.tensor([[number]]) for number in (math.log(0.25), math.log(0.5), 2.0, 1)))
+        loss, metrics, gradient = token.run("dro")
+        close(loss, 2 * math.log(2) + 0.2 * math.log(2) ** 2)
+        close(gradient, [[-2 + 0.4 * math.log(2)]])
+        close(metrics[KL], -math.log(2))
+
+    def test_geo_mean_bears_an_importance_weight_of_zero(self):
+        weights = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
+        row_losses = [batch.run("geo_mean")[0] for batch in (ANCHOR.rows([0]), ANCHOR.rows([1]))]
+        loss, _, gradient = ANCHOR._replace(weights=weights).run("geo_mean")
+        close(loss, (row_losses[0] + 1e-10 ** (2 / 4) * row_losses[1]) / 2)
+        close(gradient[0], ANCHOR.run("geo_mean")[2][0])
+        close(gradient[1], 1e-5 * ANCHOR.run("geo_mean")[2][1], 1e-9)
+
+
+class Token(NamedTuple):
+    old: float
+    new: torch.Tensor  # a scalar in the graph
+    advantage: float
+    weight: float
+
+    @property
+    def log_ratio(self):
+        return self.new - self.old
+
+    @property
+    def ratio(self):
+        return self.log_ratio.exp()
+
+    def clipped(self, config, ratio):
+        """(PPO's loss of this ratio, whether the clip made it larger)."""
+        plain = -self.advantage * ratio
+        bounded = -self.advantage * min(max(ratio.item(), 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
+        return (plain + 0 * ratio, False) if bounded <= plain.item() else (bounded + 0 * ratio, True)
+
+
+# A twin maps rows of tokens to rows of (loss, clipped, clipped below), the last two None where verl has no such metric.
+
+
+def token_by_token(of_token):
+    return lambda rows, config: [[of_token(token, config) for token in row] for row in rows]
+
+
+def vanilla_twin(token, config):
+    loss, clipped = token.clipped(config, token.ratio)
+    cap = -token.advantage * config.clip_ratio_c
+    if token.advantage < 0 and loss.item() > cap:
+        return cap + 0 * token.new, clipped, True
+    return loss, clipped, False
+
+
+def dppo_twin(token, config, kept):
+    ratio = token.ratio.item()
+    loss = -token.advantage * min(ratio, config.clip_ratio_c) * token.new
+    return loss * kept, not kept, kept and ratio > config.clip_ratio_c
+
+
+def dppo_tv_twin(token, config):
+    moved = math.exp(token.new.item()) - math.exp(token.old)
+    too_far = moved > config.clip_ratio_high if token.advantage > 0 else -moved > config.clip_ratio_low
+    return dppo_twin(token, config, not too_far)
+
+
+def dppo_kl_twin(token, config):
+    old, new = math.exp(token.old), math.exp(token.new.item())
+    divergence = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+    if token.advantage > 0:
+        return dppo_twin(token, config, new <= old or divergence <= config.clip_ratio_high)
+    return dppo_twin(token, config, new >= old or divergence <= config.clip_ratio_low)
+
+
+def gspo_twin(rows, config):
+    found = []
+    for row in rows:
+        mean = sum(token.log_ratio.item() for token in row) / max(len(row), 1)
+        ratios = [(mean + token.new - token.new.item()).exp() for token in row]
+        found.append([(*token.clipped(config, ratio), False) for token, ratio in zip(row, ratios, strict=True)])
+    return found
+
+
+def sapo_twin(token, config):
+    tau = config.tau_pos if token.advantage > 0 else config.tau_neg
+    return -token.advantage * 4 / tau / (1 + (-tau * (token.ratio - 1)).exp()), False, False
+
+
+def gpg_twin(token, config):
+    return -token.advantage * token.new, None, None
+
+
+def covariances(rows):
+    tokens = [token for row in rows for token in row]
+    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
+    mean_log_prob = sum(token.new.item() for token in tokens) / len(tokens)
+    return [[(t.advantage - mean_advantage) * (t.new.item() - mean_log_prob) for t in row] for row in rows]
+
+
+def clip_cov_twin(rows, config):
+    settings, found = config.policy_loss, [[(*t.clipped(config, t.ratio), None) for t in row] for row in rows]
+    eligible = [
+        (i, t)
+        for i, row in enumerate(covariances(rows))
+        for t, covariance in enumerate(row)
+        if settings.clip_cov_lb < covariance < settings.clip_cov_ub and not found[i][t][1]
+    ]
+    count = max(1, math.floor(settings.clip_cov_ratio * sum(map(len, rows))))
+    torch.manual_seed(0)
+    dropped = {eligible[place] for place in torch.randperm(len(eligible)).tolist()[:count]}
+    return [
+        [(0 * loss if (i, t) in dropped else loss, (i, t) in dropped, None) for t, (loss, _, _) in enumerate(row)]
+        for i, row in enumerate(found)
+    ]
+
+
+def kl_cov_twin(rows, config):
+    shares = covariances(rows)
+    count = max(1, math.floor(config.policy_loss.kl_cov_ratio * sum(map(len, rows))))
+    least = sorted((share for row in shares for share in row), reverse=True)[count - 1]
+    coefficient = config.policy_loss.ppo_kl_coef
+    return [
+        [
+            (-t.advantage * t.ratio + (coefficient * t.log_ratio.abs() if share >= least else 0), None, None)
+            for t, share in zip(row, row_shares, strict=True)
+        ]
+        for row, row_shares in zip(rows, shares, strict=True)
+    ]
+
+
+def geo_mean_twin(rows, config):
+    """The whole loss of a row on its first token."""
+    found = []
+    for row in rows:
+        exponent, flags = torch.zeros((), dtype=torch.float64), []
+        for t in row:
+            bounded = min(max(t.log_ratio.item(), -config.clip_ratio_low), config.clip_ratio_high)
+            worse = bounded < t.log_ratio.item() if t.advantage > 0 else bounded > t.log_ratio.item()
+            exponent = exponent + (bounded if worse else t.log_ratio)
+            outside = bounded != t.log_ratio.item()
+            flags.append((outside and t.advantage > 0, outside and t.advantage < 0))
+        losses = [0.0 * t.new for t in row]
+        if row:
+            weight = math.prod(t.weight for t in row) ** (1 / len(row))
+            losses[0] = -sum(t.advantage for t in row) / len(row) * (exponent / len(row)).exp() * weight
+        found.append([(loss, *pair) for loss, pair in zip(losses, flags, strict=True)])
+    return found
+
+
+def cispo_twin(token, config):
+    ratio = token.ratio.item()
+    bounded = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
+    return -bounded * token.advantage * token.new, ratio != bounded, False
+
+
+def dro_twin(token, config):
+    penalty = config.policy_loss.dro_beta / 2 * token.log_ratio * token.log_ratio
+    return -(token.new * token.advantage - penalty), None, None
+
+
+TWINS = {
+    "vanilla": token_by_token(vanilla_twin),
+    "dppo_tv": token_by_token(dppo_tv_twin),
+    "dppo_kl": token_by_token(dppo_kl_twin),
+    "gspo": gspo_twin,
+    "sapo": token_by_token(sapo_twin),
+    "gpg": token_by_token(gpg_twin),
+    "clip_cov": clip_cov_twin,
+    "kl_cov": kl_cov_twin,
+    "geo_mean": geo_mean_twin,
+    "cispo": token_by_token(cispo_twin),
+    "dro": token_by_token(dro_twin),
+    "reinforce": token_by_token(gpg_twin),
+}
+TIGHT = actor_config(
+    {"clip_cov_ratio": 0.2, "clip_cov_lb": -0.2, "clip_cov_ub": 0.3, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5},
+    clip_ratio_low=0.07,
+    clip_ratio_high=0.03,
+    clip_ratio_c=1.3,
+    tau_neg=2.0,
+)
+
+
+def twin_of(name, batch, mode):
+    """(loss, metrics, gradient) by the twin, and the flags of all tokens."""
+    log_prob = batch.new.detach().clone().requires_grad_()
+    numbers = batch.old.tolist(), batch.advantages.tolist(), batch.weights.tolist()
+    rows = [
+        [Token(numbers[0][i][t], log_prob[i, t], numbers[1][i][t], numbers[2][i][t]) for t in row.nonzero()[:, 0]]
+        for i, row in enumerate(batch.mask)
+    ]
+    found = TWINS[name](rows, TIGHT)
+    losses = [
+        [loss * (1 if name == "geo_mean" else token.weight) for (loss, _, _), token in zip(*pair, strict=True)]
+        for pair in zip(found, rows, strict=True)
+    ]
+    loss = aggregate(losses, OWN_MODE.get(name, mode), scale=batch.mask.shape[1])
+    loss.backward()
+    log_ratios = [token.log_ratio.item() for row in rows for token in row]
+    kl = [abs(d) if name == "kl_cov" else -d for d in log_ratios]
+    clipped, lower = ([flags[which] for row in found for flags in row] for which in (1, 2))
+    metrics = {
+        key: sum(values) / len(values)
+        for key, values in ((CLIPFRAC, clipped), (KL, kl if name != "gpg" else [None]), (LOWER, lower))
+        if values[0] is not None
+    }
+    return loss.detach(), metrics, log_prob.grad
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TWINS)
+def test_a_loss_equals_its_twin_in_loops(name, seed):
+    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    loss, metrics, gradient = batch.run(name, mode, TIGHT)
+    twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
+    close(loss, twin_loss, 1e-7)
+    close(gradient, twin_gradient.masked_fill(batch.mask == 0, 0), 1e-7)
+    assert metrics.keys() == twin_metrics.keys()
+    close([*metrics.values()], [twin_metrics[key] for key in metrics])
+
+
+def test_the_batches_meet_every_clip_from_both_sides():
+    met = {name: [Batch.draw(seed).run(name, config=TIGHT)[1] for seed in SEEDS] for name in TWINS}
+    always_zero = {
+        (name, key) for name, runs in met.items() for key in runs[0] if not any(metrics[key] for metrics in runs)
+    }
+    assert always_zero == {("gspo", LOWER), ("sapo", CLIPFRAC), ("sapo", LOWER), ("cispo", LOWER)}
+
+
+# Rules for every loss
+
+
+def config_of(name):
+    """Everything that clips, clips; what chooses tokens by comparing them chooses none."""
+    return replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, **NO_CHOICE.get(name, {})))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@given(piece_of_row=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+@settings(max_examples=6, deadline=None)
+def test_micro_batches_with_global_counts_add_up_to_the_whole(name, mode, piece_of_row):
+    batch, config = Batch.draw(3), config_of(name)
+    counts = {
+        "dp_size": 1,
+        "batch_num_tokens": int(batch.mask.sum()),
+        "global_batch_size": int(batch.mask.any(-1).sum()),
+        "loss_scale_factor": 5,
+    }
+    loss, metrics, gradient = batch.run(name, mode, config)
+    pieces = [[row for row in range(6) if piece_of_row[row] == piece] for piece in set(piece_of_row)]
+    # A worker trims the padding of each micro-batch.
+    widths = [5 - int(batch.mask[rows].any(0).flip(0).long().argmax()) for rows in pieces]
+    parts = [
+        batch.rows(rows, width).run(name, mode, config, counts) for rows, width in zip(pieces, widths, strict=True)
+    ]
+    close(sum(part[0] for part in parts), loss, 1e-9)
+    pasted = torch.zeros_like(gradient)
+    for rows, width, part in zip(pieces, widths, parts, strict=True):
+        pasted[rows, :width] = part[2]
+    close(pasted, gradient, 1e-9)
+    tokens = [int(batch.mask[rows].sum()) for rows in pieces]
+    for key, value in metrics.items():
+        pooled = sum(n * part[1][key] for n, part in zip(tokens, parts, strict=True)) / sum(tokens)
+        close(pooled, value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_that_average_gradients_give_the_whole(name):
+    batch, config = Batch.draw(3), config_of(name)
+    counts = {"dp_size": 2, "batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 5}
+    gradients = [batch.rows(rows).run(name, config=config, counts=counts)[2] for rows in ([0, 1, 2], [3, 4, 5])]
+    close(torch.cat(gradients) / 2, batch.run(name, config=config)[2], 1e-9)
+
+
+@pytest.mark.parametrize("spoilt", [["old"], ["new"], ["advantages"], ["weights"], Batch._fields])
+@pytest.mark.parametrize("name", [*LOSSES, "reinforce"])
+def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name, spoilt):
+    with_nan = Batch.draw(2)
+    with_zeros = Batch(*(column.nan_to_num(0) for column in with_nan))
+    partly = with_zeros._replace(**{column: getattr(with_nan, column) for column in spoilt})
+    loss, metrics, gradient = partly.run(name, config=TIGHT)
+    clean_loss, clean_metrics, clean_gradient = with_zeros.run(name, config=TIGHT)
+    assert loss == clean_loss and metrics == clean_metrics and torch.equal(gradient, clean_gradient)
+    assert gradient.any() and not gradient[with_nan.mask == 0].any()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode):
+    batch = Batch.draw(0)
+    there = [row for row in range(6) if batch.mask[row].any()]
+    assert len(there) < 6
+    loss, metrics, gradient = batch.run(name, mode, TIGHT)
+    without_loss, without_metrics, without_gradient = batch.rows(there).run(name, mode, TIGHT)
+    close(loss, without_loss, 1e-12)
+    assert metrics == pytest.approx(without_metrics)
+    close(gradient[there], without_gradient, 1e-12)
+    empty = batch._replace(mask=torch.zeros_like(batch.mask))
+    loss, metrics, gradient = empty.run(name, mode, TIGHT)
+    assert loss == 0 and not any(metrics.values()) and not gradient.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_observation_tokens_anywhere_change_nothing(name):
+    batch = Batch.draw(5)
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.stack([torch.randperm(8, generator=generator)[:5].sort().values for _ in range(6)])
+    stretched = Batch(
+        *(torch.full((6, 8), 0 if c is batch.mask else NAN, dtype=c.dtype).scatter(1, columns, c) for c in batch)
+    )
+    loss, metrics, gradient = batch.run(name, config=TIGHT)
+    stretched_loss, stretched_metrics, stretched_gradient = stretched.run(name, config=TIGHT)
+    close(stretched_loss, loss, 1e-9)
+    close(stretched_gradient.gather(1, columns), gradient, 1e-9)
+    assert stretched_metrics == pytest.approx(metrics, abs=1e-7)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_the_first_update_the_gradient_is_that_of_reinforce(name, mode):
+    batch = Batch.draw(1)._replace(weights=None)
+    # One advantage a row, as outcome estimators give: geo_mean only knows the row's mean.
+    batch = batch._replace(old=batch.new, advantages=batch.advantages.nan_to_num(1)[:, :1].expand(-1, 5).contiguous())
+    _, metrics, gradient = batch.run(name, mode, config_of(name))
+    own = "seq-mean-token-mean" if name in OWN_MODE else mode
+    close(gradient, batch.run("reinforce", own)[2], 1e-7)
+    assert gradient.any() and not any(metrics.values())
+
+
+@pytest.mark.parametrize("name", ["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo"])
+@pytest.mark.parametrize("distance", [-500.0, 500.0])
+def test_a_far_off_policy_token_stays_finite(name, distance):
+    far = ANCHOR._replace(new=ANCHOR.old + distance)
+    loss, metrics, gradient = far.run(name, config=actor_config(clip_ratio_c=1e30))
+    assert loss.isfinite() and gradient.isfinite().all()
+    close(metrics[KL], -math.copysign(500 if name == "gspo" else 20, distance))
+
+
+@pytest.mark.parametrize(("new", "kept"), [(0.0, True), (-0.1, True), (-0.3, False)])
+def test_a_token_of_probability_one_has_a_divergence(new, kept):
+    token = Batch(*(torch.tensor([[number]]) for number in (0.0, new, -1.0, 1)))
+    loss, metrics, gradient = token.run("dppo_kl")
+    assert loss.isfinite() and gradient.isfinite()
+    assert (metrics[CLIPFRAC], gradient != 0) == (1.0 - kept, kept)
+
+
+# Losses that choose tokens
+
+
+def test_clip_cov_takes_the_gradient_of_a_share_of_the_eligible_tokens():
+    torch.manual_seed(0)
+    new, advantages = torch.randn(20, 50) - 3, torch.randn(20, 50)
+    batch = Batch(new, new, advantages, torch.ones(20, 50))
+    config = actor_config({"clip_cov_ratio": 0.03, "clip_cov_lb": 1.0, "clip_cov_ub": 2.0})
+    _, metrics, gradient = batch.run("clip_cov", config=config)
+    dropped = gradient == 0
+    share = ((advantages - advantages.mean()) * (new - new.mean()))[dropped]
+    assert dropped.sum() == 30 and metrics[CLIPFRAC] == pytest.approx(0.03)
+    assert (share > 1).all() and (share < 2).all()
+
+
+def test_clip_cov_draws_from_the_global_generator():
+    batch = Batch(*(torch.randn(2, 40) for _ in range(3)), torch.ones(2, 40))
+    config = as_losses_get_it(actor_config({"clip_cov_ratio": 0.1, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9}))
+
+    def losses(seed):
+        torch.manual_seed(seed)
+        return [get_policy_loss_fn("clip_cov")(*batch[:4], "token-mean", config)[0].item() for _ in range(2)]
+
+    assert losses(1) == losses(1) != losses(2)
+    assert len(set(losses(1))) == 2
+
+
+@pytest.mark.parametrize(("rows", "held_back"), [([[0, 1]], [(1, 0)]), ([[0], [1]], [(0, 0), (1, 0)])])
+def test_the_choice_is_made_in_each_micro_batch(rows, held_back):
+    batch = ANCHOR._replace(
+        old=torch.full((2, 2), -3.0),
+        new=torch.tensor([[-1.0, -2.0], [-0.5, -2.5]]),
+        advantages=torch.tensor([[1.0, -1.0], [2.0, -2.0]]),
+        mask=torch.ones(2, 2),
+    )
+    counts = {"batch_num_tokens": 4}
+    run = {coef: [batch.rows(piece).run("kl_cov", config=actor_config({"ppo_kl_coef": coef}), counts=counts)[2]
+                  for piece in rows] for coef in (0.0, 0.1)}  # fmt: skip
+    moved = torch.cat(run[0.1]) - torch.cat(run[0.0])
+    assert [tuple(place) for place in moved.nonzero().tolist()] == held_back
+    close(moved[moved != 0], [0.1 / 4] * len(held_back))
+
+
+# Config
+
+
+def test_the_settings_default_to_verls():
+    actor = ActorConfig()
+    losses = {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
+    assert (actor.tau_pos, actor.tau_neg) == (1.0, 1.05)
+    assert losses == {
+        "clip_cov_ratio": 0.0002,
+        "clip_cov_lb": 1.0,
+        "clip_cov_ub": 5.0,
+        "kl_cov_ratio": 0.0002,
+        "ppo_kl_coef": 0.1,
+        "dro_beta": None,
+    }
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, -1.0])
+def test_dro_needs_its_beta(beta):
+    with pytest.raises(ValueError, match=rf"dro_beta is {beta}, but policy_loss\.loss_mode=dro needs a number above 0"):
+        ANCHOR.run("dro", config=actor_config({"dro_beta": beta}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy_loss.loss_mode=dro"], r"loss_mode=dro needs .*dro_beta"),
+        (["policy_loss.clip_cov_lb=5"], r"clip_cov_lb=5\.0 must be below .*clip_cov_ub=5\.0"),
+        (["policy_loss.dro_beta=0"], r"dro_beta=0\.0 must be above 0"),
+        (["policy_loss.kl_cov_ratio=1.5"], r"kl_cov_ratio=1\.5 must be at most 1"),
+        (["tau_pos=0"], r"tau_pos=0\.0 must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_run(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose(*(f"actor_rollout_ref.actor.{override}" for override in overrides)))
+
+
+# The actor
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return load_causal_lm(ModelConfig(path=str(tiny_model)))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name):
+    config = actor_config({"loss_mode": name, **NO_CHOICE.get(name, {})})
+    gradients = []
+    for cut in ("all rows", "24 tokens"):
+        engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
+        actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut])
+        parameters = list(engine.module.parameters())
+        engine.optimizer.register_step_pre_hook(lambda *_, p=parameters: gradients.append([x.grad.clone() for x in p]))
+        actor.update_policy(with_counts(ragged_batch(), config))
+    assert relative_distance(*gradients) < 1e-5
+
+
+# The older forms
+
+
+class TestOlderForms:
+    def run(self, *args, **kwargs):
+        with pytest.warns(DeprecationWarning, match="compute_policy_loss is deprecated: call get_policy_loss_fn"):
+            return compute_policy_loss(*ANCHOR[:4], *args, **kwargs)
+
+    def test_four_tensors_of_the_vanilla_loss(self):
+        found = self.run(0.2)
+        assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
+        close(torch.stack(found), [0.607143, 0.285714, -0.016826, 0.0])
+        close(self.run(0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
+        # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
+        close(self.run(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
+
+    def test_low_and_high_default_to_cliprange(self):
+        assert self.run(0.05) == self.run(cliprange_low=0.05, cliprange_high=0.05)
+        assert self.run(0.05) != self.run(0.05, cliprange_high=0.4) != self.run(0.4)
+
+    def test_a_missing_bound_is_refused(self):
+        with pytest.raises(ValueError, match="pass cliprange, or both"):
+            self.run(cliprange_low=0.2)
+
+    def test_reinforce_by_hand(self):
+        weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
+        loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
+        terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
+        close(loss, -sum(terms) / 2)
+        close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
+        assert list(metrics) == [KL]
+        close(metrics[KL], -0.016826)
+
+    def test_rewards_are_scores_less_the_kl(self):
+        scores, old, ref = torch.tensor([[[0.0, 1.0]], [[-1.0, -2.0]], [[-2.0, -2.5]]])
+        rewards = compute_rewards(scores, old, ref, kl_ratio=0.1)
+        close(rewards, [[-0.1, 0.95]])

@@ -1,0 +1,612 @@
+"""Rollout correction: verl's numbers, each weight and rejection rule by hand, loops over tokens, and invariances."""
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import chain
+from statistics import fmean, pstdev, stdev
+
+import pytest
+import torch
+
+from configs.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig, parse_band, parse_rejection
+from data.protocol import DataProto
+from training.rollout_correction import (
+    DIVERGENCES,
+    REDUCTIONS,
+    compute_offpolicy_metrics,
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+
+NAN = math.nan
+SEEDS = range(12)
+LEVELS = ["token", "sequence"]
+THRESHOLDS = {option: "0.5_3.0" if option.endswith("k1") else 0.4 for option in REJECTION_OPTIONS}
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(
+        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
+    )
+
+
+def same_metrics(actual, expected, tolerance=1e-6):
+    assert actual.keys() == expected.keys()
+    assert all(type(value) is float for value in actual.values())
+    for name in expected:
+        assert actual[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
+
+
+def flat(rows):
+    return list(chain.from_iterable(rows))
+
+
+def logs(rows):
+    return torch.tensor(rows).log()
+
+
+@dataclass
+class Rollouts:
+    """Random log-probs, ragged masks with holes, one failed row and 1 to 4 others; float64, so that twins agree."""
+
+    train: torch.Tensor
+    rollout: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def draw(cls, seed):
+        torch.manual_seed(seed)
+        rows, width = 2 + seed % 4, 1 + seed % 5
+        mask = (torch.rand(rows, width) < 0.7).long()
+        mask[torch.arange(rows), torch.randint(width, (rows,))] = 1
+        mask[seed % rows] = 0
+        rollout = -3 * torch.rand(rows, width).double()
+        return cls(rollout + (0.2, 1.0)[seed % 2] * torch.randn(rows, width).double(), rollout, mask)
+
+    @property
+    def log_ratio(self):
+        return self.train - self.rollout
+
+    def stretched(self, spread):
+        """(the same rollouts with NaN observations and padding between and a failed row below, where tokens went)."""
+        rows, width = self.mask.shape
+        columns = torch.stack([torch.randperm(width + spread)[:width].sort().values for _ in range(rows)])
+        wide = [torch.full((rows + 1, width + spread), NAN).double() for _ in range(2)]
+        mask = torch.zeros(rows + 1, width + spread, dtype=torch.int64)
+        for new, old in zip((*wide, mask), (self.train, self.rollout, self.mask), strict=True):
+            new[:rows].scatter_(1, columns, old)
+        wide[0][mask == 0] = NAN
+        return Rollouts(*wide, mask), columns
+
+    def rows(self, values):
+        """The numbers of each row's valid tokens, rows without any left out."""
+        rows = [row[kept.bool()].tolist() for row, kept in zip(values, self.mask, strict=True)]
+        return [row for row in rows if row]
+
+
+class TestAgreesWithVerl:
+    """The anchor of the specification, and what else follows from it by hand."""
+
+    train = torch.full((2, 2), -1.0)
+    rollout = torch.tensor([[-2.0, -2.0], [-1.0, -1.0]])
+    mask = torch.ones(2, 2, dtype=torch.int64)
+
+    def test_the_combined_entry_point(self):
+        weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+            old_log_prob=self.train,
+            rollout_log_prob=self.rollout,
+            response_mask=self.mask,
+            rollout_is="token",
+            rollout_is_threshold=2.0,
+            rollout_rs="token_k1",
+            rollout_rs_threshold="0.5_3.0",
+        )
+        assert isinstance(weights, DataProto) and list(weights.batch.keys()) == ["rollout_is_weights"]
+        close(weights.batch["rollout_is_weights"], [[2.0, 2.0], [1.0, 1.0]])
+        assert mask.tolist() == [[0, 0], [1, 1]] and mask.dtype == torch.int64
+        expected = {
+            "rollout_is_mean": 1.5,
+            "rollout_is_max": 2.0,
+            "rollout_is_min": 1.0,
+            "rollout_is_std": 0.5,
+            "rollout_is_eff_sample_size": 0.9,
+            "rollout_is_ratio_fraction_high": 0.5,
+            "rollout_is_ratio_fraction_low": 0.0,
+            "rollout_is_seq_mean": 1.5,
+            "rollout_is_seq_std": 0.707107,
+            "rollout_is_seq_max": 2.0,
+            "rollout_is_seq_min": 1.0,
+            "rollout_is_seq_max_deviation": 1.0,
+            "rollout_is_seq_fraction_high": 0.5,
+            "rollout_is_seq_fraction_low": 0.0,
+            "rollout_rs_masked_fraction": 0.5,
+            "rollout_rs_seq_masked_fraction": 0.5,
+            "rollout_rs_token_k1_mean": -0.5,
+            "rollout_rs_token_k1_max": 0.0,
+            "rollout_rs_token_k1_min": -1.0,
+            "rollout_rs_token_k1_std": math.log(2) / 2,  # of -1 clamped to ln 0.5, and 0
+            "rollout_rs_token_k1_fraction_high": 0.0,
+            "rollout_rs_token_k1_fraction_low": 0.5,
+            "rollout_rs_token_k1_seq_mean": -0.5,
+            "rollout_rs_token_k1_seq_std": 0.707107,
+            "rollout_rs_token_k1_seq_max": 0.0,
+            "rollout_rs_token_k1_seq_min": -1.0,
+            "rollout_rs_token_k1_seq_max_deviation": 1.0,
+            "rollout_rs_token_k1_seq_fraction_high": 0.0,
+            "rollout_rs_token_k1_seq_fraction_low": 0.5,
+            "rollout_rs_token_k1_masked_fraction": 0.5,
+            "rollout_rs_token_k1_seq_masked_fraction": 0.5,
+            "training_ppl": math.e,
+            "training_log_ppl": 1.0,
+            "kl": -0.5,
+            "k3_kl": (math.e - 2) / 2,
+            "rollout_ppl": (math.e**2 + math.e) / 2,
+            "rollout_log_ppl": 1.5,
+            "log_ppl_diff": -0.5,
+            "log_ppl_abs_diff": 0.5,
+            "log_ppl_diff_max": 0.0,
+            "log_ppl_diff_min": -1.0,
+            "ppl_ratio": (math.exp(-1) + 1) / 2,
+            "chi2_token": (math.e**2 + 1) / 2 - 1,
+            "chi2_seq": (math.e**4 + 1) / 2 - 1,
+        }
+        same_metrics(metrics, {f"rollout_corr/{name}": value for name, value in expected.items()})
+
+    def test_with_nothing_asked_for_it_measures_and_hands_back_a_copy_of_the_mask(self):
+        weights, mask, metrics = compute_rollout_correction_and_rejection_mask(self.train, self.rollout, self.mask)
+        assert weights is None and torch.equal(mask, self.mask) and mask is not self.mask
+        assert metrics == compute_rollout_corr_metrics_from_logprobs(self.train, self.rollout, self.mask)
+
+    def test_without_a_rollout_only_the_training_perplexity_is_known(self):
+        metrics = compute_offpolicy_metrics(self.train, None, self.mask)
+        same_metrics(metrics, {"training_ppl": math.e, "training_log_ppl": 1.0})
+
+
+class TestWeights:
+    ratios = logs([[4.0, 0.25, 1.5, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+
+    @pytest.mark.parametrize(
+        ("level", "threshold", "normalize", "expected"),
+        [
+            ("token", 2.0, False, [[2.0, 0.25, 1.5, 0], [2.0, 0, 0, 0]]),
+            ("token", "2", False, [[2.0, 0.25, 1.5, 0], [2.0, 0, 0, 0]]),
+            ("token", "0.5_3.5", False, [[0, 0, 1.5, 0], [3.0, 0, 0, 0]]),
+            ("token", 2.0, True, [[1.391304, 0.173913, 1.043478, 0], [1.391304, 0, 0, 0]]),  # mean of 4 tokens: 1.4375
+            ("sequence", 2.0, False, [[1.5, 1.5, 1.5, 0], [2.0, 0, 0, 0]]),
+            ("sequence", "0.5_2.0", False, [[1.5, 1.5, 1.5, 0], [0, 0, 0, 0]]),
+            ("sequence", 2.0, True, [[0.857143] * 3 + [0], [1.142857, 0, 0, 0]]),  # mean of 2 rows: 1.75
+        ],
+    )
+    def test_by_hand(self, level, threshold, normalize, expected):
+        weights, metrics = compute_rollout_correction_weights(self.ratios, self.mask, level, threshold, normalize)
+        close(weights, expected)
+        assert weights.dtype == torch.float32
+        assert ("rollout_is_oob_ratio" in metrics) == ("_" in str(threshold))
+        assert ("rollout_is_batch_norm_factor" in metrics) == normalize
+
+    def test_the_metrics_of_icepop(self):
+        _, metrics = compute_rollout_correction_weights(self.ratios, self.mask, "token", "0.5_3.5", True)
+        assert metrics["rollout_is_oob_ratio"] == 0.5
+        assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_ratio_fraction_low"] == 0.25
+        close(metrics["rollout_is_batch_norm_factor"], (1.5 + 3) / 4)
+        close(metrics["rollout_is_eff_sample_size"], 1.125**2 / ((2.25 + 9) / 4))
+
+    def test_a_row_s_extremes_are_those_before_truncation(self):
+        _, metrics = compute_rollout_correction_weights(self.ratios, self.mask, "sequence", 2.0)
+        close([metrics["rollout_is_max"], metrics["rollout_is_seq_max"]], [3.0, 2.0])
+
+    def test_when_icepop_leaves_no_weight_nothing_is_normalised(self):
+        weights, metrics = compute_rollout_correction_weights(self.ratios, self.mask, "token", "50_60", True)
+        assert not weights.any()
+        assert metrics["rollout_is_batch_norm_factor"] == 1.0 and metrics["rollout_is_eff_sample_size"] == 0.0
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_enormous_ratios_stay_finite(self, level):
+        log_ratio = torch.tensor([[500.0, 1.0], [-500.0, 1.0]])
+        weights, metrics = compute_rollout_correction_weights(log_ratio, torch.ones(2, 2), level, 1e30)
+        close([weights[0, 0].log(), weights[1, 0].log()], [20.0, -20.0])
+        assert all(math.isfinite(value) for value in metrics.values())
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("threshold", [1.5, "0.7_1.4"])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_equal_a_loop_over_tokens(self, level, threshold, seed):
+        batch = Rollouts.draw(seed)
+        weights, metrics = compute_rollout_correction_weights(batch.log_ratio, batch.mask, level, threshold)
+
+        lower, upper = (0.7, 1.4) if threshold == "0.7_1.4" else (1 / 1.5, 1.5)
+        raw = []
+        for row in batch.rows(batch.log_ratio):
+            raw.append([math.exp(x) for x in row] if level == "token" else [math.exp(sum(row))] * len(row))
+        applied = [[min(w, upper) if threshold == 1.5 else w * (lower <= w <= upper) for w in row] for row in raw]
+        assert not weights[batch.mask == 0].any()
+        for row, expected in zip(batch.rows(weights), applied, strict=True):
+            close(row, expected, 1e-9)
+
+        tokens, raw_tokens = flat(applied), flat(raw)
+        units = raw_tokens if level == "token" else [row[0] for row in raw]
+        extremes = tokens if level == "token" else units
+        means, raw_means = [fmean(row) for row in applied], [fmean(row) for row in raw]
+        expected = {
+            "mean": fmean(tokens),
+            "max": max(extremes),
+            "min": min(extremes),
+            "std": pstdev(tokens),
+            "eff_sample_size": sum(tokens) ** 2 / len(tokens) / max(sum(w * w for w in tokens), 1e-30),
+            "ratio_fraction_high": fmean(w > upper for w in units),
+            "ratio_fraction_low": fmean(w < lower for w in units),
+            "seq_mean": fmean(means),
+            "seq_std": stdev(means) if len(means) > 1 else 0.0,
+            "seq_max": max(means),
+            "seq_min": min(means),
+            "seq_max_deviation": max(abs(mean - 1) for mean in means),
+            "seq_fraction_high": fmean(mean > upper for mean in raw_means),
+            "seq_fraction_low": fmean(mean < lower for mean in raw_means),
+        }
+        if threshold == "0.7_1.4":
+            expected["oob_ratio"] = fmean(not lower <= w <= upper for w in raw_tokens)
+        same_metrics(metrics, {f"rollout_is_{name}": value for name, value in expected.items()})
+
+
+class TestRejection:
+    # Per token: k1 = -x, k2 = x² / 2, k3 = e^x - 1 - x of x = ln 2, 0, ln 0.25 | ln 0.5.
+    log_ratio = logs([[2.0, 1.0, 0.25], [0.5, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+
+    @pytest.mark.parametrize(
+        ("option", "threshold", "expected"),
+        [
+            ("token_k1", "0.6_3.0", [[0, 1, 0], [1, 0, 0]]),  # π_rollout / π_train: 0.5, 1, 4 | 2
+            ("token_k1", 3.0, [[1, 1, 0], [1, 0, 0]]),  # 1/3 to 3
+            ("token_k2", 0.25, [[1, 1, 0], [1, 0, 0]]),  # 0.240, 0, 0.961 | 0.240
+            ("token_k3", 0.25, [[0, 1, 0], [1, 0, 0]]),  # 0.307, 0, 0.636 | 0.193
+            ("seq_sum_k1", "0.5_1.9", [[0, 0, 0], [0, 0, 0]]),  # 2 | 2
+            ("seq_sum_k1", "0.5_2.1", [[1, 1, 1], [1, 0, 0]]),
+            ("seq_mean_k1", "0.5_1.3", [[1, 1, 1], [0, 0, 0]]),  # the geometric mean: 1.260 | 2
+            ("seq_sum_k2", "1.0", [[0, 0, 0], [1, 0, 0]]),  # 1.201 | 0.240
+            ("seq_mean_k2", 0.3, [[0, 0, 0], [1, 0, 0]]),  # 0.400 | 0.240
+            ("seq_max_k2", 0.5, [[0, 0, 0], [1, 0, 0]]),  # 0.961 | 0.240
+            ("seq_sum_k3", 0.9, [[0, 0, 0], [1, 0, 0]]),  # 0.943 | 0.193
+            ("seq_mean_k3", 0.25, [[0, 0, 0], [1, 0, 0]]),  # 0.314 | 0.193
+            ("seq_max_k3", 0.15, [[0, 0, 0], [0, 0, 0]]),  # 0.636 | 0.193
+            ("token_k1,seq_mean_k1", "0.6_3.0,0.5_1.3", [[0, 1, 0], [0, 0, 0]]),  # what passes both
+            (" token_k2 , token_k3,token_k2,", 0.25, [[0, 1, 0], [1, 0, 0]]),  # one threshold for all, names once
+            ("token_k2,seq_max_k2", "0.25,9", [[1, 1, 0], [1, 0, 0]]),
+        ],
+    )
+    def test_by_hand(self, option, threshold, expected):
+        mask, _ = compute_rollout_rejection_mask(self.log_ratio, self.mask, option, threshold)
+        assert mask.tolist() == expected
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+    def test_the_mask_keeps_its_dtype_and_the_one_given_is_not_written_to(self, dtype):
+        given = self.mask.to(dtype)
+        mask, _ = compute_rollout_rejection_mask(self.log_ratio, given, "token_k1", "0.6_3.0")
+        assert mask.dtype == dtype and torch.equal(given, self.mask.to(dtype)) and mask.sum() == 2
+
+    def test_shares_of_rejected_tokens_and_rows(self):
+        options, thresholds = "token_k1,seq_mean_k1", "0.6_3.0,0.5_1.3"
+        _, metrics = compute_rollout_rejection_mask(self.log_ratio, self.mask, options, thresholds)
+        shares = {name: value for name, value in metrics.items() if "masked_fraction" in name}
+        expected = {
+            "rollout_rs_token_k1_masked_fraction": 2 / 4,
+            "rollout_rs_token_k1_seq_masked_fraction": 1 / 2,
+            "rollout_rs_seq_mean_k1_masked_fraction": 1 / 4,
+            "rollout_rs_seq_mean_k1_seq_masked_fraction": 1 / 2,
+            "rollout_rs_masked_fraction": 3 / 4,
+            "rollout_rs_seq_masked_fraction": 1.0,
+        }
+        same_metrics(shares, expected)
+
+    @pytest.mark.parametrize("shape", [(0, 3), (2, 3)])
+    def test_without_a_token_there_is_nothing_to_reject(self, shape):
+        mask = torch.zeros(shape, dtype=torch.int64)
+        rejected, metrics = compute_rollout_rejection_mask(torch.full(shape, NAN), mask, "seq_max_k3", 0.1)
+        assert torch.equal(rejected, mask) and metrics == {}
+
+    def test_every_option_is_a_reduction_of_a_divergence(self):
+        named = {f"{unit}_{kind}" for unit in REDUCTIONS for kind in DIVERGENCES}
+        assert named - set(REJECTION_OPTIONS) == {"seq_max_k1"} and set(REJECTION_OPTIONS) <= named
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("option", REJECTION_OPTIONS)
+    def test_equals_a_loop_over_tokens(self, option, seed):
+        batch = Rollouts.draw(seed)
+        mask, metrics = compute_rollout_rejection_mask(batch.log_ratio, batch.mask, option, THRESHOLDS[option])
+
+        unit, _, kind = option.rpartition("_")
+        low, high = (math.log(0.5), math.log(3)) if kind == "k1" else (0.0, 0.4)
+        divergence = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[kind]
+        reduce = {"seq_sum": sum, "seq_mean": fmean, "seq_max": max}.get(unit)
+        per_token = [[divergence(x) for x in row] for row in batch.rows(batch.log_ratio)]
+        rows = [[reduce(row)] * len(row) for row in per_token] if reduce else per_token
+        kept = [[low <= value <= high for value in row] for row in rows]
+        assert batch.rows(mask) == kept and not mask[batch.mask == 0].any()
+
+        tokens, means = flat(rows), [fmean(row) for row in rows]
+        units = means if reduce else tokens
+        expected = {
+            "mean": fmean(tokens),
+            "max": max(units),
+            "min": min(units),
+            "std": pstdev([min(max(value, low), high) for value in tokens]),
+            "fraction_high": fmean(value > high for value in units),
+            "fraction_low": fmean(value < low for value in units),
+            "seq_mean": fmean(means),
+            "seq_std": stdev(means) if len(means) > 1 else 0.0,
+            "seq_max": max(means),
+            "seq_min": min(means),
+            "seq_max_deviation": max(abs(mean) for mean in means),
+            "seq_fraction_high": fmean(mean > high for mean in means),
+            "seq_fraction_low": fmean(mean < low for mean in means),
+        }
+        shares = {
+            "masked_fraction": fmean(not token for row in kept for token in row),
+            "seq_masked_fraction": fmean(not all(row) for row in kept),
+        }
+        wanted = {f"rollout_rs_{option}_{name}": value for name, value in (expected | shares).items()}
+        same_metrics(metrics, wanted | {f"rollout_rs_{name}": value for name, value in shares.items()})
+
+
+class TestDiagnostics:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_equal_a_loop_over_rows(self, seed):
+        batch = Rollouts.draw(seed)
+        train, rollout = batch.rows(batch.train), batch.rows(batch.rollout)
+        ratios = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(train, rollout, strict=True)]
+        tokens = flat(ratios)
+        diffs = [fmean(q) - fmean(p) for p, q in zip(train, rollout, strict=True)]
+        expected = {
+            "training_ppl": fmean(math.exp(-fmean(row)) for row in train),
+            "training_log_ppl": fmean(-fmean(row) for row in train),
+            "kl": -fmean(tokens),
+            "k3_kl": fmean(math.exp(x) - x - 1 for x in tokens),
+            "rollout_ppl": fmean(math.exp(-fmean(row)) for row in rollout),
+            "rollout_log_ppl": fmean(-fmean(row) for row in rollout),
+            "log_ppl_diff": fmean(diffs),
+            "log_ppl_abs_diff": fmean(map(abs, diffs)),
+            "log_ppl_diff_max": max(diffs),
+            "log_ppl_diff_min": min(diffs),
+            "ppl_ratio": fmean(map(math.exp, diffs)),
+            "chi2_token": fmean(math.exp(2 * x) for x in tokens) - 1,
+            "chi2_seq": fmean(math.exp(2 * sum(row)) for row in ratios) - 1,
+        }
+        same_metrics(compute_offpolicy_metrics(batch.train, batch.rollout, batch.mask), expected)
+
+    def test_the_chi2_of_enormous_ratios_is_bounded_and_k3_is_not(self):
+        log_ratio = torch.tensor([[30.0]])
+        metrics = compute_offpolicy_metrics(log_ratio, torch.zeros(1, 1), torch.ones(1, 1))
+        bounded = math.exp(40) - 1
+        assert [metrics["chi2_token"], metrics["chi2_seq"]] == pytest.approx([bounded, bounded], rel=1e-5)
+        assert metrics["k3_kl"] == pytest.approx(math.exp(30), rel=1e-5)
+
+
+SETTINGS = [
+    {"rollout_is": "token", "rollout_is_threshold": 1.5},
+    {"rollout_is": "token", "rollout_is_threshold": "0.7_1.4", "rollout_is_batch_normalize": True},
+    {"rollout_is": "sequence", "rollout_is_threshold": 1.5, "rollout_is_batch_normalize": True},
+    {"rollout_is": "sequence", "rollout_is_threshold": "0.7_1.4"},
+    *({"rollout_rs": option, "rollout_rs_threshold": threshold} for option, threshold in THRESHOLDS.items()),
+    {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_2.0,0.2"},
+]
+
+
+def name_of(settings):
+    return "-".join(str(value) for value in settings.values())
+
+
+def correct(batch, **settings):
+    """(weights, or ones; mask; metrics)."""
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        batch.train, batch.rollout, batch.mask, **settings
+    )
+    return torch.ones_like(batch.train) if weights is None else weights.batch["rollout_is_weights"], mask, metrics
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
+def test_observations_padding_and_failed_rows_change_nothing(settings, seed):
+    batch = Rollouts.draw(seed)
+    stretched, columns = batch.stretched(spread=3)
+    weights, mask, metrics = correct(batch, **settings)
+    wide_weights, wide_mask, wide_metrics = correct(stretched, **settings)
+    valid = batch.mask.bool()
+    close(wide_weights[:-1].gather(1, columns)[valid], weights[valid], 1e-9)
+    assert torch.equal(wide_mask[:-1].gather(1, columns), mask) and not wide_mask[stretched.mask == 0].any()
+    assert wide_weights.isfinite().all()
+    same_metrics(wide_metrics, metrics)
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"rollout_rs": "token_k1", "rollout_rs_threshold": 1}], ids=name_of)
+def test_where_training_and_rollout_agree_every_weight_is_1_and_nothing_is_rejected(settings):
+    batch = Rollouts.draw(4)
+    batch.train, batch.rollout = batch.rollout.float(), batch.rollout.float()
+    weights, mask, metrics = correct(batch, **settings)
+    assert torch.equal(weights[batch.mask.bool()], torch.ones(int(batch.mask.sum())))
+    assert torch.equal(mask, batch.mask)
+    ones = {"ppl_ratio", "mean", "max", "min", "eff_sample_size", "seq_mean", "seq_max", "seq_min", "batch_norm_factor"}
+    for name, value in metrics.items():
+        if not name.endswith("_ppl"):
+            kind = name.removeprefix("rollout_corr/").removeprefix("rollout_is_")
+            assert value == (1.0 if kind in ones else 0.0), name
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
+def test_no_gradient_passes_and_no_input_is_written_to(settings):
+    batch = Rollouts.draw(5)
+    before = [tensor.clone() for tensor in (batch.train, batch.rollout, batch.mask)]
+    batch.train.requires_grad_()
+    weights, mask, _ = correct(batch, **settings)
+    assert not weights.requires_grad and not mask.requires_grad
+    for tensor, copy in zip((batch.train, batch.rollout, batch.mask), before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+class TestBatch:
+    def make(self, batch):
+        columns = {"old_log_probs": batch.train, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
+        return DataProto.from_dict({**columns, "responses": batch.mask.clone()})
+
+    def test_gets_the_mask_after_rejection_and_the_weights(self):
+        batch = Rollouts.draw(3)
+        config = RolloutCorrectionConfig.decoupled_geo_rs_token_tis(is_threshold=1.5, rs_threshold="0.9_1.1")
+        data, metrics = compute_rollout_correction_and_add_to_batch(self.make(batch), config)
+        weights, mask, expected = correct(
+            batch,
+            rollout_is="token",
+            rollout_is_threshold=1.5,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold="0.9_1.1",
+        )
+        assert torch.equal(data.batch["rollout_is_weights"], weights)
+        assert torch.equal(data.batch["response_mask"], mask) and not torch.equal(mask, batch.mask)
+        assert metrics == expected
+
+    def test_without_weights_asked_for_has_no_such_column(self):
+        data, metrics = compute_rollout_correction_and_add_to_batch(
+            self.make(Rollouts.draw(3)), RolloutCorrectionConfig.disabled()
+        )
+        assert "rollout_is_weights" not in data.batch and "rollout_corr/kl" in metrics
+
+    def test_normalises_by_the_mean_that_the_config_asks_for(self):
+        config = RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True)
+        batch = Rollouts.draw(3)
+        data, metrics = compute_rollout_correction_and_add_to_batch(self.make(batch), config)
+        close(data.batch["rollout_is_weights"].sum() / batch.mask.sum(), 1.0)
+        assert metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1.0
+
+    def test_whose_rows_all_failed_stays_as_it_is(self):
+        batch = Rollouts.draw(3)
+        batch.mask[:] = 0
+        given = self.make(batch)
+        columns = set(given.batch.keys())
+        data, metrics = compute_rollout_correction_and_add_to_batch(
+            given, RolloutCorrectionConfig.decoupled_seq_is_rs()
+        )
+        assert set(data.batch.keys()) == columns and not data.batch["response_mask"].any() and metrics == {}
+
+
+GEO, K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
+PRESETS = {  # name: (level, its threshold), (options, their threshold), bypass mode, loss
+    "disabled": ((None, 2.0), (None, None), False, "ppo_clip"),
+    "decoupled_token_is": (("token", 2.0), (None, None), False, "ppo_clip"),
+    "decoupled_seq_is": (("sequence", 2.0), (None, None), False, "ppo_clip"),
+    "decoupled_token_icepop": (("token", "0.5_5.0"), (None, None), False, "ppo_clip"),
+    "decoupled_seq_is_rs": (("sequence", 2.0), ("seq_sum_k1", "0.5_2.0"), False, "ppo_clip"),
+    "decoupled_geo_rs": ((None, 2.0), GEO, False, "ppo_clip"),
+    "decoupled_geo_rs_seq_tis": (("sequence", 2.0), GEO, False, "ppo_clip"),
+    "decoupled_geo_rs_token_tis": (("token", 2.0), GEO, False, "ppo_clip"),
+    "decoupled_k3_rs": ((None, 2.0), K3, False, "ppo_clip"),
+    "decoupled_k3_rs_seq_tis": (("sequence", 2.0), K3, False, "ppo_clip"),
+    "decoupled_k3_rs_token_tis": (("token", 2.0), K3, False, "ppo_clip"),
+    "bypass_ppo_clip": ((None, 2.0), (None, None), True, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": ((None, 2.0), GEO, True, "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": ((None, 2.0), K3, True, "ppo_clip"),
+    "bypass_pg_is": (("sequence", 2.0), (None, None), True, "reinforce"),
+    "bypass_pg_token_icepop": (("token", "0.5_5.0"), (None, None), True, "reinforce"),
+    "bypass_pg_geo_rs": ((None, 2.0), GEO, True, "reinforce"),
+    "bypass_pg_geo_rs_seq_tis": (("sequence", 2.0), GEO, True, "reinforce"),
+    "bypass_pg_geo_rs_token_tis": (("token", 2.0), GEO, True, "reinforce"),
+}
+
+
+class TestPresets:
+    def test_are_those_of_verl(self):
+        methods = {name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod)}
+        assert methods == set(PRESETS)
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_settings(self, name):
+        weights, rejection, bypass_mode, loss_type = PRESETS[name]
+        assert asdict(getattr(RolloutCorrectionConfig, name)()) == {
+            "rollout_is": weights[0],
+            "rollout_is_threshold": weights[1],
+            "rollout_is_batch_normalize": False,
+            "rollout_rs": rejection[0],
+            "rollout_rs_threshold": rejection[1],
+            "bypass_mode": bypass_mode,
+            "loss_type": loss_type,
+        }
+
+    @pytest.mark.parametrize(
+        "name", [name for name in PRESETS if name.endswith("_tis") or name == "decoupled_seq_is_rs"]
+    )
+    def test_both_thresholds_may_be_others(self, name):
+        config = getattr(RolloutCorrectionConfig, name)(is_threshold=3.0, rs_threshold="0.1_9")
+        assert (config.rollout_is_threshold, config.rollout_rs_threshold) == (3.0, "0.1_9")
+
+    @pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_seq_is", "bypass_pg_is"])
+    def test_the_only_threshold_may_be_another(self, name):
+        assert getattr(RolloutCorrectionConfig, name)(threshold=3.0).rollout_is_threshold == 3.0
+
+    @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith(("_geo_rs", "_k3_rs"))])
+    def test_the_only_bound_of_rejection_may_be_another(self, name):
+        assert getattr(RolloutCorrectionConfig, name)(rs_threshold="0.2").rollout_rs_threshold == "0.2"
+
+    @pytest.mark.parametrize("name", ["decoupled_token_icepop", "bypass_pg_token_icepop"])
+    def test_icepop_s_bounds_may_be_others(self, name):
+        config = getattr(RolloutCorrectionConfig, name)(threshold=4.0, threshold_lower=0.25)
+        assert config.rollout_is_threshold == "0.25_4.0"
+
+
+class TestMistakesAreNamed:
+    mask = torch.ones(1, 2)
+    zeros = torch.zeros(1, 2)
+
+    def test_an_unknown_level(self):
+        with pytest.raises(ValueError, match=r"rollout_is is 'geometric', but must be null or one of token, sequence$"):
+            compute_rollout_correction_weights(self.zeros, self.mask, "geometric")
+
+    @pytest.mark.parametrize("entry", ["", "two", "0.5_", "_2", "1_2_3", "2_1", "0_2", "-1_2", "nan", 0, -1.0])
+    def test_an_impossible_threshold(self, entry):
+        with pytest.raises(ValueError, match=rf'rollout_is_threshold is {entry!r}; .* band such as "0.5_2.0"'):
+            compute_rollout_correction_weights(self.zeros, self.mask, "token", entry)
+        with pytest.raises(ValueError, match="rollout_rs_threshold"):
+            compute_rollout_rejection_mask(self.zeros, self.mask, "token_k1", entry)
+
+    @pytest.mark.parametrize("entry", [True, [0.5, 2.0], None])
+    def test_a_threshold_of_another_type(self, entry):
+        with pytest.raises(TypeError, match=rf"a {type(entry).__name__}; it must be an upper bound such as 2.0, or"):
+            parse_band("rollout_is_threshold", entry)
+
+    @pytest.mark.parametrize("options", [None, 3, "", " , ", "seq_max_k1", "token_k1,geo", "token", "TOKEN_K1"])
+    def test_an_unknown_option(self, options):
+        with pytest.raises(ValueError, match=rf"rollout_rs is {options!r}, but must be .*token_k1.*seq_max_k3, joined"):
+            parse_rejection(options, 2.0)
+
+    def test_no_threshold_for_rejection(self):
+        with pytest.raises(ValueError, match="rollout_rs is 'token_k3' but rollout_rs_threshold is null: set how far"):
+            compute_rollout_correction_and_rejection_mask(self.zeros, self.zeros, self.mask, rollout_rs="token_k3")
+
+    @pytest.mark.parametrize("thresholds", ["1,2", "1,2,3,4", ""])
+    def test_as_many_thresholds_as_options_or_one(self, thresholds):
+        with pytest.raises(ValueError, match=r"names 3 options \(token_k1, token_k2, token_k3\): give one entry"):
+            parse_rejection("token_k1,token_k2,token_k3,token_k1", thresholds)
+
+    def test_an_upper_bound_of_a_ratio_below_1(self):
+        with pytest.raises(ValueError, match=r"is 0\.5 for token_k1, which means the band from 2 to 0\.5"):
+            parse_rejection("token_k1", 0.5)
+
+    @pytest.mark.parametrize("option", [option for option in REJECTION_OPTIONS if not option.endswith("k1")])
+    def test_a_band_for_what_is_never_negative(self, option):
+        with pytest.raises(ValueError, match=f"'0.1_1' for {option}, a statistic that starts at 0"):
+            parse_rejection(option, "0.1_1")
+
+    def test_a_batch_without_a_token(self):
+        empty = torch.zeros(1, 2)
+        for call in (
+            lambda: compute_rollout_correction_weights(self.zeros, empty),
+            lambda: compute_rollout_correction_and_rejection_mask(self.zeros, self.zeros, empty),
+        ):
+            with pytest.raises(ValueError, match="response_mask selects no token"):
+                call()
+        with pytest.raises(AssertionError, match="response_mask selects no token"):
+            compute_offpolicy_metrics(self.zeros, self.zeros, empty)
+
+    def test_unequal_shapes(self):
+        with pytest.raises(ValueError, match=r"\[\(1, 2\), \(1, 3\), \(1, 2\)\]: they must be equal"):
+            compute_rollout_correction_and_rejection_mask(self.zeros, torch.zeros(1, 3), self.mask)

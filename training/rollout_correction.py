@@ -1,0 +1,300 @@
+"""Corrects for a rollout engine whose probabilities are not the trainer's ("rollout correction" in verl).
+
+Importance weights for the policy loss, rejection of tokens or rows that drifted too far, and diagnostics of the drift:
+pure functions, tensors in, tensors and floats out; only the combined ones know a batch. `log_ratio` [B, R] is
+x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that the policy produced.
+What lies under its zeros does not matter, and a row of zeros, a failed episode, enters no statistic.
+Left out: bypass mode's policy loss, and means over ranks, as the driver sees the whole batch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from configs.rollout_correction import RolloutCorrectionConfig, Threshold, parse_band, parse_rejection
+from data.protocol import DataProto
+from training.core_algos import MAX_LOG_RATIO
+from training.torch_functional import masked_mean, masked_sum, zero_masked
+
+
+class Level(NamedTuple):
+    """What one importance weight belongs to."""
+
+    log_weight: Callable[[Tensor, Tensor], Tensor]  # (log_ratio, mask) -> [B, R] or, one a row, [B, 1]
+    units: Callable[[Tensor, Tensor], Tensor]  # (weights [B, R], mask) -> [number of weights]
+
+
+def row_means(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Mean over the tokens of each row that has any: [B, R] -> [rows that did not fail]."""
+    return masked_mean(values, response_mask, axis=-1)[response_mask.bool().any(-1)]
+
+
+IS_LEVELS = {
+    "token": Level(lambda x, mask: x, lambda weights, mask: weights[mask.bool()]),
+    "sequence": Level(lambda x, mask: masked_sum(x, mask, axis=-1).unsqueeze(-1), row_means),
+}
+
+
+@torch.no_grad()
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """(importance weights [B, R], metrics without prefix); the weights are 0 under the mask and have no gradient.
+
+    The weight of a "token" is e^x; every token of a "sequence" weighs e^(sum of x over the row). A threshold u caps
+    weights at u (truncated importance sampling, https://fengyao.notion.site/off-policy-rl); "l_u" instead makes those
+    outside [l, u] zero (IcePop, arXiv:2510.18855). `rollout_is_batch_normalize` then divides them by their mean.
+
+    Raises ValueError on another level, an impossible threshold or an empty mask, TypeError on a threshold's type.
+    """
+    if rollout_is not in IS_LEVELS:
+        raise ValueError(f"rollout_is is {rollout_is!r}, but must be null or one of {', '.join(IS_LEVELS)}")
+    lower, upper = parse_band("rollout_is_threshold", rollout_is_threshold)
+    _refuse_empty(response_mask)
+    level = IS_LEVELS[rollout_is]
+    raw = zero_masked(_bounded(level.log_weight(log_ratio, response_mask)).exp(), response_mask)
+    icepop, lower = lower is not None, lower or 1 / upper
+    outside = (raw < lower) | (raw > upper)
+    weights = raw.masked_fill(outside, 0) if icepop else raw.clamp(max=upper)
+    metrics = _is_metrics(raw, weights, response_mask, level, (lower, upper))
+    if icepop:
+        metrics["rollout_is_oob_ratio"] = _share(outside[response_mask.bool()]).item()
+    if rollout_is_batch_normalize:
+        mean = level.units(weights, response_mask).mean().item()
+        factor = mean if mean > 1e-8 else 1.0  # nothing is left to normalise if every weight is 0
+        weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, factor
+    return weights, metrics
+
+
+def _is_metrics(
+    raw: Tensor, weights: Tensor, response_mask: Tensor, level: Level, band: tuple[float, float]
+) -> dict[str, float]:
+    """Statistics of the weights as applied; of the raw ones the shares beyond the band, and a row's max and min."""
+    tokens, rows = weights[response_mask.bool()], row_means(weights, response_mask)
+    extremes = row_means(raw, response_mask) if level is IS_LEVELS["sequence"] else tokens
+    metrics = {
+        "mean": tokens.mean(),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "std": tokens.std(correction=0),
+        "eff_sample_size": tokens.mean() ** 2 / (tokens**2).mean().clamp(min=1e-30),  # 0 if IcePop left no weight
+        **_beyond("ratio_fraction", level.units(raw, response_mask), band),
+        **_row_metrics(rows, center=1.0),
+        **_beyond("seq_fraction", row_means(raw, response_mask), band),
+    }
+    return _floats({f"rollout_is_{name}": value for name, value in metrics.items()})
+
+
+# Estimators of the KL divergence of the rollout from the training policy (http://joschu.net/blog/kl-approx.html). k1
+# has a sign and a band, written as bounds of the ratio π_rollout / π_train: the inverse of the importance weight.
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: 0.5 * x**2,
+    "k3": lambda x: x.expm1() - x,
+}
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: masked_sum(values, mask, axis=-1).unsqueeze(-1),
+    "seq_mean": lambda values, mask: masked_mean(values, mask, axis=-1).unsqueeze(-1),
+    # The statistics it goes with are never negative, and 0 under the mask.
+    "seq_max": lambda values, mask: values.amax(-1, keepdim=True),
+}
+
+
+@torch.no_grad()
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str | None = "token_k1",
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(`response_mask` without the tokens rejected, in its dtype; metrics without prefix, none if the mask is empty).
+
+    `rollout_rs` names any of `REJECTION_OPTIONS`, joined by commas: a statistic of a token, or of a row, which then
+    stays or goes as a whole; what passes them all stays. `rollout_rs_threshold` is one entry for all or one for each:
+    for k1 "lower_upper" or an upper bound u, meaning 1/u to u, of the ratio; for k2, k3 an upper bound of the
+    statistic.
+
+    Raises ValueError on an unknown option or an impossible threshold, TypeError on one of another type.
+    """
+    bands = parse_rejection(rollout_rs, rollout_rs_threshold)
+    valid = response_mask.bool()
+    if not valid.any():
+        return response_mask.clone(), {}
+    log_ratio = _bounded(zero_masked(log_ratio, response_mask))
+    keep, metrics = torch.ones_like(valid), {}
+    for option, (low, high) in bands.items():
+        unit, _, kind = option.rpartition("_")
+        statistic = REDUCTIONS[unit](DIVERGENCES[kind](log_ratio), response_mask)
+        kept = ((statistic >= low) & (statistic <= high)).expand_as(valid)
+        keep = keep & kept
+        described = _rejection_metrics(statistic, valid, (low, high)) | _rejected(kept, valid)
+        metrics |= {f"rollout_rs_{option}_{name}": value for name, value in described.items()}
+    metrics |= {f"rollout_rs_{name}": value for name, value in _rejected(keep, valid).items()}
+    return response_mask.masked_fill(~keep, 0), _floats(metrics)
+
+
+def _rejection_metrics(statistic: Tensor, valid: Tensor, band: tuple[float, float]) -> dict[str, Tensor]:
+    rows = row_means(statistic.expand(valid.shape), valid)
+    tokens = statistic.expand(valid.shape)[valid]
+    units = tokens if statistic.shape == valid.shape else rows
+    return {
+        "mean": tokens.mean(),
+        "max": units.max(),
+        "min": units.min(),
+        "std": tokens.clamp(*band).std(correction=0),
+        **_beyond("fraction", units, band),
+        **_row_metrics(rows, center=0.0),
+        **_beyond("seq_fraction", rows, band),
+    }
+
+
+def _rejected(keep: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """Shares of the tokens that are rejected, and of the rows that lose any."""
+    rejected = valid & ~keep
+    return {
+        "masked_fraction": _share(rejected[valid]),
+        "seq_masked_fraction": _share(rejected.any(-1)[valid.any(-1)]),
+    }
+
+
+@torch.no_grad()
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """How far two log-probs [B, R] of the same tokens are apart; without `rollout_log_prob`, the perplexity alone.
+
+    With l, q the row means of the training and rollout log-probs: ppl is mean e^-l, the log_ppl_diff metrics are of
+    q - l, and ppl_ratio is mean e^(q - l). kl and k3_kl estimate KL(rollout || training) in nats a token; chi2 is
+    mean ratio² - 1, of tokens and of rows. Raises AssertionError on an empty mask.
+    """
+    assert response_mask.any(), "response_mask selects no token: there is nothing to compare"
+    train = row_means(old_log_prob, response_mask)
+    metrics = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
+    if rollout_log_prob is None:
+        return _floats(metrics)
+    rollout = row_means(rollout_log_prob, response_mask)
+    valid, diff = response_mask.bool(), rollout - train
+    log_ratio = zero_masked(old_log_prob - rollout_log_prob, response_mask)
+    tokens, row_sums = log_ratio[valid], log_ratio.sum(-1)[valid.any(-1)]
+    metrics |= {
+        "kl": -tokens.mean(),
+        "k3_kl": (tokens.expm1() - tokens).mean(),
+        "rollout_ppl": (-rollout).exp().mean(),
+        "rollout_log_ppl": -rollout.mean(),
+        "log_ppl_diff": diff.mean(),
+        "log_ppl_abs_diff": diff.abs().mean(),
+        "log_ppl_diff_max": diff.max(),
+        "log_ppl_diff_min": diff.min(),
+        "ppl_ratio": diff.exp().mean(),
+        "chi2_token": (2 * _bounded(tokens)).expm1().mean(),
+        "chi2_seq": (2 * _bounded(row_sums)).expm1().mean(),
+    }
+    return _floats(metrics)
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """`compute_offpolicy_metrics` under "rollout_corr/"."""
+    return _prefixed(compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask))
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """(column rollout_is_weights if `rollout_is` is set, mask after rejection, metrics under "rollout_corr/").
+
+    Weights and the metrics of both use the mask as it came; the weights are not zeroed where tokens are rejected.
+    Raises ValueError on an empty mask or unequal shapes, and what the two parts raise.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask have shapes {shapes}: they must be equal")
+    _refuse_empty(response_mask)
+    log_ratio = old_log_prob - rollout_log_prob
+    weights, new_mask, metrics = None, response_mask.clone(), {}
+    if rollout_is is not None:
+        column, metrics = compute_rollout_correction_weights(
+            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+        )
+        weights = DataProto.from_dict({"rollout_is_weights": column})
+    if rollout_rs is not None:
+        new_mask, rejection = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+        metrics |= rejection
+    metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return weights, new_mask, _prefixed(metrics)
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, config: RolloutCorrectionConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """The batch with `response_mask` after rejection and, if asked for, the column rollout_is_weights; the metrics.
+
+    Reads old_log_probs, rollout_log_probs and response_mask. If every row failed nothing happens.
+    """
+    columns = batch.batch
+    if not columns["response_mask"].any():
+        return batch, {}
+    weights, columns["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
+        columns["old_log_probs"],
+        columns["rollout_log_probs"],
+        columns["response_mask"],
+        config.rollout_is,
+        config.rollout_is_threshold,
+        config.rollout_is_batch_normalize,
+        rollout_rs=config.rollout_rs,
+        rollout_rs_threshold=config.rollout_rs_threshold,
+    )
+    return (batch if weights is None else batch.union(weights)), metrics
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _share(condition: Tensor) -> Tensor:
+    return condition.float().mean()
+
+
+def _beyond(name: str, values: Tensor, band: tuple[float, float]) -> dict[str, Tensor]:
+    return {f"{name}_high": _share(values > band[1]), f"{name}_low": _share(values < band[0])}
+
+
+def _row_metrics(rows: Tensor, center: float) -> dict[str, Tensor]:
+    """Statistics over one number per row; `center` is what it would be if training and rollout agreed."""
+    return {
+        "seq_mean": rows.mean(),
+        "seq_std": rows.std() if len(rows) > 1 else torch.zeros_like(rows[0]),
+        "seq_max": rows.max(),
+        "seq_min": rows.min(),
+        "seq_max_deviation": (rows - center).abs().max(),
+    }
+
+
+def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """In one transfer from the device."""
+    return dict(zip(metrics, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True))
+
+
+def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _refuse_empty(response_mask: Tensor) -> None:
+    if not response_mask.any():
+        raise ValueError("response_mask selects no token: leave out a batch whose rows all failed")
