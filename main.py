@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import configs.process  # noqa: F401  before torch
-from configs.checks import batch_arithmetic, check_config, needs_critic, needs_reference, sampling_summary
+from configs.checks import batch_arithmetic, check_config, sampling_summary
 from configs.errors import refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
 from configs.schema import Config
@@ -36,6 +36,7 @@ def run(config: Config) -> dict[str, float]:
 @users_line_noted()
 def train(config: Config, parts: "Parts") -> dict[str, float]:
     """The part that costs something: starts the workers and runs the loop."""
+    from training.preparation import needs_critic, needs_reference
     from training.ray_trainer import RayPPOTrainer
     from training.roles import Roles
     from training.validation import Validator

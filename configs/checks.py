@@ -4,6 +4,7 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.loader import notice
+from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 
 ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
@@ -14,7 +15,7 @@ def check_config(config: Config) -> None:
     check_data(config)
     check_batches(config)
     check_workers(config)
-    check_algorithm(config)
+    check_policy(config)
     check_trainer(config)
     check_output_folder(config.trainer.default_local_dir)
 
@@ -66,17 +67,16 @@ def check_batches(config: Config) -> None:
             f"actor_rollout_ref.rollout.response_length={rollout.response_length} is above data.max_response_length="
             f"{config.data.max_response_length}: set data.max_response_length alone, the other follows."
         )
-    check_token_budgets(config)
 
 
-def check_token_budgets(config: Config) -> None:
+def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Wherever passes are cut by tokens, the longest sequence fits into one."""
     policy = config.actor_rollout_ref
     longest = config.data.max_prompt_length + policy.rollout.response_length
     actor, ref, rollout, critic = policy.actor, policy.ref, policy.rollout, config.critic
     scores_by_tokens = rollout.log_prob_micro_batch_size_per_gpu is None
-    ref_by_tokens = needs_reference(config) and ref.log_prob_micro_batch_size_per_gpu is None
-    critic_by_tokens = needs_critic(config) and cuts_by_tokens(critic)
+    ref_by_tokens = with_ref and ref.log_prob_micro_batch_size_per_gpu is None
+    critic_by_tokens = with_critic and cuts_by_tokens(critic)
     for applies, key, budget in (
         (cuts_by_tokens(actor), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
         (
@@ -114,13 +114,8 @@ def check_workers(config: Config) -> None:
         )
 
 
-def check_algorithm(config: Config) -> None:
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    if config.critic.enable is False and algorithm.adv_estimator == "gae":
-        raise ConfigError(
-            "algorithm.adv_estimator=gae needs values, and critic.enable=false: leave critic.enable null, or choose an "
-            "estimator without a critic, e.g. grpo."
-        )
+def check_policy(config: Config) -> None:
+    rollout = config.actor_rollout_ref.rollout
     for key, optim in (
         ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
         ("critic", config.critic.optim),
@@ -128,6 +123,8 @@ def check_algorithm(config: Config) -> None:
         if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
             raise ConfigError(f"{key}.optim.betas={optim.betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
     check_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    check_rollout_correction(config)
+    check_rewards(config)
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}: the policy that samples is then not "
@@ -143,6 +140,51 @@ def check_policy_loss(settings: PolicyLossConfig) -> None:
         raise ConfigError(
             f"{key}.clip_cov_lb={settings.clip_cov_lb} must be below {key}.clip_cov_ub={settings.clip_cov_ub}: tokens "
             "are drawn from those of a covariance between the two."
+        )
+
+
+def check_rollout_correction(config: Config) -> None:
+    key, settings = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        parse_band("rollout_is_threshold", settings.rollout_is_threshold)
+        if settings.rollout_rs is not None:
+            parse_rejection(settings.rollout_rs, settings.rollout_rs_threshold)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}.{error}.") from error
+    if settings.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"{key}.bypass_mode=true brings a policy loss of its own, and actor_rollout_ref.actor.policy_loss."
+            f"loss_mode={loss_mode} asks for another: take one of the two back."
+        )
+    if loss_mode == "bypass_mode" and not settings.bypass_mode:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode is chosen by {key}.bypass_mode=true: set that."
+        )
+    if settings.bypass_mode and settings.rollout_is_batch_normalize:
+        raise ConfigError(
+            f"{key}.rollout_is_batch_normalize=true needs all weights of a batch at once, which bypass_mode=true, "
+            "where each forward pass makes its own, does not have: take one of the two back."
+        )
+
+
+def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionConfig) -> str:
+    return "bypass_mode" if correction.bypass_mode else settings.loss_mode
+
+
+def check_rewards(config: Config) -> None:
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    if groups.enable and rollout.n < 2:
+        raise ConfigError(
+            f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
+            "differ from itself. Set n to at least 2 (8 is usual)."
+        )
+    key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
+    buffer = shaping.overlong_buffer_cfg
+    if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:
+        raise ConfigError(
+            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: so many "
+            "tokens before the longest length the penalty begins. Leave it null for a fifth of that length."
         )
 
 
@@ -184,14 +226,6 @@ def has_validation(config: Config) -> bool:
     if config.env.id is not None:
         return config.env.val_episodes > 0 or config.env.val_size > 0
     return bool(config.data.val_files)
-
-
-def needs_critic(config: Config) -> bool:
-    return config.critic.enable if config.critic.enable is not None else config.algorithm.adv_estimator == "gae"
-
-
-def needs_reference(config: Config) -> bool:
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def batch_arithmetic(config: Config) -> str:

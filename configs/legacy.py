@@ -9,6 +9,9 @@ RENAMED = {
     "algorithm.policy_loss_fn": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
+    "actor_rollout_ref.actor.policy_loss.rollout_correction": "algorithm.rollout_correction",
     "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
@@ -90,6 +93,8 @@ NO_EFFECT = {
     "data.video_key": "prompts are text",
     "data.return_raw_input_ids": _BY_DESIGN,
     "data.return_full_prompt": _BY_DESIGN,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "it is computed where the estimator asks for sum_pi_squared",
+    "reward.reward_kwargs.overlong_buffer_cfg.log": "reward/overlong_reward is logged wherever there is a penalty",
     "trainer.device": "the device is the GPU if there is one, else the CPU",
 }
 
@@ -98,7 +103,7 @@ _FUNCTION = "name a function of yours, for one response or for a whole batch, in
 ONLY_VALUE = {
     "data.gen_batch_size": ((None,), "the prompts of a step are generated for together: set data.train_batch_size."),
     "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
-    "reward_model.reward_manager": (("naive",), f"managers are not chosen by name in this version: {_FUNCTION}."),
+    "reward_model.reward_manager": (("naive", "dapo"), f"managers have no names in this version: {_FUNCTION}."),
     "reward_model.launch_reward_fn_async": (
         (False,),
         "an `async def` reward function is awaited for all rows at once.",

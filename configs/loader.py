@@ -24,6 +24,7 @@ from yaml import YAMLError
 
 from configs.errors import ConfigError
 from configs.legacy import NO_EFFECT, ONLY_VALUE, RENAMED, RENAMED_VALUES
+from configs.rollout_correction import PRESETS, preset
 
 CONFIG_DIR = Path(__file__).parent
 
@@ -43,8 +44,9 @@ def parse_arguments(argv: list[str], default_config: str, description: str) -> A
     shipped = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=f"configs: {shipped}. Any setting is changed as key=value, e.g. trainer.seed=1; "
-        "--cfg job prints them all; configs/schema.py explains each.",
+        epilog=f"configs: {shipped}. recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. "
+        "Any setting is changed as key=value, e.g. trainer.seed=1; --cfg job prints them all; configs/schema.py "
+        "explains each.",
     )
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="yaml in the config dir")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
@@ -75,19 +77,27 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     """The schema's defaults, then the yaml, then the overrides."""
-    given = read_yaml(arguments)
+    overrides = parse_overrides(arguments.overrides)
+    chosen = {text.key_or_group: text.value() for text in overrides if options(text.key_or_group, arguments.config_dir)}
+    given = read_yaml(arguments, chosen)
     move_old_spellings(given)
-    for override in parse_overrides(arguments.overrides):
-        apply_override(given, override)
-        move_old_spellings(given)  # one at a time: the later of an old and a new spelling wins, as everywhere
+    expand_presets(given)
+    for override in overrides:
+        if override.key_or_group not in chosen:
+            apply_override(given, override)
+            move_old_spellings(given)  # one at a time: the later of an old and a new spelling wins, as everywhere
+            expand_presets(given)
     base = OmegaConf.structured(schema)
     for key, value in leaves(given):
         set_checked(base, key, value)
     return base
 
 
-def read_yaml(arguments: Arguments) -> DictConfig:
-    """The named yaml with its `defaults:` list; a user's folder falls back on the shipped configs."""
+def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
+    """The named yaml with its `defaults:` list, and over it what is `chosen` of groups of yaml files (recipe: dapo).
+
+    A user's folder falls back on the shipped configs.
+    """
     folder, name = arguments.config_dir, arguments.config_name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         known = sorted(path.stem for path in folder.glob("*.yaml"))
@@ -95,14 +105,27 @@ def read_yaml(arguments: Arguments) -> DictConfig:
             f"--config-name {name}: there is no {name}.yaml in {folder}.{did_you_mean(name, known)} "
             f"It holds: {', '.join(known) or 'no yaml file'}; --config-path names another folder."
         )
+    for kind, option in chosen.items():
+        if option not in (known := options(kind, folder)):
+            raise ConfigError(f"{kind}={option}: no such {kind}.{did_you_mean(str(option), known)} {', '.join(known)}.")
     search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
     try:
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base=None):
-            composed = compose(config_name=name, overrides=search)  # warns where a defaults list has no _self_
+            composed = compose(name, search, return_hydra_config=True)  # warns where a defaults list has no _self_
+            if chosen:
+                present = composed.hydra.runtime.choices  # in the defaults list: exchanged there, not added to it
+                added = [f"{'' if kind in present else '+'}{kind}={option}" for kind, option in chosen.items()]
+                composed = compose(name, search + added)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
     OmegaConf.set_struct(composed, False)
+    composed.pop("hydra", None)
     return composed
+
+
+def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
+    """The yaml files of a group: those in the folder of its name, in `folder` and among the shipped configs."""
+    return sorted({path.stem for place in (folder, CONFIG_DIR) for path in (place / kind).glob("*.yaml")})
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:
@@ -153,6 +176,17 @@ def move_old_spellings(given: DictConfig) -> None:
             if value is not None:  # null was the default of the old key, beside the new one
                 OmegaConf.update(given, renamed, value, force_add=True)
                 notice(f"{key} is now {renamed}.")
+
+
+def expand_presets(given: DictConfig) -> None:
+    """`algorithm.rollout_correction: NAME` becomes the settings of that preset, each of which can then be changed."""
+    key = "algorithm.rollout_correction"
+    name = OmegaConf.select(given, key)
+    if not isinstance(name, str):
+        return
+    if name not in PRESETS:
+        raise ConfigError(f"{key}={name}: no such preset.{did_you_mean(name, list(PRESETS))} {', '.join(PRESETS)}.")
+    OmegaConf.update(given, key, preset(name), force_add=True)
 
 
 def renamed_key(key: str) -> str | None:

@@ -5,8 +5,10 @@ training/rollout_correction.py.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
+
+from configs.settings import Frozen, setting
 
 Threshold = float | str
 
@@ -89,21 +91,25 @@ _GEO_BAND, _K3_BOUND = "0.999_1.001", 0.01
 _BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
-@dataclass(frozen=True)
-class RolloutCorrectionConfig:
+@dataclass
+class RolloutCorrectionConfig(Frozen):
     """What to correct; by default nothing is, and the drift is only measured.
 
     The class methods are verl's presets: decoupled ones recompute the old log-probs, bypass ones take the rollout's.
     is, tis: importance weights; rs: rejection; geo: by the geometric mean of the ratio; pg: plain policy gradient.
     """
 
-    rollout_is: str | None = None  # level of the importance weights; None: no weights
-    rollout_is_threshold: Threshold = 2.0
-    rollout_is_batch_normalize: bool = False
-    rollout_rs: str | None = None  # options of rejection, joined by commas; None: no rejection
-    rollout_rs_threshold: Threshold | None = None
-    bypass_mode: bool = False
-    loss_type: str = "ppo_clip"  # or "reinforce"; read in bypass mode
+    rollout_is: str | None = setting(
+        None, "Importance weights of each token or each sequence; null: none.", choices=("token", "sequence")
+    )
+    rollout_is_threshold: Any = setting(2.0, 'Largest weight; "0.5_5.0": weights outside become 0 (IcePop).')
+    rollout_is_batch_normalize: bool = setting(False, "Divide the weights by their mean.")
+    rollout_rs: str | None = setting(None, "Statistics of rejection, e.g. seq_mean_k1, joined by commas; null: none.")
+    rollout_rs_threshold: Any = setting(
+        None, 'How far is too far: for k1 a band of the ratio, e.g. "0.5_2.0", for k2 and k3 an upper bound.'
+    )
+    bypass_mode: bool = setting(False, "Take the rollout's log-probs for the old ones: a forward pass less.")
+    loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
 
     @classmethod
     def disabled(cls) -> Self:
@@ -180,3 +186,11 @@ class RolloutCorrectionConfig:
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
         return replace(cls.decoupled_geo_rs_token_tis(is_threshold, rs_threshold), **_BYPASS_PG)
+
+
+PRESETS = tuple(name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings of the preset of this name, one of `PRESETS`."""
+    return asdict(getattr(RolloutCorrectionConfig, name)())

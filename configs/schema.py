@@ -4,36 +4,13 @@ verl's key names and nesting where verl has the key. Yaml files hold only what d
 composes, checks (the rules stand beside each default) and freezes. Nothing writes to a config after that.
 """
 
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import II
 
-
-def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
-
-    None always passes a rule.
-    """
-    metadata = {"help": help, **rules}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def group(cls: type, help: str, **overrides: Any) -> Any:
-    """A nested section; `overrides` change its defaults at this place."""
-    return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
-
-
-class Frozen:
-    """Attributes are set once: a config that somebody rewrites half way is the bug users report most."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
-        super().__setattr__(name, value)
-
+from configs.rollout_correction import RolloutCorrectionConfig
+from configs.settings import Frozen, group, setting
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -139,6 +116,7 @@ class PolicyLossConfig(Frozen):
     kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
     ppo_kl_coef: float = setting(0.1, "How much kl_cov holds them back: weight of |log ratio|.", ge=0)
     dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
+    kwargs: dict[str, Any] = setting({}, "Passed on to a loss of yours, by name.")
 
 
 @dataclass
@@ -241,7 +219,7 @@ class CriticModelConfig(Frozen):
 
 @dataclass
 class CriticConfig(Frozen):
-    enable: bool | None = setting(None, "Train a critic; null: if algorithm.adv_estimator is gae.")
+    enable: bool | None = setting(None, "Train a critic; null: if the estimator needs values.")
     model: CriticModelConfig = group(CriticModelConfig, "The critic's model; its value head starts at random.")
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5)
     ppo_mini_batch_size: int | None = setting(
@@ -274,9 +252,27 @@ class RewardManagerConfig(Frozen):
 
 
 @dataclass
+class OverlongBufferConfig(Frozen):
+    enable: bool = setting(False, "Penalise responses that come close to the longest allowed (DAPO).")
+    len: int | None = setting(
+        None, "Tokens before the longest allowed length in which the penalty grows; null: a fifth of that.", ge=1
+    )
+    penalty_factor: float = setting(1.0, "The penalty at the longest allowed length.", ge=0)
+
+
+@dataclass
+class RewardKwargsConfig(Frozen):
+    max_resp_len: int | None = setting(
+        II("actor_rollout_ref.rollout.response_length"), "The longest allowed length, in tokens.", ge=1
+    )
+    overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig, "Soft punishment of long responses.")
+
+
+@dataclass
 class RewardConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
+    reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
 
 
 @dataclass
@@ -288,8 +284,28 @@ class KLControlConfig(Frozen):
 
 
 @dataclass
+class FilterGroupsConfig(Frozen):
+    enable: bool = setting(False, "Generate until enough groups differ in `metric` within themselves (DAPO).")
+    metric: str = setting(
+        "score", "Score (or reward), or a number that the reward returns beside it; a group that ties in it is dropped."
+    )
+    max_num_gen_batches: int = setting(
+        10, "Generation batches a step at most; then groups that tie fill the batch up. 0: no limit.", ge=0
+    )
+
+
+@dataclass
+class PFPPOConfig(Frozen):
+    reweight_method: str = setting(
+        "pow", "How often a row is drawn, from its score.", choices=("pow", "max_min", "max_random")
+    )
+    weight_pow: float = setting(2.0, "Exponent of pow.")
+
+
+@dataclass
 class AlgorithmConfig(Frozen):
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
+    adv_estimator_kwargs: dict[str, Any] = setting({}, "Passed on to the estimator, by name, e.g. {f_norm: 2}.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
     lam: float = setting(1.0, "GAE's λ.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the group's standard deviation.")
@@ -300,6 +316,12 @@ class AlgorithmConfig(Frozen):
         None, "For gdpo: numbers that the reward returns beside the score, normalised one by one."
     )
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: their weights; null: 1 each.")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
+    use_pf_ppo: bool = setting(False, "Learn from rows drawn anew by their score (PF-PPO).")
+    pf_ppo: PFPPOConfig = group(PFPPOConfig, "How they are drawn.")
+    rollout_correction: RolloutCorrectionConfig = group(
+        RolloutCorrectionConfig, "For rollouts whose probabilities are not the trainer's; or the name of a preset."
+    )
 
 
 @dataclass

@@ -21,7 +21,7 @@ from configs.legacy import CHATML, NO_EFFECT, ONLY_VALUE, RENAMED
 from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
 from configs.schema import Config, SFTConfig, setting
 from tests.runs import ROOT, compose, short_run
-from training.preparation import prepare
+from training.preparation import check_algorithm, prepare
 
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
@@ -198,7 +198,9 @@ def test_a_bad_value_names_key_value_rule_and_meaning(override, message):
 )
 def test_settings_that_contradict_each_other_are_refused_with_a_way_out(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(compose(*overrides))
+        config = compose(*overrides)
+        check_config(config)
+        check_algorithm(config)
 
 
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):
@@ -516,6 +518,11 @@ class SectionReads(ast.NodeVisitor):
         self.visit(node.value)
         for target in node.targets:
             self.bind(target, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if name := self.name(node.target):
+            self.types[name] = annotated(node.annotation)
 
     def visit_For(self, node: ast.For) -> None:
         for item in node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else []:

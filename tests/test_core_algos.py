@@ -217,66 +217,6 @@ class TestEstimatorsAgreeWithVerl:
         close(advantages[:, 0], [-0.698078, 0.696416])
 
 
-def loop_whiten(numbers):
-    mean = sum(numbers) / len(numbers)
-    variance = sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
-    return [(x - mean) / math.sqrt(variance + 1e-8) for x in numbers]
-
-
-class TestEstimatorsEqualLoops:
-    @pytest.mark.parametrize("seed", SEEDS)
-    @pytest.mark.parametrize("name", ["grpo", "rloo"])
-    def test_outcome_estimators(self, name, seed):
-        batch = RaggedBatch.draw(seed)
-        groups = {}
-        for row, label in enumerate(batch.index):
-            if batch.mask[row].any():
-                groups.setdefault(label, []).append(batch.rewards[row].sum().item())
-        expected = torch.zeros_like(batch.rewards)
-        for row, label in enumerate(batch.index):
-            if not batch.mask[row].any():
-                continue
-            scores, score = groups[label], batch.rewards[row].sum().item()
-            if len(scores) == 1:
-                advantage = score / (1 + 1e-6) if name == "grpo" else score
-            elif name == "grpo":
-                advantage = (score - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-6)
-            else:
-                advantage = score - (sum(scores) - score) / (len(scores) - 1)
-            for t in range(batch.mask.shape[1]):
-                expected[row, t] = advantage if batch.mask[row, t] else 0
-        close(batch.estimate(name)[0], expected, 1e-9)
-
-    @pytest.mark.parametrize("seed", SEEDS)
-    def test_gae(self, seed):
-        batch = RaggedBatch.draw(seed)
-        gamma, lam = 0.9, 0.8
-        expected_advantages, expected_returns = [], []
-        for row in range(len(batch.mask)):
-            valid = batch.mask[row].bool()
-            rewards, values = batch.rewards[row][valid].tolist(), [*batch.values[row][valid].tolist(), 0.0]
-            deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-            for t in range(len(deltas)):
-                advantage = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
-                expected_advantages.append(advantage)
-                expected_returns.append(advantage + values[t])
-        advantages, returns = batch.estimate("gae")
-        close(advantages[batch.mask.bool()], loop_whiten(expected_advantages), 1e-7)
-        close(returns[batch.mask.bool()], expected_returns, 1e-7)
-
-    @pytest.mark.parametrize("seed", SEEDS)
-    def test_reinforce_plus_plus(self, seed):
-        batch = RaggedBatch.draw(seed)
-        expected = []
-        for row in range(len(batch.mask)):
-            rewards = batch.rewards[row][batch.mask[row].bool()].tolist()
-            expected += [sum(0.9**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
-        advantages, returns = batch.estimate("reinforce_plus_plus")
-        close(returns[batch.mask.bool()], expected, 1e-7)
-        close(advantages[batch.mask.bool()], loop_whiten(expected), 1e-7)
-        assert not advantages[batch.mask == 0].any() and not returns[batch.mask == 0].any()
-
-
 class TestGroups:
     @given(score=st.floats(-100, 100, width=32), size=st.integers(2, 9))
     @settings(max_examples=60, deadline=None)
@@ -369,6 +309,29 @@ AGG_WHOLE = {
 AGG_WITH_COUNTS = AGG_WHOLE | {"token-mean": -0.1, "token-sum": -1.0}
 
 
+COUNTS = {"dp_size": 3, "batch_num_tokens": 37, "global_batch_size": 11, "loss_scale_factor": 4.0}
+
+
+def token_weights(mask, mode, *, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None):
+    """What `agg_loss` weighs each token's loss by, token by token; float64 [B, R]."""
+    lengths = [sum(row) for row in mask.tolist()]
+    tokens = batch_num_tokens or sum(lengths)
+    rows = global_batch_size or sum(length > 0 for length in lengths)
+    weights = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, t in mask.nonzero().tolist():
+        weights[row, t] = (
+            dp_size
+            * {
+                "token-mean": 1 / tokens,
+                "token-sum": 1,
+                "seq-mean-token-sum": 1 / rows,
+                "seq-mean-token-mean": 1 / lengths[row] / rows,
+                "seq-mean-token-sum-norm": 1 / rows / (loss_scale_factor or mask.shape[1]),
+            }[mode]
+        )
+    return weights
+
+
 class TestAggLoss:
     loss = torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
@@ -378,6 +341,18 @@ class TestAggLoss:
         close(agg_loss(self.loss, self.mask, mode), AGG_WHOLE[mode])
         counts = {"dp_size": 2, "batch_num_tokens": 10, "global_batch_size": 4}
         close(agg_loss(self.loss, self.mask, mode, **counts), AGG_WITH_COUNTS[mode])
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("counts", [{}, COUNTS], ids=["own counts", "global counts"])
+    @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+    def test_equals_a_loop_over_tokens(self, mode, counts, seed):
+        batch = RaggedBatch.draw(seed)
+        loss = batch.rewards.masked_fill(batch.mask == 0, NAN).requires_grad_()
+        weights = token_weights(batch.mask, mode, **counts)
+        value = agg_loss(loss, batch.mask, mode, **counts)
+        value.backward()
+        close(value, sum(weights[place] * loss[place] for place in map(tuple, batch.mask.nonzero().tolist())), 1e-7)
+        close(loss.grad, weights, 1e-7)
 
     def test_the_sum_norm_divides_by_its_factor(self):
         close(agg_loss(self.loss, self.mask, "seq-mean-token-sum-norm", loss_scale_factor=10), -0.025)
@@ -521,63 +496,6 @@ class TestVanillaLoss:
         with pytest.raises(AssertionError, match=r"clip_ratio_c is 1\.0, but must be above 1"):
             self.run(ActorConfig(clip_ratio_c=1.0))
 
-    @pytest.mark.parametrize("seed", SEEDS)
-    def test_equals_a_loop_over_tokens(self, seed):
-        batch = RaggedBatch.draw(seed)
-        old, log_prob, advantages = batch.rewards, (batch.rewards + batch.values).requires_grad_(), batch.values.flip(0)
-        config = ActorConfig(clip_ratio_low=0.3, clip_ratio_high=0.1, clip_ratio_c=1.5)
-        loss, metrics = compute_policy_loss_vanilla(old, log_prob, advantages, batch.mask, "token-mean", config)
-        loss.backward()
-
-        total, clipped, dual_clipped, kl = 0.0, 0, 0, 0.0
-        gradient = torch.zeros_like(old)
-        num_tokens = int(batch.mask.sum())
-        for row, t in batch.mask.nonzero().tolist():
-            advantage, log_ratio = advantages[row, t].item(), (log_prob - old)[row, t].item()
-            ratio = math.exp(log_ratio)
-            plain, bounded = -advantage * ratio, -advantage * min(max(ratio, 0.7), 1.1)
-            worst = max(plain, bounded)
-            is_capped = advantage < 0 and worst > -1.5 * advantage
-            total += -1.5 * advantage if is_capped else worst
-            clipped += bounded > plain
-            dual_clipped += is_capped
-            kl -= log_ratio
-            gradient[row, t] = plain / num_tokens if worst == plain and not is_capped else 0.0
-        close(loss, total / num_tokens, 1e-7)
-        close(log_prob.grad, gradient, 1e-7)
-        expected_metrics = [clipped / num_tokens, kl / num_tokens, dual_clipped / num_tokens]
-        close([metrics[name] for name in METRICS], expected_metrics)
-
-    @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-    def test_micro_batches_with_global_counts_pool_to_the_whole(self, mode):
-        batch = RaggedBatch.draw(4)
-        old, log_prob = batch.rewards, (batch.rewards + 0.3 * batch.values).requires_grad_()
-        advantages = batch.values.flip(0)
-
-        def run(rows, config):
-            args = (old[rows], log_prob[rows], advantages[rows], batch.mask[rows], mode, config)
-            loss, metrics = compute_policy_loss_vanilla(*args)
-            return loss, metrics, torch.autograd.grad(loss, log_prob)[0]
-
-        everything = list(range(len(old)))
-        failed = [row for row in everything if not batch.mask[row].any()]
-        rest = [row for row in everything if row not in failed]
-        pieces = [failed, rest[:1], rest[1:3], rest[3:]]
-        whole = run(everything, ActorConfig())
-        counts = {
-            "dp_size": 1,
-            "batch_num_tokens": int(batch.mask.sum()),
-            "global_batch_size": len(rest),
-            "loss_scale_factor": None,
-        }
-        parts = [run(rows, ActorConfig(global_batch_info=counts)) for rows in pieces]
-        close(sum(loss for loss, _, _ in parts), whole[0])
-        close(sum(gradient for _, _, gradient in parts), whole[2])
-        tokens = [int(batch.mask[rows].sum()) for rows in pieces]
-        for name in METRICS:
-            pooled = sum(n * metrics[name] for n, (_, metrics, _) in zip(tokens, parts, strict=True)) / sum(tokens)
-            close(pooled, whole[1][name])
-
 
 class TestValueAndEntropyLoss:
     vpreds = torch.tensor([[1.0, 0.0, 2.0]])
@@ -615,6 +533,52 @@ class TestValueAndEntropyLoss:
         assert clip_fraction == 0
         close(spoilt[0].grad, [[0.5, -0.5, 0.0]])
 
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("counts", [{}, COUNTS], ids=["own counts", "global counts"])
+    @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+    def test_value_loss_equals_a_loop_over_tokens(self, mode, counts, seed):
+        batch = RaggedBatch.draw(seed)
+        columns = (batch.values, batch.rewards, batch.values + batch.rewards.flip(0))
+        vpreds, returns, values = (column.masked_fill(batch.mask == 0, NAN) for column in columns)
+        vpreds.requires_grad_()
+        loss, clip_fraction = compute_value_loss(vpreds, returns, values, batch.mask, 0.4, mode, **counts)
+        loss.backward()
+
+        weights = token_weights(batch.mask, mode, **counts)
+        total, num_clipped, gradient = 0.0, 0, torch.zeros_like(weights)
+        for row, t in batch.mask.nonzero().tolist():
+            prediction, target, before = (column[row, t].item() for column in (vpreds, returns, values))
+            bounded = min(max(prediction, before - 0.4), before + 0.4)
+            is_clipped = (bounded - target) ** 2 > (prediction - target) ** 2
+            num_clipped += is_clipped
+            total += weights[row, t] * 0.5 * ((bounded if is_clipped else prediction) - target) ** 2
+            gradient[row, t] = 0.0 if is_clipped else weights[row, t] * (prediction - target)
+        close(loss, total, 1e-7)
+        close(vpreds.grad, gradient, 1e-7)
+        close(clip_fraction, num_clipped / int(batch.mask.sum()))
+
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+    def test_entropy_loss_equals_a_loop_over_tokens(self, mode, seed):
+        batch = RaggedBatch.draw(seed)
+        logits = torch.randn(*batch.mask.shape, 5, requires_grad=True)
+        compute_entropy_loss(logits, batch.mask, mode).backward()
+        spoilt = logits.detach().masked_fill(batch.mask[..., None] == 0, NAN)
+        weights, total = token_weights(batch.mask, mode), 0.0
+        for row, t in batch.mask.nonzero().tolist():
+            odds = [math.exp(logit) for logit in logits[row, t].tolist()]
+            probs = [odd / sum(odds) for odd in odds]
+            entropy = -sum(p * math.log(p) for p in probs)
+            total += weights[row, t] * entropy
+            close(logits.grad[row, t], [-weights[row, t] * p * (math.log(p) + entropy) for p in probs])
+        close(compute_entropy_loss(spoilt, batch.mask, mode), total)
+        assert not logits.grad[batch.mask == 0].any()
+
+    def test_nan_logits_under_the_mask_do_not_reach_the_gradient(self):
+        logits = torch.tensor([[[0.0, 1.0], [2.0, 0.0], [NAN, NAN]]], requires_grad=True)
+        compute_entropy_loss(logits, self.mask).backward()
+        assert logits.grad.isfinite().all() and not logits.grad[0, 2].any()
+
     def test_entropy_loss_averages_over_the_mask(self):
         logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)], [9.0, 0.0]]])
         expected = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]
@@ -651,6 +615,27 @@ class TestKL:
             penalty, gradient = self.run(name)
             close(penalty, KL_VALUES[names[-1]])
             close(gradient, KL_GRADIENTS[names[-1]])
+            close(self.run(f"{name}+")[0], KL_VALUES[names[-1]])
+
+    def test_kinds_equal_loops(self):
+        torch.manual_seed(0)
+        pairs = (4 * torch.randn(200, 2, dtype=torch.float64)).tolist()
+        logprob, ref_logprob = torch.tensor(pairs, dtype=torch.float64).unbind(-1)
+        by_definition = {
+            "k1": lambda k: k,
+            "abs": abs,
+            "k2": lambda k: k * k / 2,
+            "k3": lambda k: min(math.exp(-k) + k - 1, 10.0),
+        }
+        for name, estimate in by_definition.items():
+            expected = torch.tensor([estimate(new - ref) for new, ref in pairs], dtype=torch.float64)
+            close(kl_penalty(logprob, ref_logprob, name), expected, 1e-12)
+
+    def test_k3_of_a_token_that_the_policy_all_but_excludes_has_no_gradient(self):
+        logprob = torch.tensor([-200.0], requires_grad=True)  # e^200 overflows
+        penalty = kl_penalty(logprob, torch.zeros(1), "k3")
+        penalty.sum().backward()
+        assert penalty.item() == 10.0 and logprob.grad.item() == 0.0
 
     @pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
     def test_a_plus_keeps_the_exact_value_and_takes_the_gradient_of_k2(self, name):

@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from configs.schema import AlgorithmConfig
 from data.protocol import DataProto
 from training.advantage import compute_advantage
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, AdvantageEstimator, pf_ppo_weights
+from training.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    NEEDS_GROUPS,
+    AdvantageEstimator,
+    Groups,
+    pf_ppo_weights,
+    sum_to_go,
+    whiten_advantages,
+)
 from training.groupwise import as_torch_index, group_mean_std
 
 NAN = math.nan
@@ -37,9 +45,8 @@ CONFIG = SimpleNamespace(gamma=GAMMA, gdpo_reward_keys=list(DIMENSIONS), gdpo_re
 
 
 def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
-    )
+    actual, expected = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @dataclass
@@ -54,7 +61,7 @@ class Batch:
 
     @classmethod
     def draw(cls, seed):
-        """Holes in the mask, a failed row, groups of one to many; NaN wherever nobody may look. float64."""
+        """Holes in the mask, a failed row, scores of 0, groups of one to many; NaN where nobody may look. float64."""
         torch.manual_seed(seed)
         rows, width = 5 + seed % 5, 40 if seed == 0 else 2 + seed % 4
         mask = (torch.rand(rows, width) < 0.6).long()
@@ -71,6 +78,7 @@ class Batch:
         failed = ~mask.any(-1)
         # An outcome estimator scores a row by all its rewards, so only a failed row's may be anything.
         tokens["token_level_rewards"][~failed] = tokens["token_level_rewards"][~failed].nan_to_num(0.0)
+        tokens["token_level_rewards"][torch.rand(rows) < 0.3] *= 0
         dimensions = {key: torch.where(failed, NAN, torch.randn(rows)).numpy() for key in DIMENSIONS}
         index = np.array([f"prompt-{g}" for g in torch.randint(4, (rows,)).tolist()], dtype=object)
         return cls(mask, index, tokens, torch.where(failed, NAN, torch.randn(rows).double()), dimensions)
@@ -159,9 +167,9 @@ def whitened(per_token):
     return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in per_token]
 
 
-def standard_score(score, scores, divide=True):
+def standard_score(score, scores, divide=True, epsilon=1e-6):
     mean, std = (np.mean(scores), np.std(scores, ddof=1)) if len(scores) > 1 else (0.0, 1.0)
-    return (score - mean) / (std + 1e-6 if divide else 1.0)
+    return (score - mean) / (std + epsilon if divide else 1.0)
 
 
 def gae(rows):
@@ -173,16 +181,16 @@ def gae(rows):
     return advantages
 
 
-def twin_grpo(rows):
-    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)]))
+def twin_grpo(rows, **settings):
+    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)], **settings))
 
 
-def twin_passk(rows, divide=True):
+def twin_passk(rows, divide=True, epsilon=1e-6):
     def lead(row):
         scores = sorted((p.score for p in peers(rows, row)), reverse=True)
         if len(scores) < 2 or row.score < scores[0]:
             return 0.0
-        return (scores[0] - scores[1]) / (np.std(scores, ddof=1) + 1e-6 if divide else 1.0)
+        return (scores[0] - scores[1]) / (np.std(scores, ddof=1) + epsilon if divide else 1.0)
 
     return each_token(rows, lead)
 
@@ -206,7 +214,7 @@ def twin_opo(rows):
 
 
 def twin_dr_grpo(rows):
-    return each_token(rows, lambda row: standard_score(row.score, [p.score for p in peers(rows, row)], divide=False))
+    return twin_grpo(rows, divide=False)
 
 
 def twin_gpg(rows, factor=1.0):
@@ -214,11 +222,11 @@ def twin_gpg(rows, factor=1.0):
     return [[factor * alpha * number for number in row] for row in twin_dr_grpo(rows)]
 
 
-def twin_gdpo(rows):
+def twin_gdpo(rows, weights=DIMENSIONS, **settings):
     def weighted(row):
         return sum(
-            weight * standard_score(row.dimensions[key], [p.dimensions[key] for p in peers(rows, row)])
-            for key, weight in DIMENSIONS.items()
+            weight * standard_score(row.dimensions[key], [p.dimensions[key] for p in peers(rows, row)], **settings)
+            for key, weight in weights.items()
         )
 
     return whitened(each_token(rows, weighted))
@@ -292,6 +300,15 @@ def test_each_estimator_equals_its_twin(name, seed):
         ("gpg", {"alpha": 3.0, "f_norm": 2.0}, lambda rows: twin_gpg(rows, factor=1.5)),
         ("gdpo", {"non_tensor_batch": None}, lambda rows: whitened(twin_grpo(rows))),
         ("grpo_vectorized", {"norm_adv_by_std_in_grpo": False}, twin_dr_grpo),
+        ("gdpo", {"norm_adv_by_std_in_grpo": False}, lambda rows: twin_gdpo(rows, divide=False)),
+        (
+            "gdpo",
+            {"config": SimpleNamespace(gdpo_reward_keys=[*DIMENSIONS], gdpo_reward_weights=None)},
+            lambda rows: twin_gdpo(rows, weights=dict.fromkeys(DIMENSIONS, 1.0)),
+        ),
+        ("grpo", {"epsilon": 0.5}, lambda rows: twin_grpo(rows, epsilon=0.5)),
+        ("grpo_passk", {"epsilon": 0.5}, lambda rows: twin_passk(rows, epsilon=0.5)),
+        ("gdpo", {"epsilon": 0.5}, lambda rows: twin_gdpo(rows, epsilon=0.5)),
     ],
     ids=[
         "passk without std",
@@ -300,11 +317,33 @@ def test_each_estimator_equals_its_twin(name, seed):
         "gpg's factors",
         "gdpo of the score",
         "dr. grpo",
+        "gdpo without std",
+        "gdpo of equal weights",
+        "grpo's epsilon",
+        "passk's epsilon",
+        "gdpo's epsilon",
     ],
 )
 def test_each_option_equals_its_twin(name, settings, twin, seed):
     batch = Batch.draw(seed)
     close(batch.estimate(name, **settings)[0][batch.mask.bool()], flat(twin(list(batch.rows()))))
+
+
+def test_the_batches_meet_what_twins_are_for():
+    met = set()
+    for batch in map(Batch.draw, SEEDS):
+        rows = list(batch.rows())
+        sizes = [len(peers(rows, row)) for row in rows]
+        met |= {
+            "one of many": max(sizes) > 2,
+            "alone": 1 in sizes,
+            "score of 0": any(row.score == 0 for row in rows),
+        }.items()
+        met |= {
+            "an observation": bool((batch.mask.diff() == 1).any()),
+            "lost group": len({*batch.index}) > len({r.group for r in rows}),
+        }.items()
+    assert {name for name, was_met in met if was_met} == {name for name, _ in met}
 
 
 # The anchors of the specification: 4 samples of 4 tokens, groups a, a, b, b.
@@ -367,6 +406,55 @@ def test_the_sample_alone_in_its_group_and_two_nearly_equal_ones():
     close(ADV_ESTIMATOR_REGISTRY["grpo_vectorized"](rewards, mask, ["a", "a"])[0], [[-0.698078], [0.696416]])
 
 
+# The statistics that estimators share.
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_group_statistics_equal_loops(seed):
+    """Numbers of a failed row, and those that weigh nothing, are NaN."""
+    batch = Batch.draw(seed)
+    valid, groups = batch.mask.bool().any(-1), Groups(batch.index, batch.mask)
+    columns = torch.where(valid[:, None], torch.randn(len(valid), 3).double(), NAN)
+    weights = torch.rand(len(valid), 3).double() * (torch.rand(len(valid), 3) < 0.7)
+    mean, std = groups.mean(columns), groups.std(columns[:, 0])
+    weighted = groups.mean(columns.masked_fill(weights == 0, NAN), weights)
+    standard = groups.standardize(columns[:, 0], 0.1, divide_by_std=True)
+    for i in valid.nonzero()[:, 0].tolist():
+        peers = [j for j in range(len(valid)) if valid[j] and batch.index[j] == batch.index[i]]
+        assert groups.count[i] == len(peers)
+        for k in range(3):
+            numbers = columns[peers, k].tolist()
+            for how, reduce in [("sum", sum), ("amax", max), ("amin", min)]:
+                close(groups.reduce(columns, how)[i, k], reduce(numbers), 1e-9)
+            close(mean[i, k], np.mean(numbers) if len(peers) > 1 else 0.0, 1e-9)
+            pairs = [(w, x) for w, x in zip(weights[peers, k].tolist(), numbers, strict=True) if w]
+            close(
+                weighted[i, k], sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if len(pairs) > 1 else 0.0, 1e-9
+            )
+        scores = columns[peers, 0].tolist()
+        close(std[i], np.std(scores, ddof=1) if len(peers) > 1 else 1.0, 1e-9)
+        close(standard[i], standard_score(columns[i, 0].item(), scores, epsilon=0.1), 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_to_go_equal_loops_at_masked_positions_too(seed):
+    batch = Batch.draw(seed)
+    values = batch.tokens["values"]
+    sums = sum_to_go(values, batch.mask, GAMMA)
+    for i, mask in enumerate(batch.mask.tolist()):
+        for t in range(len(mask)):
+            ahead = [values[i, s].item() for s in range(t, len(mask)) if mask[s]]
+            close(sums[i, t], sum(GAMMA**k * value for k, value in enumerate(ahead)), 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whitened_advantages_equal_a_loop(seed):
+    batch = Batch.draw(seed)
+    whitened_values = whiten_advantages(batch.tokens["values"], batch.mask)
+    expected = flat(whitened([row.values for row in batch.rows()]))
+    close(whitened_values[batch.mask.bool()], expected, 1e-7)
+
+
 # What holds for every estimator.
 
 
@@ -381,11 +469,25 @@ def test_observation_tokens_change_nothing_of_a_policy_token(name, seed):
     def stretched(values, fill):
         return torch.full((rows, width + 3), fill, dtype=values.dtype).scatter(1, columns, values)
 
-    tokens = {name: stretched(values, NAN) for name, values in batch.tokens.items()}
-    tokens["token_level_rewards"] = stretched(batch.tokens["token_level_rewards"], 0.0 if name in OUTCOME else NAN)
+    junk = (NAN, 1e3)[seed % 2]
+    tokens = {name: stretched(values, junk) for name, values in batch.tokens.items()}
+    tokens["token_level_rewards"] = stretched(batch.tokens["token_level_rewards"], 0.0 if name in OUTCOME else junk)
     longer = replace(batch, mask=stretched(batch.mask, 0), tokens=tokens)
     for new, old in zip(longer.estimate(name), batch.estimate(name), strict=True):
         close(new.gather(1, columns)[batch.mask.bool()], old[batch.mask.bool()], 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(OUTCOME))
+def test_an_outcome_estimator_scores_a_row_by_its_rewards_wherever_they_lie(name):
+    """A reward is no token: an environment may give it for, and so on, an observation."""
+    batch = Batch.draw(7)
+    rewards = batch.tokens["token_level_rewards"]
+    moved = torch.zeros_like(rewards).scatter(
+        1, (batch.mask == 0).long().argmax(1, keepdim=True), rewards.sum(1, keepdim=True)
+    )
+    assert moved[batch.mask == 0].nan_to_num(0).any()
+    elsewhere = replace(batch, tokens={**batch.tokens, "token_level_rewards": moved})
+    close(elsewhere.estimate(name)[0], batch.estimate(name)[0], 1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -523,13 +625,29 @@ def test_gdpo_says_what_its_rewards_lack(keys, weights, columns, message):
 
 
 def test_pf_ppo_weights_by_hand_and_an_unknown_method():
-    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0])
-    close(pf_ppo_weights(scores), [4 + 1e-8, 1e-8, 1, 1], 1e-12)
-    close(pf_ppo_weights(scores, "pow", 1.0), [2, 1e-8, 1, 1], 1e-7)
-    close(pf_ppo_weights(scores, "max_min"), [1, 1e-8, 1, 1], 1e-7)
-    close(pf_ppo_weights(scores, "max_random"), [0.1, 0.1, 0.4, 0.4], 1e-7)
+    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
+    for arguments, weights in [
+        ((), [4, 0, 1, 1]),
+        (("pow", 1.0), [2, 0, 1, 1]),
+        (("max_min",), [1, 0, 1, 1]),
+        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
+    ]:
+        close(pf_ppo_weights(scores, *arguments), [weight + 1e-8 for weight in weights], 1e-12)
     with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
         pf_ppo_weights(scores, "median")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pf_ppo_weights_equal_a_loop(seed):
+    torch.manual_seed(seed)
+    scores = torch.randint(-3, 4, (1 + seed % 6,)).double()
+    best, worst = max(scores.tolist()), min(scores.tolist())
+    for method, weigh in {
+        "pow": lambda score: abs(score) ** 1.5,
+        "max_min": lambda score: 1.0 if score in (best, worst) else 0.0,
+        "max_random": lambda score: 0.4 if score == best else 0.1,
+    }.items():
+        close(pf_ppo_weights(scores, method, 1.5), [weigh(score) + 1e-8 for score in scores.tolist()], 1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -579,3 +697,14 @@ def test_group_statistics_by_hand():
     assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
     with pytest.raises(ValueError, match="group of 1 rows, but response_mask has 2"):
         group_mean_std(torch.tensor([1.0, 2.0]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_group_mean_std_equal_loops(seed):
+    torch.manual_seed(seed)
+    scores, gidx = torch.randn(1 + seed % 9), torch.randint(5, (1 + seed % 9,))
+    found = group_mean_std(scores, gidx, eps=0.25)
+    members = [scores[gidx == group].tolist() for group in range(int(gidx.max()) + 1)]
+    close(found[0], [np.mean(numbers) if len(numbers) > 1 else 0.0 for numbers in members])
+    close(found[1], [max(np.std(numbers, ddof=1), 0.5) if len(numbers) > 1 else 1.0 for numbers in members])
+    close(found[2], [len(numbers) for numbers in members])

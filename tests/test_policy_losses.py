@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.checks import check_config
 from configs.errors import ConfigError
+from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, with_counts
 from tests.runs import compose
@@ -34,7 +35,20 @@ LOSSES = ["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "k
 CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
 # Where a loss decides for itself how tokens become one number.
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}
-# Settings under which the two losses that choose tokens change none of them.
+# Bypass mode in both its forms, under settings that truncate weights and reject tokens and rows.
+BYPASS = {
+    f"bypass_mode {loss_type}": RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_threshold=1.2,
+        rollout_rs="token_k1,seq_mean_k2",
+        rollout_rs_threshold="0.7_1.5,0.1",
+        bypass_mode=True,
+        loss_type=loss_type,
+    )
+    for loss_type in ("ppo_clip", "reinforce")
+}
+EVERY = [*LOSSES, "reinforce", *BYPASS]
+# Settings under which the two losses that compare the tokens of a call choose none: their choice depends on the cut.
 NO_CHOICE = {"clip_cov": {"clip_cov_lb": 1e9, "clip_cov_ub": 2e9}, "kl_cov": {"ppo_kl_coef": 0.0}}
 
 
@@ -42,8 +56,9 @@ def actor_config(policy_loss=None, **actor):
     return ActorConfig(policy_loss=PolicyLossConfig(**{"dro_beta": 0.4, **(policy_loss or {})}), **actor)
 
 
-def as_losses_get_it(config, counts=None):
-    return SimpleNamespace(**vars(config), global_batch_info=counts or {})
+def as_losses_get_it(config, counts=None, rollout_correction=None):
+    policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
+    return SimpleNamespace(**{**vars(config), "policy_loss": policy_loss}, global_batch_info=counts or {})
 
 
 def close(actual, expected, tolerance=1e-6):
@@ -80,9 +95,9 @@ class Batch(NamedTuple):
     def run(self, name, mode="token-mean", config=None, counts=None):
         """(loss, metrics, gradient with respect to `new`)."""
         log_prob = self.new.detach().clone().requires_grad_()
-        config = as_losses_get_it(config or actor_config(), counts)
+        config = as_losses_get_it(config or actor_config(), counts, BYPASS.get(name))
         weights = {} if self.weights is None else {"rollout_is_weights": self.weights}
-        fn = compute_policy_loss_reinforce if name == "reinforce" else get_policy_loss_fn(name)
+        fn = compute_policy_loss_reinforce if name == "reinforce" else get_policy_loss_fn(name.split()[0])
         torch.manual_seed(0)  # clip_cov draws
         loss, metrics = fn(self.old, log_prob, self.advantages, self.mask, mode, config, **weights)
         loss.backward()
@@ -97,9 +112,9 @@ ANCHOR = Batch(
 )
 
 
-def test_verls_names_in_verls_order():
-    places = [list(POLICY_LOSS_REGISTRY).index(name) for name in LOSSES]
-    assert places == sorted(places)
+def test_verls_names_in_verls_order_and_each_is_tested_here():
+    ours = [name for name, fn in POLICY_LOSS_REGISTRY.items() if fn.__module__.startswith("training.")]
+    assert ours == [*LOSSES, "bypass_mode"]
 
 
 class TestVerlsNumbers:
@@ -137,7 +152,9 @@ class TestVerlsNumbers:
 
     def test_gspo_honours_the_mode(self):
         close(ANCHOR.run("gspo", "seq-mean-token-sum")[0], 0.557806)
-        close(ANCHOR.run("gspo", "seq-mean-token-mean")[0], 0.241507)
+        loss, _, gradient = ANCHOR.run("gspo", "seq-mean-token-mean")  # the only mode of older verl
+        close(loss, 0.241507)
+        close(gradient, [[0, 0.20274, 0.40548, 0], [-0.055571, -0.055571, 0.055571, -0.111142]])
 
     @pytest.mark.parametrize("name", OWN_MODE)
     def test_some_losses_have_a_mode_of_their_own(self, name):
@@ -371,6 +388,28 @@ def test_the_batches_meet_every_clip_from_both_sides():
     assert always_zero == {("gspo", LOWER), ("sapo", CLIPFRAC), ("sapo", LOWER), ("cispo", LOWER)}
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", BYPASS)
+def test_bypass_mode_equals_the_twin_of_its_loss_on_the_tokens_that_are_kept(name, seed):
+    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    kept, weights = batch.mask.clone(), torch.ones_like(batch.old)
+    for row, mask in enumerate(batch.mask):
+        places = mask.nonzero()[:, 0].tolist()
+        x = {t: (batch.new[row, t] - batch.old[row, t]).item() for t in places}
+        far = places and sum(x[t] ** 2 / 2 for t in places) / len(places) > 0.1
+        for t in places:
+            kept[row, t] = not far and 0.7 <= math.exp(-x[t]) <= 1.5
+            weights[row, t] = min(math.exp(x[t]), 1.2)
+    inner = "vanilla" if name == "bypass_mode ppo_clip" else "reinforce"
+    weights = torch.ones_like(weights) if inner == "vanilla" else weights
+    assert 0 < kept.sum() < batch.mask.sum()
+    loss, metrics, gradient = batch.run(name, mode, TIGHT)
+    twin_loss, _, twin_gradient = twin_of(inner, batch._replace(mask=kept, weights=weights), mode)
+    close(loss, twin_loss, 1e-7)
+    close(gradient, twin_gradient.masked_fill(kept == 0, 0), 1e-7)
+    close(metrics["rollout_corr/rollout_rs_masked_fraction"], 1 - kept.sum() / batch.mask.sum())
+
+
 # Rules for every loss
 
 
@@ -379,46 +418,45 @@ def config_of(name):
     return replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, **NO_CHOICE.get(name, {})))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@given(piece_of_row=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-@settings(max_examples=6, deadline=None)
-def test_micro_batches_with_global_counts_add_up_to_the_whole(name, mode, piece_of_row):
-    batch, config = Batch.draw(3), config_of(name)
-    counts = {
-        "dp_size": 1,
+def global_counts(batch, dp_size=1):
+    """What the trainer tells every piece of a mini-batch about the whole."""
+    return {
+        "dp_size": dp_size,
         "batch_num_tokens": int(batch.mask.sum()),
         "global_batch_size": int(batch.mask.any(-1).sum()),
-        "loss_scale_factor": 5,
+        "loss_scale_factor": batch.mask.shape[1],
     }
-    loss, metrics, gradient = batch.run(name, mode, config)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@example(piece_of_row=[0, 1, 0, 2, 3, 3], dp_size=2)
+@given(piece_of_row=st.lists(st.integers(0, 3), min_size=6, max_size=6), dp_size=st.integers(1, 4))
+@settings(max_examples=6, deadline=None)
+def test_any_cut_into_micro_batches_on_any_ranks_gives_the_whole(name, mode, piece_of_row, dp_size):
+    """Micro-batches add up on their rank, and `dp_size` ranks average: it does not matter which rank has which."""
+    batch, config = Batch.draw(3), config_of(name)
+    loss, metrics, gradient = batch.run(name, mode, config, global_counts(batch))
     pieces = [[row for row in range(6) if piece_of_row[row] == piece] for piece in set(piece_of_row)]
     # A worker trims the padding of each micro-batch.
     widths = [5 - int(batch.mask[rows].any(0).flip(0).long().argmax()) for rows in pieces]
+    counts = global_counts(batch, dp_size)
     parts = [
         batch.rows(rows, width).run(name, mode, config, counts) for rows, width in zip(pieces, widths, strict=True)
     ]
-    close(sum(part[0] for part in parts), loss, 1e-9)
+    close(sum(part[0] for part in parts) / dp_size, loss, 1e-9)
     pasted = torch.zeros_like(gradient)
     for rows, width, part in zip(pieces, widths, parts, strict=True):
         pasted[rows, :width] = part[2]
-    close(pasted, gradient, 1e-9)
+    close(pasted / dp_size, gradient, 1e-9)
     tokens = [int(batch.mask[rows].sum()) for rows in pieces]
-    for key, value in metrics.items():
+    for key, value in metrics.items() if name not in BYPASS else ():  # its metrics are no means over tokens
         pooled = sum(n * part[1][key] for n, part in zip(tokens, parts, strict=True)) / sum(tokens)
         close(pooled, value)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_ranks_that_average_gradients_give_the_whole(name):
-    batch, config = Batch.draw(3), config_of(name)
-    counts = {"dp_size": 2, "batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 5}
-    gradients = [batch.rows(rows).run(name, config=config, counts=counts)[2] for rows in ([0, 1, 2], [3, 4, 5])]
-    close(torch.cat(gradients) / 2, batch.run(name, config=config)[2], 1e-9)
-
-
 @pytest.mark.parametrize("spoilt", [["old"], ["new"], ["advantages"], ["weights"], Batch._fields])
-@pytest.mark.parametrize("name", [*LOSSES, "reinforce"])
+@pytest.mark.parametrize("name", EVERY)
 def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name, spoilt):
     with_nan = Batch.draw(2)
     with_zeros = Batch(*(column.nan_to_num(0) for column in with_nan))
@@ -430,7 +468,7 @@ def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode):
     batch = Batch.draw(0)
     there = [row for row in range(6) if batch.mask[row].any()]
@@ -445,18 +483,24 @@ def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode
     assert loss == 0 and not any(metrics.values()) and not gradient.any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_observation_tokens_anywhere_change_nothing(name):
+@pytest.mark.parametrize("junk", [NAN, 1e3, -1e3])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", EVERY)
+def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
     batch = Batch.draw(5)
     generator = torch.Generator().manual_seed(0)
     columns = torch.stack([torch.randperm(8, generator=generator)[:5].sort().values for _ in range(6)])
     stretched = Batch(
-        *(torch.full((6, 8), 0 if c is batch.mask else NAN, dtype=c.dtype).scatter(1, columns, c) for c in batch)
+        *(torch.full((6, 8), 0 if c is batch.mask else junk, dtype=c.dtype).scatter(1, columns, c) for c in batch)
     )
-    loss, metrics, gradient = batch.run(name, config=TIGHT)
-    stretched_loss, stretched_metrics, stretched_gradient = stretched.run(name, config=TIGHT)
+    counts = global_counts(
+        batch
+    )  # a given factor, as the trainer gives one: seq-mean-token-sum-norm's own is the width
+    loss, metrics, gradient = batch.run(name, mode, TIGHT, counts)
+    stretched_loss, stretched_metrics, stretched_gradient = stretched.run(name, mode, TIGHT, counts)
     close(stretched_loss, loss, 1e-9)
     close(stretched_gradient.gather(1, columns), gradient, 1e-9)
+    assert not stretched_gradient[stretched.mask == 0].any()
     assert stretched_metrics == pytest.approx(metrics, abs=1e-7)
 
 
@@ -479,6 +523,20 @@ def test_a_far_off_policy_token_stays_finite(name, distance):
     loss, metrics, gradient = far.run(name, config=actor_config(clip_ratio_c=1e30))
     assert loss.isfinite() and gradient.isfinite().all()
     close(metrics[KL], -math.copysign(500 if name == "gspo" else 20, distance))
+
+
+@pytest.mark.parametrize("distance", [-30.0, 30.0])
+@pytest.mark.parametrize("name", [name for name in [*LOSSES, "reinforce"] if name != "gpg"])  # which has no metric
+def test_only_losses_of_token_ratios_that_verl_bounds_are_bounded(name, distance):
+    _, metrics, _ = ANCHOR._replace(new=ANCHOR.old + distance).run(name)
+    far = 20 if name in ("vanilla", "dppo_tv", "dppo_kl", "sapo", "cispo") else 30
+    close(metrics[KL], far if name == "kl_cov" else -math.copysign(far, distance))
+
+
+@pytest.mark.parametrize(("distance", "ratio"), [(25.0, math.exp(10)), (-25.0, math.exp(-25))])
+def test_the_ratio_of_a_sequence_is_bounded_from_above_only(distance, ratio):
+    token = Batch(*(torch.tensor([[number]]) for number in (-26.0, -26.0 + distance, -math.copysign(1, distance), 1)))
+    assert token.run("gspo")[0].abs().item() == pytest.approx(ratio, rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize(("new", "kept"), [(0.0, True), (-0.1, True), (-0.3, False)])
@@ -537,16 +595,18 @@ def test_the_choice_is_made_in_each_micro_batch(rows, held_back):
 
 def test_the_settings_default_to_verls():
     actor = ActorConfig()
-    losses = {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
     assert (actor.tau_pos, actor.tau_neg) == (1.0, 1.05)
-    assert losses == {
-        "clip_cov_ratio": 0.0002,
-        "clip_cov_lb": 1.0,
-        "clip_cov_ub": 5.0,
-        "kl_cov_ratio": 0.0002,
-        "ppo_kl_coef": 0.1,
-        "dro_beta": None,
-    }
+    assert (
+        vars(actor.policy_loss).items()
+        >= {
+            "clip_cov_ratio": 0.0002,
+            "clip_cov_lb": 1.0,
+            "clip_cov_ub": 5.0,
+            "kl_cov_ratio": 0.0002,
+            "ppo_kl_coef": 0.1,
+            "dro_beta": None,
+        }.items()
+    )
 
 
 @pytest.mark.parametrize("beta", [None, 0.0, -1.0])
@@ -578,15 +638,19 @@ def policy(tiny_model):
     return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name):
-    config = actor_config({"loss_mode": name, **NO_CHOICE.get(name, {})})
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", [*LOSSES, *BYPASS])
+def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
+    """Those too that choose tokens by comparing them: the actor shows them the whole mini-batch."""
+    config = replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, loss_mode=name.split()[0]), loss_agg_mode=mode)
     gradients = []
     for cut in ("all rows", "24 tokens"):
         engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
-        actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut])
+        correction = BYPASS.get(name, RolloutCorrectionConfig())
+        actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut], correction)
         parameters = list(engine.module.parameters())
         engine.optimizer.register_step_pre_hook(lambda *_, p=parameters: gradients.append([x.grad.clone() for x in p]))
+        torch.manual_seed(0)  # clip_cov draws
         actor.update_policy(with_counts(ragged_batch(), config))
     assert relative_distance(*gradients) < 1e-5
 

@@ -215,7 +215,7 @@ def test_samples_of_a_prompt_share_a_uid_and_every_step_has_its_own_seed(tmp_pat
     trainer, bandit = make_trainer(tmp_path, steps=2)
     trainer.fit()
     uids = [[*update.uid] for update in bandit.updates]
-    assert uids[0] == [uid for place in range(4) for uid in [f"1-{place}"] * 4]
+    assert uids[0] == [uid for place in range(4) for uid in [f"1-0-{place}"] * 4]
     assert not set(uids[0]) & set(uids[1])
     assert [update.meta_info["update_index"] for update in bandit.updates] == [0, 1]
     assert len({update.meta_info["seed"] for update in bandit.updates}) == 2

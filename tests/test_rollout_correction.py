@@ -251,6 +251,13 @@ class TestWeights:
             expected["oob_ratio"] = fmean(not lower <= w <= upper for w in raw_tokens)
         same_metrics(metrics, {f"rollout_is_{name}": value for name, value in expected.items()})
 
+        normalised, with_factor = compute_rollout_correction_weights(
+            batch.log_ratio, batch.mask, level, threshold, rollout_is_batch_normalize=True
+        )
+        mean = fmean(tokens if level == "token" else means)
+        close(normalised, weights / (mean or 1.0), 1e-7)
+        same_metrics(with_factor, metrics | {"rollout_is_batch_norm_factor": mean or 1.0})
+
 
 class TestRejection:
     # Per token: k1 = -x, k2 = x² / 2, k3 = e^x - 1 - x of x = ln 2, 0, ln 0.25 | ln 0.5.

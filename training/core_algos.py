@@ -22,9 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig
+from training.rollout_correction import correct_log_probs
 from training.torch_functional import (
     EPSILON,
+    bound_log_ratio,
     clip_by_value,
     entropy_from_logits,
     masked_mean,
@@ -33,7 +36,6 @@ from training.torch_functional import (
     zero_masked,
 )
 
-MAX_LOG_RATIO = 20.0  # keeps exp() finite; a token further off policy than this gets no gradient through its ratio
 MAX_SEQUENCE_LOG_RATIO = 10.0  # the same for the ratio of a whole sequence, from above only
 
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
@@ -41,6 +43,7 @@ PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
+OVER_MINI_BATCH: set[str] = set()  # the policy losses that are called once a mini-batch
 
 
 class AdvantageEstimator(StrEnum):
@@ -106,11 +109,16 @@ def _registry_key(name_or_enum: str | Enum) -> str:
     return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that adds a policy loss, replacing any of the same name."""
+def register_policy_loss(name: str, over_mini_batch: bool = False) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator that adds a policy loss, replacing any of the same name.
+
+    `over_mini_batch`: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
+    once for all of them, not for each micro-batch; that costs a forward pass more.
+    """
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSS_REGISTRY[name] = fn
+        (OVER_MINI_BATCH.add if over_mini_batch else OVER_MINI_BATCH.discard)(name)
         return fn
 
     return register
@@ -347,8 +355,9 @@ def compute_gpg_outcome_advantage(
     The factor makes up for samples that teach nothing; failed rows are no samples.
     """
     scores = token_level_rewards.sum(-1)
-    valid = response_mask.bool().any(-1)
-    rescale = valid.sum() / (valid & (scores != 0)).sum().clamp(min=1)
+    is_sample = response_mask.bool().any(-1)
+    samples, informative = is_sample.sum(), (is_sample & (scores != 0)).sum()
+    rescale = samples / informative.clamp(min=1)
     advantages = alpha * rescale * (scores - Groups(index, response_mask).mean(scores)) / f_norm
     advantages = spread_over_tokens(advantages, response_mask)
     return advantages, advantages
@@ -584,7 +593,9 @@ class PolicyLossConfig(Protocol):
     clip_ratio_c: float
     tau_pos: float
     tau_neg: float
-    policy_loss: Any  # the section of the same name: clip_cov_ratio, kl_cov_ratio, dro_beta, ...
+    policy_loss: (
+        Any  # the section of the same name (clip_cov_ratio, dro_beta, …) and, for bypass_mode, rollout_correction
+    )
     global_batch_info: dict[str, Any]  # keyword arguments of `agg_loss`
 
 
@@ -615,7 +626,7 @@ def _weigh_and_aggregate(
 
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """log_prob - old_log_prob, within ±20, and 0 under the mask."""
-    return zero_masked(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bound_log_ratio(zero_masked(log_prob - old_log_prob, response_mask))
 
 
 def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
@@ -841,8 +852,8 @@ def token_covariances(log_prob: Tensor, advantages: Tensor, response_mask: Tenso
 
 
 def share_of_tokens(share: float, response_mask: Tensor) -> int:
-    """`share` of the valid tokens, rounded down, but at least one."""
-    return max(1, int(share * int(response_mask.sum())))
+    """`share` of the valid tokens, rounded down, but at least one where there is any place at all."""
+    return min(max(1, int(share * int(response_mask.sum()))), response_mask.numel())
 
 
 def random_choice(eligible: Tensor, count: int) -> Tensor:
@@ -852,7 +863,7 @@ def random_choice(eligible: Tensor, count: int) -> Tensor:
     return torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
 
 
-@register_policy_loss("clip_cov")
+@register_policy_loss("clip_cov", over_mini_batch=True)
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -867,7 +878,7 @@ def compute_policy_loss_clip_cov(
 
     Drawn are `clip_cov_ratio` of the valid tokens, from those that the clip leaves alone and whose `token_covariances`
     lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone. Means, share and draw are over the
-    tokens of this call: the one part of the loss that depends on how a mini-batch is cut into micro-batches.
+    tokens of this call, which the actor makes once a mini-batch.
     """
     settings = config.policy_loss
     log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
@@ -880,7 +891,7 @@ def compute_policy_loss_clip_cov(
     return loss, masked_means({"actor/pg_clipfrac": dropped, "actor/ppo_kl": -log_ratio}, response_mask)
 
 
-@register_policy_loss("kl_cov")
+@register_policy_loss("kl_cov", over_mini_batch=True)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -894,13 +905,12 @@ def compute_policy_loss_kl_cov(
     """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
 
     Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
-    the tokens of this call: the one part of the loss that depends on how a mini-batch is cut into micro-batches.
-    `ppo_kl` is the mean of |log ratio|.
+    the tokens of this call, which the actor makes once a mini-batch. `ppo_kl` is the mean of |log ratio|.
     """
     settings = config.policy_loss
     log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
     covariances = token_covariances(log_prob, advantages, response_mask).flatten()
-    highest = covariances.topk(min(share_of_tokens(settings.kl_cov_ratio, response_mask), len(covariances))).indices
+    highest = covariances.topk(share_of_tokens(settings.kl_cov_ratio, response_mask)).indices
     penalised = torch.zeros_like(response_mask, dtype=torch.bool).flatten().index_fill(0, highest, True)
     penalty = settings.ppo_kl_coef * zero_masked(log_ratio.abs(), penalised.view_as(response_mask))
     losses = -advantages * log_ratio.exp() + penalty
@@ -1021,6 +1031,51 @@ def compute_policy_loss_reinforce(
     return loss, masked_means({"actor/ppo_kl": rollout_log_prob - log_prob}, response_mask)
 
 
+# loss_type -> (the loss, whether the importance weights enter it: a clipped ratio corrects already)
+BYPASS_LOSSES = {
+    "ppo_clip": (compute_policy_loss_vanilla, False),
+    "reinforce": (compute_policy_loss_reinforce, True),
+}
+
+
+@register_policy_loss("bypass_mode")
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """A loss straight from the rollout to the policy in training: `old_log_prob` are the rollout's log-probs.
+
+    `config.policy_loss.rollout_correction` says which tokens are rejected for their ratio, and `loss_type`: "ppo_clip"
+    is `compute_policy_loss_vanilla`, "reinforce" `compute_policy_loss_reinforce` with importance weights; both as of
+    this very update. `rollout_is_weights` is not read. The metrics of drift are those of this call, so that pooled over
+    micro-batches they are means of means; losses and gradients add up exactly.
+    Raises ValueError on another `loss_type`.
+    """
+    settings: RolloutCorrectionConfig = config.policy_loss.rollout_correction
+    if settings.loss_type not in BYPASS_LOSSES:
+        raise ValueError(f"loss_type is {settings.loss_type!r}, but must be one of {', '.join(BYPASS_LOSSES)}")
+    weights, kept, metrics = None, response_mask, {}
+    if response_mask.any():  # a micro-batch may hold failed rows alone
+        weights, kept, metrics = correct_log_probs(log_prob.detach(), old_log_prob, response_mask, settings)
+    loss_fn, is_weighted = BYPASS_LOSSES[settings.loss_type]
+    loss, loss_metrics = loss_fn(
+        old_log_prob,
+        log_prob,
+        advantages,
+        kept,
+        loss_agg_mode,
+        config,
+        rollout_is_weights=weights if is_weighted else None,
+    )
+    return loss, loss_metrics | metrics
+
+
 def compute_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -1081,6 +1136,7 @@ def compute_value_loss(
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
     """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
+    logits = zero_masked(logits, response_mask.unsqueeze(-1))
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
@@ -1100,7 +1156,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
         case "mse" | "k2":
             return 0.5 * log_ratio**2
         case "low_var_kl" | "k3":
-            inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            inverse = bound_log_ratio(-log_ratio)
             return (inverse.exp() - inverse - 1).clamp(-10, 10)
         case "full":
             raise NotImplementedError("kl_penalty 'full' needs the logits of both models: choose 'k1', 'k2' or 'k3'")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import has_validation, needs_critic
+from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.loader import notice
 from configs.schema import Config, DataConfig
@@ -18,6 +18,7 @@ from data.rl_dataset import create_rl_dataset, get_dataset_class
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path, load_tokenizer
+from training.advantage import estimator_needs, takes
 from training.checkpoint import find_checkpoint
 from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
 from training.reward import RewardManager, load_reward_manager
@@ -44,7 +45,7 @@ def prepare(config: Config) -> Parts:
     seed_everything(config.trainer.seed)
     check_loggers(config.trainer.logger)
     load_modules(config.actor_rollout_ref.model.external_lib)
-    check_registered(config)
+    check_algorithm(config)
     check_files_of_workers(config)
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -88,28 +89,51 @@ def check_files_of_workers(config: Config) -> None:
         )
 
 
-def check_registered(config: Config) -> None:
-    """The estimator and the policy loss exist, and the batch is what the estimator compares.
+def needs_critic(config: Config) -> bool:
+    """Whether values are computed: as critic.enable says; null: if the estimator cannot do without."""
+    wanted = "values" in estimator_needs(config.algorithm.adv_estimator)
+    return wanted if config.critic.enable is None else config.critic.enable
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether there is a reference policy: a KL term or the estimator asks for it."""
+    wanted = "ref_log_prob" in estimator_needs(config.algorithm.adv_estimator)
+    return wanted or config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def check_algorithm(config: Config) -> None:
+    """The estimator and the policy loss exist, can be called, and are given what they need.
 
     Raises:
         ConfigError: names the known ones and the files that were imported.
     """
-    name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    loaded = f"imported from actor_rollout_ref.model.external_lib: {config.actor_rollout_ref.model.external_lib}"
-    try:
-        get_adv_estimator_fn(name)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_estimator={name}: {error} ({loaded})") from error
-    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    try:
-        get_policy_loss_fn(mode)
-    except ValueError as error:
-        raise ConfigError(f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}: {error} ({loaded})") from error
+    algorithm, settings = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    mode = policy_loss_name(settings, algorithm.rollout_correction)
+    for key, chosen, get, kwargs in (
+        ("algorithm.adv_estimator", name, get_adv_estimator_fn, algorithm.adv_estimator_kwargs),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", mode, get_policy_loss_fn, settings.kwargs),
+    ):
+        try:
+            function = get(chosen)
+        except ValueError as error:
+            loaded = config.actor_rollout_ref.model.external_lib
+            raise ConfigError(
+                f"{key}={chosen}: {error} (imported from actor_rollout_ref.model.external_lib: {loaded})"
+            ) from error
+        if strangers := sorted(argument for argument in kwargs if not takes(function, argument)):
+            raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")
     if name in NEEDS_GROUPS and samples < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
             "and needs at least 2 (8 is usual)."
         )
+    if config.critic.enable is False and "values" in estimator_needs(name):
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
+            "choose an estimator without a critic, e.g. grpo."
+        )
+    check_token_budgets(config, needs_reference(config), needs_critic(config))
 
 
 def build_environment(config: Config) -> Any | None:

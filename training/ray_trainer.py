@@ -17,7 +17,7 @@ from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from training.advantage import apply_kl_penalty, compute_advantage
+from training.advantage import compute_advantage, correct_rollout, estimator_needs, set_rewards
 from training.checkpoint import (
     WRITE_ERRORS,
     config_drift,
@@ -28,6 +28,7 @@ from training.checkpoint import (
     save_checkpoint,
     set_rng_state,
 )
+from training.collection import Collector
 from training.core_algos import get_kl_controller
 from training.metric_utils import (
     compute_data_metrics,
@@ -39,8 +40,9 @@ from training.metric_utils import (
 )
 from training.mini_batches import mini_batches, updates_per_step
 from training.reports import dump_jsonl
-from training.reward import RewardManager, add_scores, reward_metrics
-from training.roles import Roles, SamplingParams
+from training.reward import RewardManager
+from training.roles import Roles
+from training.selection import select_lesson
 from training.tracking import Tracking
 from training.validation import Validator, sample_rows
 
@@ -76,10 +78,11 @@ class RayPPOTrainer:
         self.config = config
         self.tokenizer = tokenizer
         self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
-        self.reward = reward
+        self.collector = Collector(config, tokenizer, roles.rollout, reward, train_loader)
         self.train_loader = train_loader
         self.validator = validator
         self.total_steps = total_steps
+        self.needs = estimator_needs(config.algorithm.adv_estimator)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
         self.metrics: Metrics = {}  # of the last step
@@ -102,7 +105,7 @@ class RayPPOTrainer:
                 tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
             while self.global_step < self.total_steps:
                 self.global_step += 1
-                batch, self.metrics = self.step(self.next_prompts())
+                batch, self.metrics = self.step()
                 if self.validator and self.is_due(settings.test_freq):
                     self.metrics |= self.validate()
                 self.train_loader.sampler.update(batch)
@@ -126,30 +129,14 @@ class RayPPOTrainer:
             if name.startswith("val-core/"):
                 print(f"  {name}: {value:.4g}")
 
-    def next_prompts(self) -> DataProto:
-        """The next prompts, each `rollout.n` times in a row under one uid."""
-        prompts = DataProto.from_single_dict(self.train_loader.next_batch())
-        uids = [f"{self.global_step}-{place}" for place in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        rollout = self.config.actor_rollout_ref.rollout
-        prompts.meta_info = {
-            "sampling": SamplingParams.of(rollout, rollout.response_length),
-            "temperature": rollout.temperature,
-            "seed": derive_seed(self.config.trainer.seed, "rollout", self.global_step),
-            "update_index": self.global_step - 1,
-        }
-        return prompts.repeat(rollout.n, interleave=True)
-
-    def step(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+    def step(self) -> tuple[DataProto, Metrics]:
         """One step of the algorithm: the finished batch, and what is worth logging about it."""
-        config, timing, metrics = self.config, {}, {}
+        algorithm, timing = self.config.algorithm, {}
         with timer("step", timing):
-            with timer("gen", timing):
-                batch = self.rollout.generate_sequences(prompts)
-            with timer("reward", timing):
-                batch = add_scores(batch, self.reward, self.tokenizer)
-                metrics |= reward_metrics(batch)
-            if self.needs_old_log_probs():
+            batch, metrics = self.collector.collect(self.global_step, timing)
+            if algorithm.rollout_correction.bypass_mode:
+                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            elif self.needs_old_log_probs():
                 with timer("old_log_prob", timing):
                     batch = batch.union(self.actor.compute_log_prob(batch))
             if self.ref:
@@ -159,30 +146,37 @@ class RayPPOTrainer:
                 with timer("values", timing):
                     batch = batch.union(self.critic.compute_values(batch))
             with timer("adv", timing):
-                if config.algorithm.use_kl_in_reward:
-                    metrics |= apply_kl_penalty(batch, self.kl_ctrl, config.algorithm.kl_penalty)
-                else:
-                    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-                batch = compute_advantage(batch, config.algorithm)
+                metrics |= set_rewards(batch, self.config, self.kl_ctrl)
+                learnt_mask, drift = correct_rollout(batch, algorithm.rollout_correction)
+                batch = compute_advantage(batch, algorithm)
+                lesson = select_lesson(batch, learnt_mask, algorithm, self.seed_of("pf_ppo"))
             if self.critic:
                 with timer("update_critic", timing):
-                    metrics |= self.update(self.critic.update_critic, batch, config.critic)
-            if self.global_step > config.trainer.critic_warmup:
+                    metrics |= self.update(self.critic.update_critic, lesson, self.config.critic)
+            if self.global_step > self.config.trainer.critic_warmup:
                 with timer("update_actor", timing):
-                    metrics |= self.update(self.update_actor, batch, config.actor_rollout_ref.actor)
+                    metrics |= self.update(self.update_actor, lesson, self.config.actor_rollout_ref.actor)
                 with timer("update_weights", timing):
                     self.rollout.update_weights(self.global_step)
-        return batch, metrics | self.describe(batch, timing)
+        return batch, metrics | drift | self.describe(batch, timing)
+
+    def seed_of(self, purpose: str) -> int:
+        return derive_seed(self.config.trainer.seed, purpose, self.global_step)
 
     def needs_old_log_probs(self) -> bool:
-        """Not when every update is the first of its batch: then the ratio is 1 whatever they are."""
-        actor = self.config.actor_rollout_ref.actor
-        several = updates_per_step(actor, self.config.data.train_batch_size) > 1
-        return several or self.config.algorithm.use_kl_in_reward
+        """Not when every update is the first of its batch, where the ratio is 1 whatever they are, unless the KL in
+        the reward, rollout correction or the estimator reads them."""
+        config = self.config
+        correction = config.algorithm.rollout_correction
+        several = updates_per_step(config.actor_rollout_ref.actor, config.data.train_batch_size) > 1
+        corrects = correction.rollout_is is not None or correction.rollout_rs is not None
+        return several or config.algorithm.use_kl_in_reward or corrects or "old_log_probs" in self.needs
 
     def update_actor(self, mini_batch: DataProto) -> Metrics:
-        """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs."""
-        if mini_batch.meta_info["is_first"] and "old_log_probs" in mini_batch.batch:
+        """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they
+        are the rollout's, and stay."""
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        if mini_batch.meta_info["is_first"] and "old_log_probs" in mini_batch.batch and not bypass:
             mini_batch.batch = mini_batch.batch.exclude("old_log_probs")
         return self.actor.update_policy(mini_batch)
 
@@ -191,8 +185,7 @@ class RayPPOTrainer:
     ) -> Metrics:
         """All mini-batches through `update`; their metrics averaged. A batch that was refused is kept for study."""
         collected: dict[str, list[float]] = {}
-        seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
-        for mini_batch in mini_batches(batch, config, seed):
+        for mini_batch in mini_batches(batch, config, self.seed_of("update")):
             metrics = update(mini_batch)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
                 mini_batch.save_to_disk(self.folder / f"refused_update_step_{self.global_step}.pkl")

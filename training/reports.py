@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,21 +56,34 @@ def plot_metric(metrics_jsonl_path: str | Path, keys: Sequence[str], png_path: s
 
     Raises ValueError for a key that the record does not have.
     """
+    curves = {key: read_curve(metrics_jsonl_path, key) for key in keys}
+    plot_curves(curves, keys[0] if len(keys) == 1 else "value", png_path)
+
+
+def read_curve(metrics_jsonl_path: str | Path, key: str) -> np.ndarray:
+    """[points, 2]: step and value of one metric. Raises ValueError if the record does not have it."""
+    entries = read_metrics(metrics_jsonl_path)
+    points = [(entry["step"], entry["data"][key]) for entry in entries if entry["data"].get(key) is not None]
+    if not points:
+        known = sorted({name for entry in entries for name in entry["data"]})
+        raise ValueError(f"{metrics_jsonl_path} has no numbers for {key!r}; plot one of {known}")
+    return np.array(points, dtype=float)
+
+
+def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | Path) -> None:
+    """Draws [points, 2] arrays of step and value, each under its name with a smoothed line, into a PNG."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # half a second to import, and only needed here
 
-    entries = read_metrics(metrics_jsonl_path)
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel=keys[0] if len(keys) == 1 else "value")
-    for key in keys:
-        points = [(entry["step"], entry["data"][key]) for entry in entries if entry["data"].get(key) is not None]
-        if not points:
-            known = sorted({name for entry in entries for name in entry["data"]})
-            raise ValueError(f"{metrics_jsonl_path} has no numbers for {key!r}; plot one of {known}")
-        steps, values = np.array(points, dtype=float).T
-        [raw] = axes.plot(steps, values, ".-", alpha=0.3, linewidth=1)
-        axes.plot(steps, _smooth(values), color=raw.get_color(), linewidth=2, label=key)
+    axes = figure.add_subplot(xlabel="step", ylabel=ylabel)
+    colours = colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
+    for (name, points), colour in zip(curves.items(), cycle(colours), strict=False):
+        steps, values = points.T
+        axes.plot(steps, values, ".-", color=colour, alpha=0.3, linewidth=1)
+        axes.plot(steps, _smooth(values), color=colour, linewidth=2, label=name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize="small" if len(curves) > 5 else None, ncols=1 + len(curves) // 10)
     figure.savefig(png_path, format="png")
 
 

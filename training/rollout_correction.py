@@ -4,7 +4,7 @@ Importance weights for the policy loss, rejection of tokens or rows that drifted
 pure functions, tensors in, tensors and floats out; only the combined ones know a batch. `log_ratio` [B, R] is
 x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that the policy produced.
 What lies under its zeros does not matter, and a row of zeros, a failed episode, enters no statistic.
-Left out: bypass mode's policy loss, and means over ranks, as the driver sees the whole batch.
+Left out: means over ranks, as the driver sees the whole batch. Bypass mode's loss is in training/core_algos.py.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig, Threshold, parse_band, parse_rejection
 from data.protocol import DataProto
-from training.core_algos import MAX_LOG_RATIO
-from training.torch_functional import masked_mean, masked_sum, zero_masked
+from training.torch_functional import bound_log_ratio, masked_mean, masked_sum, zero_masked
 
 
 class Level(NamedTuple):
@@ -58,7 +57,7 @@ def compute_rollout_correction_weights(
     lower, upper = parse_band("rollout_is_threshold", rollout_is_threshold)
     _refuse_empty(response_mask)
     level = IS_LEVELS[rollout_is]
-    raw = zero_masked(_bounded(level.log_weight(log_ratio, response_mask)).exp(), response_mask)
+    raw = zero_masked(bound_log_ratio(level.log_weight(log_ratio, response_mask)).exp(), response_mask)
     icepop, lower = lower is not None, lower or 1 / upper
     outside = (raw < lower) | (raw > upper)
     weights = raw.masked_fill(outside, 0) if icepop else raw.clamp(max=upper)
@@ -127,7 +126,7 @@ def compute_rollout_rejection_mask(
     valid = response_mask.bool()
     if not valid.any():
         return response_mask.clone(), {}
-    log_ratio = _bounded(zero_masked(log_ratio, response_mask))
+    log_ratio = bound_log_ratio(zero_masked(log_ratio, response_mask))
     keep, metrics = torch.ones_like(valid), {}
     for option, (low, high) in bands.items():
         unit, _, kind = option.rpartition("_")
@@ -193,8 +192,8 @@ def compute_offpolicy_metrics(
         "log_ppl_diff_max": diff.max(),
         "log_ppl_diff_min": diff.min(),
         "ppl_ratio": diff.exp().mean(),
-        "chi2_token": (2 * _bounded(tokens)).expm1().mean(),
-        "chi2_seq": (2 * _bounded(row_sums)).expm1().mean(),
+        "chi2_token": (2 * bound_log_ratio(tokens)).expm1().mean(),
+        "chi2_seq": (2 * bound_log_ratio(row_sums)).expm1().mean(),
     }
     return _floats(metrics)
 
@@ -204,6 +203,37 @@ def compute_rollout_corr_metrics_from_logprobs(
 ) -> dict[str, float]:
     """`compute_offpolicy_metrics` under "rollout_corr/"."""
     return _prefixed(compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask))
+
+
+def correct_log_probs(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """(importance weights if `config.rollout_is` is set, mask after rejection, metrics under "rollout_corr/").
+
+    Weights and the metrics of both use the mask as it came; the weights are not zeroed where tokens are rejected.
+    Raises ValueError on an empty mask or unequal shapes, and what the two parts raise.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask have shapes {shapes}: they must be equal")
+    _refuse_empty(response_mask)
+    log_ratio = old_log_prob - rollout_log_prob
+    weights, new_mask, metrics = None, response_mask.clone(), {}
+    if config.rollout_is is not None:
+        weights, metrics = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            config.rollout_is,
+            config.rollout_is_threshold,
+            config.rollout_is_batch_normalize,
+        )
+    if config.rollout_rs is not None:
+        new_mask, rejection = compute_rollout_rejection_mask(
+            log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
+        )
+        metrics |= rejection
+    metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return weights, new_mask, _prefixed(metrics)
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -217,27 +247,12 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: Threshold | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """(column rollout_is_weights if `rollout_is` is set, mask after rejection, metrics under "rollout_corr/").
-
-    Weights and the metrics of both use the mask as it came; the weights are not zeroed where tokens are rejected.
-    Raises ValueError on an empty mask or unequal shapes, and what the two parts raise.
-    """
-    shapes = [tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask have shapes {shapes}: they must be equal")
-    _refuse_empty(response_mask)
-    log_ratio = old_log_prob - rollout_log_prob
-    weights, new_mask, metrics = None, response_mask.clone(), {}
-    if rollout_is is not None:
-        column, metrics = compute_rollout_correction_weights(
-            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
-        )
-        weights = DataProto.from_dict({"rollout_is_weights": column})
-    if rollout_rs is not None:
-        new_mask, rejection = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
-        metrics |= rejection
-    metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    return weights, new_mask, _prefixed(metrics)
+    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
+    config = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
+    )
+    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
+    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
 
 
 def compute_rollout_correction_and_add_to_batch(
@@ -250,21 +265,36 @@ def compute_rollout_correction_and_add_to_batch(
     columns = batch.batch
     if not columns["response_mask"].any():
         return batch, {}
-    weights, columns["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
-        columns["old_log_probs"],
-        columns["rollout_log_probs"],
-        columns["response_mask"],
-        config.rollout_is,
-        config.rollout_is_threshold,
-        config.rollout_is_batch_normalize,
-        rollout_rs=config.rollout_rs,
-        rollout_rs_threshold=config.rollout_rs_threshold,
+    weights, columns["response_mask"], metrics = correct_log_probs(
+        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
     )
-    return (batch if weights is None else batch.union(weights)), metrics
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    return batch, metrics
 
 
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+@torch.no_grad()
+def compute_rollout_probs_diff(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """How far the probabilities of the sampled tokens are apart: training/rollout_probs_diff_{valid, max, mean, std}.
+
+    valid is 1. Beside them training/rollout_actor_probs_pearson_corr. What is not defined (the spread of one token,
+    the correlation of a constant) is left out, and an empty mask gives {}.
+    """
+    valid = response_mask.bool()
+    if not valid.any():
+        return {}
+    probs = torch.stack([old_log_prob[valid], rollout_log_prob[valid]]).exp()
+    diff = (probs[0] - probs[1]).abs()
+    name = "training/rollout_probs_diff"
+    metrics = {f"{name}_valid": diff.new_ones(()), f"{name}_max": diff.max(), f"{name}_mean": diff.mean()}
+    if len(diff) > 1:
+        metrics[f"{name}_std"] = diff.std()
+        correlation = torch.corrcoef(probs)[0, 1]
+        if correlation.isfinite():
+            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return _floats(metrics)
 
 
 def _share(condition: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class SFTTrainer:
     def negative_log_likelihood(self, micro: MicroBatch) -> Tensor:
         """Σ −log p over the response tokens of a micro-batch."""
         with self.engine.autocast():
-            log_probs, _ = token_scores(self.engine.module, micro, temperature=1.0, with_entropy=False)
+            log_probs = token_scores(self.engine.module, micro, temperature=1.0, with_entropy=False).log_probs
         return -(log_probs * micro.columns["response_mask"]).sum()
 
     def pad(self, rows: dict) -> DataProto:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPSILON = 1e-8  # verl's, in every masked denominator: part of the numerics to agree with
+MAX_LOG_RATIO = 20.0  # keeps exp() finite; a token further off policy than this gets no gradient through its ratio
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -54,6 +55,11 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened if shift_mean else whitened + mean
 
 
+def bound_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Within ±20: exp() of it is finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def clip_by_value(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
     """Clamp between tensors; where the bounds cross, `lo` wins."""
     return torch.maximum(torch.minimum(x, hi), lo)
@@ -75,6 +81,15 @@ def logprobs_and_entropy_from_logits(logits: Tensor, labels: Tensor) -> tuple[Te
     logits = logits.float()
     log_normalizer = logits.logsumexp(-1)
     return _chosen(logits, labels) - log_normalizer, _entropy(logits, log_normalizer)
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 where one token is certain and 1/V where none is.
+
+    As exp(logsumexp(2z) - 2 logsumexp(z)).
+    """
+    logits = logits.float()
+    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
 
 
 def _chosen(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,17 +1,24 @@
 """The policy in training, and the frozen reference policy."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.checks import policy_loss_name
+from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
-from training.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-from training.torch_functional import masked_mean
+from training.core_algos import OVER_MINI_BATCH, agg_loss, get_policy_loss_fn, kl_penalty
+from training.torch_functional import masked_mean, zero_masked
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
+from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut, token_scores
+
+NO_CORRECTION = RolloutCorrectionConfig()
+LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 
 
 class DataParallelPPOActor:
@@ -21,22 +28,35 @@ class DataParallelPPOActor:
         config: the actor's settings.
         engine: the model in training.
         update_size, log_prob_size: what a forward pass may hold, with and without a backward.
+        rollout_correction: in bypass mode it brings the policy loss.
     """
 
     def __init__(
-        self, config: ActorConfig, engine: TrainEngine, update_size: MicroBatchSize, log_prob_size: MicroBatchSize
+        self,
+        config: ActorConfig,
+        engine: TrainEngine,
+        update_size: MicroBatchSize,
+        log_prob_size: MicroBatchSize,
+        rollout_correction: RolloutCorrectionConfig = NO_CORRECTION,
     ) -> None:
         self.config = config
         self.engine = engine
         self.update_size = update_size
         self.log_prob_size = log_prob_size
-        self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        name = policy_loss_name(config.policy_loss, rollout_correction)
+        self.policy_loss = get_policy_loss_fn(name)
+        self.loss_over_mini_batch = name in OVER_MINI_BATCH
+        policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
+        self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Columns old_log_probs and entropys, [B, R] float32, 0 after a response's end."""
+        """Columns old_log_probs and entropys, [B, R] float32, 0 after a response's end; sum_pi_squared too if
+        `meta_info["calculate_sum_pi_squared"]` is set."""
+        with_squares = batch.meta_info.get("calculate_sum_pi_squared", False)
         with self.engine.autocast():
-            log_probs, entropy = score(self.engine.module, batch, self.log_prob_size, with_entropy=True)
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropy})
+            scores = score(self.engine.module, batch, self.log_prob_size, True, with_squares)
+        columns = {"old_log_probs": scores.log_probs, "entropys": scores.entropy}
+        return DataProto.from_dict(columns | ({"sum_pi_squared": scores.sum_pi_squared} if with_squares else {}))
 
     def update_policy(self, batch: DataProto) -> dict[str, float]:
         """One optimiser step on one mini-batch.
@@ -46,20 +66,34 @@ class DataParallelPPOActor:
         A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient.
         """
         metrics = PooledMetrics()
-        wanted = ["response_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"]
+        if self.loss_over_mini_batch:
+            batch = batch.union(self.policy_gradient(batch, metrics))
+        wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
         columns = [name for name in wanted if name in batch.batch]
         micro_batches = cut(batch, self.update_size, columns, self.engine.device)
         losses = (self.micro_batch_loss(micro, batch.meta_info, metrics) for micro in micro_batches)
         stepped = self.engine.update(losses, batch.meta_info["update_index"])
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
 
-    def micro_batch_loss(self, micro: MicroBatch, meta: dict, metrics: PooledMetrics) -> torch.Tensor:
-        """The micro-batch's share of the mini-batch's loss."""
-        config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
-        counts, weight = meta["global_batch_info"], int(mask.sum())
+    def policy_gradient(self, batch: DataProto, metrics: PooledMetrics) -> DataProto:
+        """Column policy_gradient, [B, R] float32: the policy loss of the whole mini-batch, by each token's log-prob.
+
+        The gradient by the weights is then a sum over tokens, so that a loss in which the tokens of a mini-batch
+        depend on each other needs no more than this pass to be cut into micro-batches like any other.
+        """
         with self.engine.autocast():
-            with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-            log_probs, entropy = token_scores(self.engine.module, micro, meta["temperature"], with_entropy)
+            log_probs = score(self.engine.module, batch, self.log_prob_size, False).log_probs.requires_grad_()
+        columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
+        loss = self.policy_term(columns, log_probs, batch.meta_info["global_batch_info"], metrics)
+        metrics.add_sum("actor/loss", loss)
+        [gradient] = torch.autograd.grad(loss, log_probs)
+        return DataProto.from_dict({"policy_gradient": gradient})
+
+    def policy_term(
+        self, columns: dict[str, Tensor], log_probs: Tensor, counts: dict[str, Any], metrics: PooledMetrics
+    ) -> Tensor:
+        """The policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
+        mask = columns["response_mask"]
         # Passed on only where there are any, so that a loss of five arguments and a config is enough.
         weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
         loss, loss_metrics = self.policy_loss(
@@ -67,13 +101,28 @@ class DataParallelPPOActor:
             log_probs,
             columns["advantages"],
             mask,
-            config.loss_agg_mode,
-            config=SimpleNamespace(**vars(config), global_batch_info=counts),
+            self.config.loss_agg_mode,
+            config=SimpleNamespace(**self.loss_config, global_batch_info=counts),
             **weights,
+            **self.config.policy_loss.kwargs,
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
-            metrics.add_mean(name, value, weight)
+            metrics.add_mean(name, value, int(mask.sum()))
+        return loss
+
+    def micro_batch_loss(self, micro: MicroBatch, meta: dict[str, Any], metrics: PooledMetrics) -> Tensor:
+        """The micro-batch's share of the mini-batch's loss."""
+        config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
+        counts, weight = meta["global_batch_info"], int(mask.sum())
+        with self.engine.autocast():
+            with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+            log_probs, entropy, _ = token_scores(self.engine.module, micro, meta["temperature"], with_entropy)
+        if self.loss_over_mini_batch:
+            linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
+            loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
+        else:
+            loss = self.policy_term(columns, log_probs, counts, metrics)
         if entropy is not None:
             metrics.add_mean("actor/entropy", masked_mean(entropy.detach(), mask), weight)
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **counts)
@@ -99,20 +148,24 @@ class ReferencePolicy:
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Column ref_log_prob, [B, R] float32, 0 after a response's end."""
-        log_probs, _ = score(self.module, batch, self.log_prob_size, with_entropy=False)
-        return DataProto.from_dict({"ref_log_prob": log_probs})
+        return DataProto.from_dict({"ref_log_prob": score(self.module, batch, self.log_prob_size, False).log_probs})
 
 
 @torch.no_grad()
 def score(
-    module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropy or zeros) of every response token of `batch`, both [B, R] float32 on the CPU."""
-    log_probs = torch.zeros(batch.batch["responses"].shape)
-    entropy = torch.zeros_like(log_probs)
+    module: PreTrainedModel,
+    batch: DataProto,
+    size: MicroBatchSize,
+    with_entropy: bool,
+    with_sum_pi_squared: bool = False,
+) -> TokenScores:
+    """Of every response token of `batch`, [B, R] float32 on the CPU, 0 after a response's end."""
+    shape = batch.batch["responses"].shape
+    asked = (True, with_entropy, with_sum_pi_squared)
+    placed = TokenScores(*(torch.zeros(shape) if wanted else None for wanted in asked))
     for micro in cut(batch, size, [], module.device):
-        scores, entropies = token_scores(module, micro, batch.meta_info["temperature"], with_entropy)
-        micro.place(scores, log_probs)
-        if entropies is not None:
-            micro.place(entropies, entropy)
-    return log_probs, entropy
+        found = token_scores(module, micro, batch.meta_info["temperature"], with_entropy, with_sum_pi_squared)
+        for values, into in zip(found, placed, strict=True):
+            if into is not None:
+                micro.place(values, into)
+    return placed

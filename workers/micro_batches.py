@@ -6,6 +6,7 @@ nobody outside sees how it was cut; losses are normalised by counts of the whole
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,11 @@ from transformers import PreTrainedModel
 
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
-from training.torch_functional import logprobs_and_entropy_from_logits, logprobs_from_logits
+from training.torch_functional import (
+    calculate_sum_pi_squared_from_logits,
+    logprobs_and_entropy_from_logits,
+    logprobs_from_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,32 @@ def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], device: torc
         yield MicroBatch(rows, taken, width)
 
 
+class TokenScores(NamedTuple):
+    """Of each response token, [b, r] float32 each; None where it was not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None  # of the distribution that the token came from
+    sum_pi_squared: Tensor | None  # the sum of its squared probabilities
+
+
 def token_scores(
-    module: PreTrainedModel, micro: MicroBatch, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each response token, and entropy of the distribution it came from: [b, r] float32.
+    module: PreTrainedModel,
+    micro: MicroBatch,
+    temperature: float,
+    with_entropy: bool,
+    with_sum_pi_squared: bool = False,
+) -> TokenScores:
+    """Scores the responses of a micro-batch under `module`.
 
     The token at column P+t is predicted at column P+t−1; logits are divided by the sampling temperature.
     """
     inputs, place = forward_inputs(micro)
     logits = module(**inputs, use_cache=False, logits_to_keep=micro.response_width).logits[place]
-    logits = logits.float() / temperature
+    logits, labels = logits.float() / temperature, micro.columns["responses"]
+    squared = calculate_sum_pi_squared_from_logits(logits) if with_sum_pi_squared else None
     if with_entropy:
-        return logprobs_and_entropy_from_logits(logits, micro.columns["responses"])
-    return logprobs_from_logits(logits, micro.columns["responses"]), None
+        return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)
+    return TokenScores(logprobs_from_logits(logits, labels), None, squared)
 
 
 def token_values(module: PreTrainedModel, micro: MicroBatch) -> Tensor:

@@ -47,7 +47,11 @@ class ModelWorker:
         self.ref = ReferencePolicy(copy.deepcopy(module).to(device), log_prob_size(policy.ref)) if with_ref else None
         engine = TrainEngine(module, policy.actor.optim, total_steps, device, policy.actor.fsdp_config.dtype)
         self.actor = DataParallelPPOActor(
-            policy.actor, engine, update_size(policy.actor), log_prob_size(policy.rollout)
+            policy.actor,
+            engine,
+            update_size(policy.actor),
+            log_prob_size(policy.rollout),
+            config.algorithm.rollout_correction,
         )
         self.critic = self._build_critic(total_steps, device) if with_critic else None
         self.rollout = self._build_rollout()

@@ -1,0 +1,29 @@
+"""How a setting is declared: its default, its rules and its meaning in one line; and sections that are set once."""
+
+from dataclasses import FrozenInstanceError, field
+from typing import Any
+
+
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
+
+    None always passes a rule.
+    """
+    metadata = {"help": help, **rules}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(cls: type, help: str, **overrides: Any) -> Any:
+    """A nested section; `overrides` change its defaults at this place."""
+    return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
+
+
+class Frozen:
+    """Attributes are set once: a config that somebody rewrites half way is the bug users report most."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
+        super().__setattr__(name, value)

@@ -1,0 +1,79 @@
+"""Every recipe of configs/recipe/ on FrozenLake, from one warm start, in a minute or two each.
+
+    python -m scripts.algorithms [--recipes grpo,rloo] [--seed N] [key=value …]
+
+Writes outputs/algorithms/table.md (success before and after, seconds a step), results.json and curves.png. A recipe
+that is asked for replaces its earlier result; the others stay.
+"""
+
+import configs.process  # noqa: F401  isort: skip  before torch
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import main as rl
+from configs.checks import check_config
+from configs.errors import refusals
+from configs.loader import options
+from configs.schema import Config
+from scripts.quickstart import SUCCESS, compose, warm_start
+from training.reports import plot_curves, read_curve
+
+FOLDER = Path("outputs/algorithms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default=",".join(options("recipe")), help="names, joined by commas; all of them")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, sampling")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    recipes = arguments.recipes.split(",")
+    with refusals():
+        configs = {name: recipe_config(name, arguments.seed, arguments.overrides) for name in recipes}
+    print("a tiny model learns to imitate a careful wanderer, who does not know the goal")
+    warm_start(configs[recipes[0]], FOLDER)
+    for number, (name, config) in enumerate(configs.items(), start=1):
+        print(f"{number} of {len(configs)}: {name}")
+        rl.run(config)
+    report()
+
+
+def recipe_config(name: str, seed: int, overrides: list[str]) -> Config:
+    own = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}", f"trainer.seed={seed}"]
+    config = compose(Config, "frozenlake_short", [*own, "trainer.resume_mode=disable", *overrides])
+    check_config(config)
+    return config
+
+
+def report() -> None:
+    """Table, figures and curves of all recipes that have been run."""
+    records = {name: FOLDER / name / "metrics.jsonl" for name in options("recipe")}
+    records = {name: record for name, record in records.items() if record.exists()}
+    results = {name: outcome(record) for name, record in records.items()}
+    (FOLDER / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (FOLDER / "table.md").write_text(table(results))
+    plot_curves(
+        {name: read_curve(record, SUCCESS) for name, record in records.items()}, "success", FOLDER / "curves.png"
+    )
+    print((FOLDER / "table.md").read_text() + f"wrote {FOLDER}/table.md, results.json and curves.png")
+
+
+def outcome(record: Path) -> dict[str, Any]:
+    success = read_curve(record, SUCCESS)[:, 1]
+    seconds = read_curve(record, "timing_s/step")[:, 1]
+    return {"before": success[0], "after": success[-1], "seconds_a_step": round(median(seconds), 3)}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        f"| {name} | {r['before']:.3f} | {r['after']:.3f} | {r['seconds_a_step']:.2f} |" for name, r in results.items()
+    ]
+    return "\n".join(["| recipe | success before | after | seconds a step |", "|---|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    main()
