@@ -4,6 +4,7 @@ Before workers start, a mistake of the user's ends in one line that names cause 
 traceback, and so does everything that happens in training. Nothing here knows what a config holds.
 """
 
+import difflib
 import sys
 import sysconfig
 import traceback
@@ -79,3 +80,14 @@ def is_users(file: str) -> bool:
 def is_library(file: str) -> bool:
     path = Path(file)
     return file.startswith("<") or "site-packages" in path.parts or path.is_relative_to(STDLIB)
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """' Did you mean …?' naming the nearest key: by its full spelling, else by its last part."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not close:
+        last = name.rpartition(".")[2]
+        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+        close = [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f" Did you mean '{close[0]}'?" if close else ""

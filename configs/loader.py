@@ -6,7 +6,6 @@ to do, before torch is even imported. Old spellings are moved to today's with a 
 """
 
 import argparse
-import difflib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,11 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, did_you_mean
 from configs.legacy import NO_EFFECT, ONLY_VALUE, RENAMED, RENAMED_VALUES
-from configs.rollout_correction import PRESETS, preset
-
-CONFIG_DIR = Path(__file__).parent
+from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
 
 
 @dataclass
@@ -78,7 +75,8 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     """The schema's defaults, then the yaml, then the overrides."""
     overrides = parse_overrides(arguments.overrides)
-    chosen = {text.key_or_group: text.value() for text in overrides if options(text.key_or_group, arguments.config_dir)}
+    of_groups = [override for override in overrides if options(override.key_or_group, arguments.config_dir)]
+    chosen = {override.key_or_group: None if override.is_delete() else override.value() for override in of_groups}
     given = read_yaml(arguments, chosen)
     move_old_spellings(given)
     expand_presets(given)
@@ -105,17 +103,14 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
             f"--config-name {name}: there is no {name}.yaml in {folder}.{did_you_mean(name, known)} "
             f"It holds: {', '.join(known) or 'no yaml file'}; --config-path names another folder."
         )
-    for kind, option in chosen.items():
-        if option not in (known := options(kind, folder)):
-            raise ConfigError(f"{kind}={option}: no such {kind}.{did_you_mean(str(option), known)} {', '.join(known)}.")
+    check_choices(chosen, folder)
     search = [] if folder == CONFIG_DIR else [f"hydra.searchpath=[file://{CONFIG_DIR}]"]
     try:
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(folder), version_base=None):
             composed = compose(name, search, return_hydra_config=True)  # warns where a defaults list has no _self_
             if chosen:
                 present = composed.hydra.runtime.choices  # in the defaults list: exchanged there, not added to it
-                added = [f"{'' if kind in present else '+'}{kind}={option}" for kind, option in chosen.items()]
-                composed = compose(name, search + added)
+                composed = compose(name, [*search, *filter(None, (choice(*item, present) for item in chosen.items()))])
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{folder / name}.yaml cannot be read: {error}") from error
     OmegaConf.set_struct(composed, False)
@@ -123,26 +118,23 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     return composed
 
 
-def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
-    """The yaml files of a group: those in the folder of its name, in `folder` and among the shipped configs."""
-    return sorted({path.stem for place in (folder, CONFIG_DIR) for path in (place / kind).glob("*.yaml")})
-
-
 def parse_overrides(overrides: list[str]) -> list[Override]:
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
             raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
     try:
-        return OverridesParser.create().parse_overrides(overrides)
+        parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(f"cannot read the overrides {overrides}: {first_line(error)}") from error
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: sweeps are not run here; start one run per value.")
+    return parsed
 
 
 def apply_override(given: DictConfig, override: Override) -> None:
     """`key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` goes back to the default."""
     key = override.key_or_group
-    if override.is_sweep_override():
-        raise ConfigError(f"{override.input_line}: sweeps are not run here; start one run per value.")
     if override.is_delete():
         delete(given, key)
     else:
@@ -176,17 +168,6 @@ def move_old_spellings(given: DictConfig) -> None:
             if value is not None:  # null was the default of the old key, beside the new one
                 OmegaConf.update(given, renamed, value, force_add=True)
                 notice(f"{key} is now {renamed}.")
-
-
-def expand_presets(given: DictConfig) -> None:
-    """`algorithm.rollout_correction: NAME` becomes the settings of that preset, each of which can then be changed."""
-    key = "algorithm.rollout_correction"
-    name = OmegaConf.select(given, key)
-    if not isinstance(name, str):
-        return
-    if name not in PRESETS:
-        raise ConfigError(f"{key}={name}: no such preset.{did_you_mean(name, list(PRESETS))} {', '.join(PRESETS)}.")
-    OmegaConf.update(given, key, preset(name), force_add=True)
 
 
 def renamed_key(key: str) -> str | None:
@@ -231,6 +212,10 @@ def set_checked(base: DictConfig, key: str, value: Any) -> None:
                 return
         node[parts[-1]] = value
     except ConfigKeyError:
+        if options(parts[0]):
+            raise ConfigError(
+                f"the {parts[0]} sets '{key}' below itself: '# @package _global_' must be its first line."
+            ) from None
         known = list(known_keys(base))
         raise ConfigError(f"unknown key '{key}'.{did_you_mean(key, known)} --cfg job lists them all.") from None
     except OmegaConfBaseException as error:
@@ -239,17 +224,6 @@ def set_checked(base: DictConfig, key: str, value: Any) -> None:
         reason = "it cannot be null" if value is None else first_line(error)
         meaning = OmegaConf.get_type(node).__dataclass_fields__[parts[-1]].metadata["help"]
         raise ConfigError(f"{key}={value!r}: {reason}. {key}: {meaning}") from error
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """' Did you mean …?' naming the nearest key: by its full spelling, else by its last part."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not close:
-        last = name.rpartition(".")[2]
-        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-        close = [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 RULES = {

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,14 @@ from tests.batches import (
     with_counts,
 )
 from tests.runs import compose, short_run
-from training.core_algos import LOSS_AGG_MODES, get_policy_loss_fn, register_policy_loss
+from training.core_algos import (
+    LOSS_AGG_MODES,
+    OVER_MINI_BATCH,
+    agg_loss,
+    get_policy_loss_fn,
+    kl_penalty,
+    register_policy_loss,
+)
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -232,3 +240,124 @@ def test_a_loss_of_the_documented_arguments_is_enough(policy: PreTrainedModel):
     mask = batch.batch["response_mask"].bool()
     assert metrics["actor/loss"] == pytest.approx(-(scored * batch.batch["advantages"])[mask].mean().item(), rel=1e-5)
     assert "actor/entropy" not in metrics
+
+
+def test_sum_pi_squared_is_that_of_the_distribution_sampled_from(policy: PreTrainedModel):
+    batch = ragged_batch()
+    assert "sum_pi_squared" not in make_actor(policy).compute_log_prob(batch)
+    batch.meta_info["calculate_sum_pi_squared"] = True
+    for size in CUTS.values():
+        scored = make_actor(policy, size=size).compute_log_prob(batch)
+        assert scored.sum_pi_squared.dtype == torch.float32 and "old_log_probs" in scored
+        for row in range(len(batch)):
+            ids, prompt = unpadded(batch, row)
+            with torch.no_grad():
+                probs = (policy(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
+            found, length = scored.sum_pi_squared[row], len(ids) - prompt
+            torch.testing.assert_close(found[:length], (probs**2).sum(-1), rtol=1e-5, atol=1e-7)
+            assert not found[length:].any()
+
+
+# Losses over the whole mini-batch
+
+OVER_ALL = {
+    "kl_cov": PolicyLossConfig("kl_cov", kl_cov_ratio=0.3, ppo_kl_coef=1.0),
+    "clip_cov": PolicyLossConfig("clip_cov", clip_cov_ratio=0.3, clip_cov_lb=-1e9, clip_cov_ub=1e9),
+}
+
+
+def whole_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) -> tuple[Tensor, Tensor]:
+    """(all terms, the policy's alone) of the mini-batch at once, from each row alone and without padding."""
+    shape = batch.batch["responses"].shape
+    log_probs, entropy = torch.zeros(shape), torch.zeros(shape)
+    for row in range(len(batch)):
+        ids, prompt = unpadded(batch, row)
+        distributions = (module(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        columns = torch.arange(len(ids) - prompt)
+        place = (torch.full_like(columns, row), columns)
+        log_probs = log_probs.index_put(place, distributions.gather(1, ids[prompt:, None])[:, 0])
+        entropy = entropy.index_put(place, -(distributions.exp() * distributions).sum(-1))
+    columns, counts = batch.batch, with_counts(batch, config).meta_info["global_batch_info"]
+    mask, mode = columns["response_mask"], config.loss_agg_mode
+    torch.manual_seed(0)  # clip_cov draws
+    policy_loss, _ = get_policy_loss_fn(config.policy_loss.loss_mode)(
+        *(columns["old_log_probs"], log_probs, columns["advantages"], mask, mode),
+        config=SimpleNamespace(**vars(config), global_batch_info=counts),
+        rollout_is_weights=columns["rollout_is_weights"],
+    )
+    loss = policy_loss - config.entropy_coeff * agg_loss(entropy, mask, mode, **counts)
+    if config.use_kl_loss:
+        kl = kl_penalty(log_probs, columns["ref_log_prob"], config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * agg_loss(kl, mask, mode, **counts)
+    return loss, policy_loss
+
+
+@pytest.mark.parametrize("name", OVER_ALL)
+@pytest.mark.parametrize("terms", ["policy loss alone", "with entropy and KL"])
+def test_a_loss_over_the_mini_batch_is_the_same_in_any_cut(policy: PreTrainedModel, name: str, terms: str):
+    config, batch = replace(ALL_TERMS, policy_loss=OVER_ALL[name], loss_agg_mode="seq-mean-token-mean"), ragged_batch()
+    if terms == "policy loss alone":
+        config = replace(config, entropy_coeff=0.0, use_kl_loss=False)
+    twin = copy.deepcopy(policy)
+    loss, policy_loss = whole_loss(twin, batch, config)
+    loss.backward()
+    wanted = [parameter.grad for parameter in twin.parameters()]
+    reports = []
+    for cut_name, size in CUTS.items():
+        torch.manual_seed(0)
+        metrics, gradient, _ = update(make_actor(policy, config, size), ragged_batch())
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5), cut_name
+        assert metrics["actor/pg_loss"] == pytest.approx(policy_loss.item(), rel=1e-5), cut_name
+        assert relative_distance(gradient, wanted) < 1e-5, cut_name
+        reports.append(metrics)
+    assert all(metrics == pytest.approx(reports[0], rel=1e-4, abs=1e-7) for metrics in reports)
+    assert ("actor/entropy" in reports[0]) == ("actor/kl_loss" in reports[0]) == (terms != "policy loss alone")
+
+
+def test_a_loss_of_the_users_is_called_once_a_mini_batch_if_it_says_so(policy: PreTrainedModel):
+    """The square of a mean: of parts, it is something else. `scale` comes from policy_loss.kwargs."""
+    calls: list[int] = []
+
+    def squared(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, scale=1.0, **kwargs):
+        calls.append(len(log_prob))
+        return scale * agg_loss(log_prob, response_mask, "token-mean", **config.global_batch_info) ** 2, {}
+
+    settings = PolicyLossConfig("squared_for_test", kwargs={"scale": 3.0})
+    config = replace(ALL_TERMS, policy_loss=settings, entropy_coeff=0.0, use_kl_loss=False)
+    batch = ragged_batch()
+    scored = make_actor(policy).compute_log_prob(batch).old_log_probs
+    whole = 3 * scored[batch.batch["response_mask"].bool()].mean().item() ** 2
+    register_policy_loss("squared_for_test", over_mini_batch=True)(squared)
+    metrics, gradient, _ = update(make_actor(policy, config), batch)
+    assert calls == [9] and metrics["actor/loss"] == pytest.approx(whole, rel=1e-5)
+    assert any(part.any() for part in gradient)
+    calls.clear()
+    register_policy_loss("squared_for_test")(squared)
+    metrics, _, _ = update(make_actor(policy, config), ragged_batch())
+    assert calls == [3, 3, 3] and metrics["actor/loss"] < whole * 0.9
+    assert "squared_for_test" not in OVER_MINI_BATCH
+
+
+def test_a_loss_over_the_mini_batch_that_is_not_finite_leaves_no_trace(policy: PreTrainedModel):
+    actor, batch = make_actor(policy, replace(ALL_TERMS, policy_loss=OVER_ALL["kl_cov"])), ragged_batch()
+    batch.batch["advantages"][-1, 0] = torch.inf
+    metrics, _, weights = update(actor, batch)
+    assert metrics["actor/skipped_updates"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OVER_ALL)
+def test_a_mini_batch_without_a_token_is_no_gradient(policy: PreTrainedModel, name: str):
+    """All may have failed, or been rejected for their drift."""
+    for config in (replace(ALL_TERMS, policy_loss=OVER_ALL[name]), ALL_TERMS):
+        batch = ragged_batch()
+        batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+        metrics, gradient, _ = update(make_actor(policy, config), batch)
+        assert metrics["actor/skipped_updates"] == 0 and not any(part.any() for part in gradient)
+
+
+def test_an_update_leaves_its_batch_as_it_was(policy: PreTrainedModel):
+    batch = ragged_batch()
+    before = dict(batch.batch.items())
+    update(make_actor(policy, replace(ALL_TERMS, policy_loss=OVER_ALL["kl_cov"])), batch)
+    assert batch.batch.keys() == before.keys()

@@ -1,14 +1,26 @@
 """What the driver computes between rollout and update: the KL in the reward, and the estimator the config names."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from configs.schema import AlgorithmConfig
+from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsConfig
 from data.protocol import DataProto
-from training.advantage import apply_kl_penalty, compute_advantage, last_token
+from tests.runs import compose
+from training.advantage import (
+    apply_kl_penalty,
+    apply_overlong_penalty,
+    compute_advantage,
+    correct_rollout,
+    estimator_needs,
+    last_token,
+    overlong_penalty,
+    set_rewards,
+    takes,
+)
 from training.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     AdaptiveKLController,
@@ -171,3 +183,117 @@ def test_a_batch_of_failures_leaves_the_controller_sane():
     controller = AdaptiveKLController(init_kl_coef=0.2, target_kl=0.5, horizon=30)
     assert apply_kl_penalty(batch, controller, "kl")["actor/reward_kl_penalty"] == 0.0
     assert math.isfinite(controller.value)
+
+
+def test_an_estimator_needs_the_arguments_that_have_no_default(estimator):
+    @estimator
+    def mine(rewards, values, *rest, lam=1.0, ref_log_prob, epsilon=0.0, **kwargs):
+        return rewards, rewards
+
+    assert estimator_needs("mine") == {"rewards", "values", "ref_log_prob"}
+    assert takes(mine, "epsilon") and takes(mine, "anything") and not takes(lambda rewards: None, "anything")
+
+
+def test_the_configs_kwargs_reach_the_estimator_and_win_over_what_the_run_has(estimator):
+    plain = compute_advantage(make_batch(), AlgorithmConfig(adv_estimator="gpg")).advantages
+    settings = AlgorithmConfig(adv_estimator="gpg", adv_estimator_kwargs={"f_norm": 2.0, "alpha": 3.0})
+    assert plain.any()
+    torch.testing.assert_close(compute_advantage(make_batch(), settings).advantages, plain * 1.5)
+    given = {}
+
+    @estimator
+    def mine(rewards, gamma, bonus):
+        given.update(gamma=gamma, bonus=bonus)
+        return rewards, rewards
+
+    advantages_of(make_batch(), gamma=0.5, adv_estimator_kwargs={"gamma": 0.25, "bonus": {"a": 1}})
+    assert given == {"gamma": 0.25, "bonus": {"a": 1}}
+
+
+@pytest.mark.parametrize("max_length", [1, 7, 20])
+@pytest.mark.parametrize("buffer", [1, 4, 20])
+def test_the_overlong_penalty_is_the_papers_formula(max_length, buffer):
+    lengths = torch.arange(0, 30)
+    expected = [min(-(length - (max_length - buffer)) / buffer * 0.7, 0) for length in range(30)]
+    assert overlong_penalty(lengths, max_length, buffer, 0.7).tolist() == pytest.approx(expected)
+    assert overlong_penalty(lengths, max_length, 0, 0.7).tolist() == [0.0] * 30
+
+
+def long_batch() -> DataProto:
+    """Responses of 10, 9, 8 and 3 tokens, an observation at the end of the first; the last, of 10, failed."""
+    lengths, prompt = [10, 9, 8, 3, 10], 2
+    attention = torch.tensor([[0, 1] + [1] * length + [0] * (10 - length) for length in lengths])
+    mask = attention[:, prompt:].clone()
+    mask[0, 8:], mask[4] = 0, 0
+    scores = torch.zeros(5, 10)
+    scores[range(4), [7, 8, 7, 2]] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    return DataProto.from_single_dict(
+        {"attention_mask": attention, "response_mask": mask, "token_level_scores": scores, "uid": [*"aabbc"]}
+    )
+
+
+def test_the_overlong_penalty_is_taken_off_the_last_policy_token_by_hand():
+    """A buffer of a fifth of 10 tokens: the whole factor at 10, half at 9, nothing at 8 and below."""
+    batch = long_batch()
+    scores = batch.token_level_scores.clone()
+    overrides = ["data.max_response_length=10", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
+    factor = "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"
+    metrics = set_rewards(batch, compose(*overrides, factor, name="ppo_trainer"), FixedKLController(0.0))
+    expected = scores.clone()
+    expected[0, 7] -= 0.5  # observations count as length, and are not paid
+    expected[1, 8] -= 0.25
+    torch.testing.assert_close(batch.token_level_rewards, expected)
+    assert torch.equal(batch.token_level_scores, scores)
+    assert metrics == pytest.approx(
+        {"reward/overlong_reward/mean": -0.75 / 4, "reward/overlong/mean": 2 / 4}  # of those that did not fail
+    )
+
+
+def test_beyond_the_longest_length_the_penalty_goes_on_and_comes_beside_the_kl():
+    batch = long_batch()
+    batch.batch["token_level_rewards"] = batch.token_level_scores - 0.01
+    settings = RewardKwargsConfig(max_resp_len=8, overlong_buffer_cfg=OverlongBufferConfig(enable=True, len=4))
+    apply_overlong_penalty(batch, settings)
+    taken = (batch.token_level_scores - 0.01 - batch.token_level_rewards).sum(1)
+    torch.testing.assert_close(taken, torch.tensor([1.5, 1.25, 1.0, 0.0, 0.0]))
+    batch.batch["token_level_rewards"] = batch.token_level_scores
+    apply_overlong_penalty(batch, replace(settings, overlong_buffer_cfg=OverlongBufferConfig(enable=True)))
+    taken = (batch.token_level_scores - batch.token_level_rewards).sum(1)
+    torch.testing.assert_close(taken, torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0]))  # a fifth of 8, rounded down, is 1
+
+
+def test_without_the_overlong_buffer_rewards_are_the_scores():
+    batch = long_batch()
+    assert set_rewards(batch, compose("data.max_response_length=10", name="ppo_trainer"), FixedKLController(0)) == {}
+    assert torch.equal(batch.token_level_rewards, batch.token_level_scores)
+
+
+def test_rollout_correction_keeps_the_batchs_mask_and_hands_out_another():
+    old, rollout = torch.zeros(3, 4), torch.zeros(3, 4)
+    rollout[0, 3] = -math.log(4)  # π_rollout / π_train is a quarter: rejected, and its weight of 4 cut to 2
+    batch = make_batch(old_log_probs=old, rollout_log_probs=rollout)
+    correction = AlgorithmConfig().rollout_correction
+    kept, metrics = correct_rollout(
+        batch, replace(correction, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+    )
+    assert kept.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]] and torch.equal(batch.response_mask, MASK)
+    assert batch.rollout_is_weights.tolist() == [[1, 1, 0, 2], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
+    assert metrics["training/rollout_probs_diff_max"] == 0.75
+
+
+@pytest.mark.parametrize("missing", ["old_log_probs", "bypass"])
+def test_rollout_correction_does_nothing_without_old_log_probs_and_in_bypass_mode(missing):
+    columns = {} if missing == "old_log_probs" else {"old_log_probs": torch.zeros(3, 4)}
+    batch = make_batch(rollout_log_probs=torch.full((3, 4), -9.0), **columns)
+    settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token", bypass_mode=missing == "bypass")
+    kept, metrics = correct_rollout(batch, settings)
+    assert torch.equal(kept, MASK) and metrics == {} and "rollout_is_weights" not in batch
+
+
+def test_a_batch_of_failures_has_nothing_to_correct():
+    batch = make_batch(old_log_probs=torch.zeros(3, 4), rollout_log_probs=torch.ones(3, 4))
+    batch.batch["response_mask"] = torch.zeros_like(MASK)
+    settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token")
+    kept, metrics = correct_rollout(batch, settings)
+    assert not kept.any() and metrics == {}

@@ -86,6 +86,10 @@ BEFORE_ANYTHING_STARTS = [
         "vanilla",
         "external_lib: None",
     ),
+    Case("unknown recipe", "recipe=dappo", "recipe=dappo: no such recipe. Did you mean 'dapo'"),
+    Case("unknown preset", "algorithm.rollout_correction=tis", "no such preset", "bypass_pg_is"),
+    Case("argument grpo has not", "algorithm.adv_estimator_kwargs.epsilom=1", r"grpo takes no argument \['epsilom'\]"),
+    Case("rejection without a bound", "algorithm.rollout_correction.rollout_rs=token_k1", "threshold is null: set"),
     Case("unknown environment", "env.id=Lak-v1 ~env.kwargs.random_maps", "env.id=Lak-v1", "Close ids: F", env=True),
     Case("unknown argument of it", "+env.kwargs.slip=1", r"env.kwargs=.*'slip': 1.*unexpected", env=True),
     Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder", "tiny_model DIR"),
@@ -196,6 +200,9 @@ IN_TRAINING = [
     Case("reward returns None", "", "compute_score .*returned None", "number", score_py=returning("None")),
     Case("reward returns a text", "", "returned 'yes' for response 0", score_py=returning("'yes'")),
     Case("reward returns a wrong count", "", "8 responses", score_py=WHOLE_BATCH.format("[1.0] * 3")),
+    Case("filter by what the reward does not say", "recipe=dapo algorithm.filter_groups.metric=acc",
+         r"filter_groups.metric=acc: the reward returns no such number. Use score, or one of \['len'\]",
+         score_py=returning("{'score': 1.0, 'len': 2}")),
     Case("custom loss raises", "actor_rollout_ref.model.external_lib=DIR/loss.py "
          "actor_rollout_ref.actor.policy_loss.loss_mode=mine_raises", "KeyError", "loss.py:5",
          loss_py="from training.core_algos import register_policy_loss\n\n@register_policy_loss('mine_raises')\n"

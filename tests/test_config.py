@@ -5,7 +5,7 @@ import inspect
 import itertools
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass
+from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from omegaconf import OmegaConf
 
 import main
 from configs import schema
-from configs.checks import batch_arithmetic, check_config, sampling_summary
+from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
 from configs.errors import ConfigError
 from configs.legacy import CHATML, NO_EFFECT, ONLY_VALUE, RENAMED
 from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
+from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
 from tests.runs import ROOT, compose, short_run
-from training.preparation import check_algorithm, prepare
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+from training.preparation import check_algorithm, needs_critic, needs_reference, prepare
 
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
@@ -109,6 +111,159 @@ def test_help_and_printing_import_neither_torch_nor_ray():
     assert done.stderr.endswith("Did you mean 'trainer.seed'? --cfg job lists them all.\n")
 
 
+# Recipes and presets
+
+
+def chosen(config: Config) -> tuple[str, str, bool]:
+    """What tells the recipes apart: (estimator, policy loss, whether dynamic sampling is on)."""
+    algorithm = config.algorithm
+    return algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm.filter_groups.enable
+
+
+def test_a_recipe_is_laid_over_the_yaml_and_keys_over_both():
+    config = compose("actor_rollout_ref.actor.clip_ratio_high=0.4", "recipe=dapo", "actor_rollout_ref.rollout.n=3")
+    assert chosen(config) == ("grpo", "vanilla", True) and config.env.id == "FrozenLake-v1"
+    assert (config.actor_rollout_ref.actor.clip_ratio_c, config.actor_rollout_ref.actor.clip_ratio_high) == (10, 0.4)
+    assert config.actor_rollout_ref.rollout.n == 3
+    assert compose("recipe=remax") == compose("+recipe=remax") == compose("recipe=dapo", "recipe=remax")
+
+
+def test_a_users_yaml_names_a_recipe_and_the_command_line_another(tmp_path):
+    """Of the first nothing remains; what the yaml itself says wins over either."""
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [frozenlake, recipe: dapo, _self_]\nactor_rollout_ref: {rollout: {n: 5}}\n"
+    )
+    (tmp_path / "plain.yaml").write_text("defaults: [frozenlake, _self_]\nactor_rollout_ref: {rollout: {n: 5}}\n")
+    (tmp_path / "child.yaml").write_text("defaults: [mine]\n")
+    assert chosen(load(tmp_path, "mine")) == ("grpo", "vanilla", True)
+    for name in ("mine", "child"):
+        config = load(tmp_path, name, "recipe=gspo")
+        assert config == load(tmp_path, "plain", "recipe=gspo", "actor_rollout_ref.rollout.n=5")
+        assert chosen(config) == ("grpo", "gspo", False) and config.actor_rollout_ref.rollout.n == 5
+        assert config.actor_rollout_ref.actor.clip_ratio_c == 3  # dapo's was 10
+
+
+def test_recipes_of_the_users_stand_beside_the_shipped_ones_and_may_build_on_them(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    head = "# @package _global_\n"
+    (tmp_path / "mine.yaml").write_text("defaults: [frozenlake]\n")
+    (tmp_path / "recipe/own.yaml").write_text(f"{head}algorithm: {{adv_estimator: opo}}\n")
+    (tmp_path / "recipe/long.yaml").write_text(f"{head}defaults: [dapo, _self_]\nalgorithm: {{gamma: 0.5}}\n")
+    assert chosen(load(tmp_path, "mine", "recipe=own")) == ("opo", "vanilla", False)
+    assert chosen(load(tmp_path, "mine", "recipe=gspo")) == ("grpo", "gspo", False)
+    based = load(tmp_path, "mine", "recipe=long")
+    assert chosen(based) == ("grpo", "vanilla", True) and based.algorithm.gamma == 0.5
+    (tmp_path / "recipe/gspo.yaml").write_text(f"{head}algorithm: {{adv_estimator: opo}}\n")
+    assert chosen(load(tmp_path, "mine", "recipe=gspo")) == ("opo", "vanilla", False)  # theirs wins
+    with pytest.raises(ConfigError, match=r"recipe=owm: no such recipe\. Did you mean 'own'\? cispo, .*, own, pf_ppo"):
+        load(tmp_path, "mine", "recipe=owm")
+
+
+@pytest.mark.parametrize("text", ["recipe=dappo", "recipe=[dapo,gspo]"])
+def test_a_recipe_that_is_none_is_refused_with_all_there_are(text):
+    with pytest.raises(ConfigError, match=r"no such recipe\..* cispo, clip_cov, dapo, .*, sapo\.$"):
+        compose(text)
+
+
+@pytest.mark.parametrize("nothing", ["~recipe", "recipe=null"])
+def test_a_recipe_is_taken_back(nothing, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [frozenlake, recipe: dapo, _self_]\n")
+    assert load(tmp_path, "mine", nothing) == compose(nothing) == compose()
+
+
+def test_a_recipe_below_itself_says_which_line_it_lacks(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "mine.yaml").write_text("defaults: [frozenlake]\n")
+    (tmp_path / "recipe/own.yaml").write_text("algorithm: {adv_estimator: opo}\n")
+    with pytest.raises(
+        ConfigError, match=r"recipe\.algorithm\.adv_estimator'.* '# @package _global_' must be its first"
+    ):
+        load(tmp_path, "mine", "recipe=own")
+
+
+def test_a_sweep_over_recipes_is_refused_like_any_other():
+    with pytest.raises(ConfigError, match="sweeps are not run here"):
+        compose("recipe=dapo,gspo")
+
+
+@pytest.mark.parametrize("name", ["frozenlake", "ppo_trainer"])
+def test_the_printed_config_of_a_recipe_and_a_preset_is_the_same_config(name, tmp_path, capsys):
+    overrides = ["recipe=dapo", "algorithm.rollout_correction=decoupled_seq_is_rs"]
+    with pytest.raises(SystemExit):
+        load_config(parse_arguments(["--config-name", name, "--cfg", "job", *overrides], "", ""), Config)
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path, "printed") == compose(*overrides, name=name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_of_rollout_correction_goes_by_its_name(name, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"algorithm:\n  rollout_correction: {name}\n")
+    wanted = getattr(RolloutCorrectionConfig, name)()
+    named, written = compose(f"algorithm.rollout_correction={name}"), load(tmp_path, "mine")
+    assert named.algorithm.rollout_correction == written.algorithm.rollout_correction == wanted
+    check_rollout_correction(named)
+
+
+def test_single_keys_of_a_preset_are_changed_after_it_and_a_preset_replaces_all_before_it(tmp_path):
+    (tmp_path / "mine.yaml").write_text("algorithm: {rollout_correction: decoupled_seq_is_rs}\n")
+    key = "algorithm.rollout_correction"
+    changed = load(tmp_path, "mine", f"{key}.rollout_is_threshold=3.0").algorithm.rollout_correction
+    assert changed == replace(RolloutCorrectionConfig.decoupled_seq_is_rs(), rollout_is_threshold=3.0)
+    other = [f"{key}.rollout_is_threshold=3.0", f"{key}=decoupled_token_is", f"{key}.rollout_is_batch_normalize=true"]
+    replaced = load(tmp_path, "mine", *other).algorithm.rollout_correction
+    assert replaced == replace(RolloutCorrectionConfig.decoupled_token_is(), rollout_is_batch_normalize=True)
+
+
+def test_a_preset_is_inherited_in_parts_and_null_corrects_nothing(tmp_path):
+    (tmp_path / "mine.yaml").write_text("algorithm: {rollout_correction: {preset: decoupled_seq_is_rs}}\n")
+    (tmp_path / "child.yaml").write_text(
+        "defaults: [mine]\nalgorithm: {rollout_correction: {rollout_is_threshold: 3}}\n"
+    )
+    wanted = replace(RolloutCorrectionConfig.decoupled_seq_is_rs(), rollout_is_threshold=3)
+    assert load(tmp_path, "child").algorithm.rollout_correction == wanted
+    nothing = load(tmp_path, "child", "algorithm.rollout_correction=null").algorithm.rollout_correction
+    assert nothing == RolloutCorrectionConfig.disabled()
+
+
+# What estimators and losses ask for
+
+
+@pytest.fixture
+def estimator():
+    """A decorator that registers an estimator as "asking" for one test."""
+    yield register_adv_est("asking")
+    ADV_ESTIMATOR_REGISTRY.pop("asking", None)
+
+
+def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(estimator, tmp_path):
+    estimator(lambda rewards, values, ref_log_prob: (rewards, rewards))
+    here = f"trainer.default_local_dir={tmp_path}"
+    asking = compose("algorithm.adv_estimator=asking", here)
+    assert needs_critic(asking) and needs_reference(asking)
+    check_algorithm(asking)
+    plain = compose(here)
+    assert not needs_critic(plain) and not needs_reference(plain)
+    assert needs_critic(compose("critic.enable=true", here))
+    with pytest.raises(ConfigError, match=r"adv_estimator=asking needs values, and critic\.enable=false"):
+        check_algorithm(compose("algorithm.adv_estimator=asking", "critic.enable=false", here))
+    too_long = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"  # checked, as the reference will be there
+    with pytest.raises(ConfigError, match=r"ref\.log_prob_max_token_len_per_gpu=9 is below"):
+        check_algorithm(compose("algorithm.adv_estimator=asking", too_long, here))
+
+
+def test_values_with_a_default_ask_for_no_critic(estimator):
+    estimator(lambda rewards, values=None, *, ref_log_prob=None, **kwargs: (rewards, rewards))
+    config = compose("algorithm.adv_estimator=asking", "algorithm.adv_estimator_kwargs={anything: 1}")
+    assert not needs_critic(config) and not needs_reference(config)
+    check_algorithm(config)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
+    with pytest.raises(ConfigError, match="bypass_mode"):
+        check_algorithm(compose(f"algorithm.adv_estimator={name}", "algorithm.rollout_correction=bypass_pg_is"))
+
+
 # Mistakes
 
 
@@ -165,6 +320,47 @@ def test_a_bad_value_names_key_value_rule_and_meaning(override, message):
         compose(override)
 
 
+CORRECTION, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
+SHAPING = "reward.reward_kwargs"
+REFUSED_ALGORITHMS = [
+    (
+        [f"{CORRECTION}.rollout_is_threshold=1_2_3_x"],
+        rf"^{CORRECTION}.rollout_is_threshold is '1_2_3_x'; .*an upper bound",
+    ),
+    ([f"{CORRECTION}.rollout_is_threshold='2.0_0.5'"], "rollout_is_threshold is '2.0_0.5'; .* 0 < lower <= upper"),
+    ([f"{CORRECTION}.rollout_is_threshold=-1"], "rollout_is_threshold is -1; "),
+    ([f"{CORRECTION}.rollout_is_threshold=true"], "rollout_is_threshold is True, a bool; "),
+    ([f"{CORRECTION}.rollout_is=batch"], "rollout_is='batch' must be one of token, sequence"),
+    ([f"{CORRECTION}.rollout_rs=seq_k9"], "rollout_rs is 'seq_k9', but must be one or more of token_k1"),
+    ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs is 'token_k1' but rollout_rs_threshold is null: set how far"),
+    (
+        [f"{CORRECTION}.rollout_rs='token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold='1.0,2.0,3.0'"],
+        "has 3 entries, but rollout_rs names 2 options",
+    ),
+    (
+        [f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"],
+        "a statistic that starts at 0",
+    ),
+    ([f"{CORRECTION}=bypass_pg_is", f"{LOSS}.loss_mode=gspo"], "bypass_mode=true brings .*loss_mode=gspo asks for an"),
+    ([f"{LOSS}.loss_mode=bypass_mode"], rf"chosen by {CORRECTION}.bypass_mode=true: set that"),
+    (
+        [f"{CORRECTION}=bypass_pg_is", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        "rollout_is_batch_normalize=true needs all weights of a batch at once",
+    ),
+    ([f"{CORRECTION}=decoupled_tokn_is"], "no such preset. Did you mean 'decoupled_token_is'. disabled, decoupled_tok"),
+    (["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=1"], "rollout.n=1: one sample cannot differ"),
+    (["algorithm.filter_groups.max_num_gen_batches=-1"], "max_num_gen_batches=-1 must be at least 0"),
+    (
+        [f"{SHAPING}.max_resp_len=8", f"{SHAPING}.overlong_buffer_cfg={{enable: true, len: 9}}"],
+        "overlong_buffer_cfg.len=9 is above reward.reward_kwargs.max_resp_len=8: .*null for a fifth",
+    ),
+    ([f"{LOSS}.loss_mode=dro"], "loss_mode=dro needs .*dro_beta"),
+    ([f"{LOSS}.loss_mode=clip_cov", f"{LOSS}.clip_cov_lb=5"], "clip_cov_lb=5.0 must be below .*clip_cov_ub=5.0"),
+    (["algorithm.adv_estimator_kwargs={epsilom: 1}"], r"grpo takes no argument \['epsilom'\]: its kwargs are"),
+    ([f"{LOSS}.kwargs={{a: 1, b: 2}}"], r"loss_mode=vanilla takes no argument \['a', 'b'\]: its kwargs are"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -194,6 +390,7 @@ def test_a_bad_value_names_key_value_rule_and_meaning(override, message):
         (["data.train_files=x.jsonl"], "both set: prompts come from one of them"),
         (["env.id=null", "data.train_files=[x.jsonl]"], "data.train_files=x.jsonl: there is no such file"),
         (["trainer.default_local_dir=Makefile/run"], "cannot be written to .*: name another folder"),
+        *REFUSED_ALGORITHMS,
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_a_way_out(overrides, message):

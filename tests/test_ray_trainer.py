@@ -14,9 +14,12 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose, learning_metrics, short_run
+from training import ray_trainer
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward
 from training.roles import Roles
+from training.selection import select_lesson
 from workers.rollout import Completion, pad_rollout
 
 TOKENIZER = build_tokenizer()
@@ -101,9 +104,15 @@ class CuriousSampler(SequentialSampler):
 
 
 def make_trainer(
-    folder: Path, *overrides: str, ref: bool = False, critic: bool = False, reward: Any = None, steps: int = 1
+    folder: Path,
+    *overrides: str,
+    ref: bool = False,
+    critic: bool = False,
+    reward: Any = None,
+    steps: int = 1,
+    bandit: Bandit | None = None,
 ):
-    bandit = Bandit()
+    bandit = bandit or Bandit()
     config = compose(
         f"trainer.default_local_dir={folder}",
         "trainer.logger=[]",
@@ -161,6 +170,20 @@ STAGES = {
         ["algorithm.adv_estimator=gae"],
         {"critic": True},
         ["generate", "reward", "values", "update_critic", "update_actor", "update_weights"],
+    ),
+    "rollout correction": (
+        ["algorithm.rollout_correction=decoupled_token_is"],
+        {},
+        ["generate", "reward", "old_log_prob", "update_actor", "update_weights"],
+    ),
+    "bypass of the old log-probs": (
+        [
+            "algorithm.rollout_correction=bypass_ppo_clip",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "algorithm.use_kl_in_reward=true",
+        ],
+        {"ref": True},
+        ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
     ),
     "critic alone, in warm-up": (
         ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"],
@@ -293,3 +316,200 @@ def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path,
         assert (ALWAYS | extra) - metrics.keys() == set()
         assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []
     assert not OF_PPO & steps[0].keys() or extra
+
+
+# Rollout correction
+
+MINI, CORRECTION = "actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.rollout_correction"
+
+
+class Drifting(Bandit):
+    """Its engine thinks R four times less likely than it is, and is right about L."""
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        batch = super().generate_sequences(prompts)
+        drift = torch.where(batch.responses == ARMS[1], math.log(4), 0.0)
+        batch.batch["rollout_log_probs"] = self.log_probs(batch).detach() - drift
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], False),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], True),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], True),
+        (["actor_rollout_ref.actor.use_kl_loss=true"], False),
+        (["algorithm.use_kl_in_reward=true"], True),
+        ([f"{CORRECTION}.rollout_is=sequence"], True),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"], True),
+        ([f"{CORRECTION}.rollout_is_threshold=3.0"], False),
+        (["algorithm.adv_estimator=optimal_token_baseline"], True),
+        (["algorithm.use_pf_ppo=true"], False),
+    ],
+)
+def test_old_log_probs_are_computed_only_where_something_reads_them(tmp_path, overrides, needed):
+    trainer, _ = make_trainer(tmp_path, *overrides)
+    assert trainer.needs_old_log_probs() is needed
+
+
+def test_weights_and_rejection_reach_the_update_and_leave_statistics_and_transcripts_alone(tmp_path):
+    overrides = [
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_rs=token_k1",
+        f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'",
+        f"trainer.rollout_data_dir={tmp_path}/rollouts",
+    ]
+    trainer, drifting = make_trainer(tmp_path, MINI, *overrides, bandit=Drifting())
+    trainer.fit()
+    plain, exact = make_trainer(tmp_path / "plain", MINI)
+    plain.fit()
+    [batch], [same] = trainer.train_loader.sampler.seen, plain.train_loader.sampler.seen
+    right = batch.responses == ARMS[1]
+    assert 0 < right.sum() < 16 and torch.equal(batch.responses, same.responses)
+    assert batch.response_mask.all()  # a rejected token is still the policy's
+    assert torch.equal(batch.advantages, same.advantages)  # and was measured
+    for update, before in zip(drifting.updates, exact.updates, strict=True):
+        rejected = update.responses == ARMS[1]
+        assert torch.equal(update.response_mask.bool(), ~rejected) and before.response_mask.all()
+        assert torch.equal(update.rollout_is_weights, torch.where(rejected, 2.0, 1.0))
+        counts = update.meta_info["global_batch_info"]
+        assert counts["batch_num_tokens"] == counts["global_batch_size"] == int((~rejected).sum())
+        assert "rollout_is_weights" not in before.batch
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/1.jsonl").read_text().splitlines()]
+    assert [row["output"] for row in rows] == ["R" if is_right else "L" for is_right in right[:, 0]]
+    metrics, share = learning_metrics(tmp_path)[1], right.float().mean().item()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == share
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1 + share)
+    assert metrics["training/rollout_probs_diff_max"] == 0.5 - 0.125
+    assert metrics["critic/score/mean"] == learning_metrics(tmp_path / "plain")[1]["critic/score/mean"]
+
+
+def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_of_every_update(tmp_path):
+    epochs = "actor_rollout_ref.actor.ppo_epochs=2"
+    trainer, drifting = make_trainer(tmp_path, MINI, epochs, f"{CORRECTION}=bypass_pg_is", bandit=Drifting(), steps=2)
+    trainer.fit()
+    assert "old_log_prob" not in drifting.calls and len(drifting.updates) == 8
+    for update in drifting.updates:
+        assert torch.equal(update.old_log_probs, update.rollout_log_probs)
+        assert update.response_mask.all() and "rollout_is_weights" not in update.batch
+    assert drifting.updates[0].old_log_probs.unique().tolist() == pytest.approx([math.log(0.125), math.log(0.5)])
+    assert not [name for name in learning_metrics(tmp_path)[1] if name.startswith("rollout_corr/")]  # the loss's task
+
+
+REAL = ("data.max_response_length=4", "actor_rollout_ref.rollout.temperature=0.7", "trainer.total_training_steps=2")
+
+
+@pytest.mark.parametrize("preset", ["disabled", "decoupled_geo_rs_token_tis", "decoupled_seq_is_rs"])
+def test_the_exact_engine_has_no_drift(tmp_path, tiny_model, preset):
+    main.run(compose(*short_run(tiny_model, tmp_path, *REAL, MINI, f"{CORRECTION}={preset}", "env.val_episodes=0")))
+    for metrics in learning_metrics(tmp_path).values():
+        zero = ["rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ppl_abs_diff", "rollout_corr/chi2_seq"]
+        zero += [
+            "training/rollout_probs_diff_max",
+            "training/rollout_probs_diff_mean",
+            "training/rollout_probs_diff_std",
+        ]
+        one = [
+            "rollout_corr/ppl_ratio",
+            "training/rollout_probs_diff_valid",
+            "training/rollout_actor_probs_pearson_corr",
+        ]
+        if preset != "disabled":
+            one += [f"rollout_corr/rollout_is_{what}" for what in ("mean", "max", "min", "eff_sample_size", "seq_mean")]
+            zero += ["rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_is_std"]
+        assert {name: metrics[name] for name in zero} == pytest.approx(dict.fromkeys(zero, 0.0), abs=1e-5)
+        assert {name: metrics[name] for name in one} == pytest.approx(dict.fromkeys(one, 1.0), abs=1e-5)
+
+
+def test_without_old_log_probs_there_is_nothing_to_compare(tmp_path, tiny_model):
+    main.run(compose(*short_run(tiny_model, tmp_path, *REAL, "env.val_episodes=0")))
+    [metrics, _] = learning_metrics(tmp_path).values()
+    assert not [name for name in metrics if name.startswith(("rollout_corr/", "training/rollout_"))]
+
+
+# What an estimator asks for
+
+
+@pytest.fixture
+def needy():
+    """A decorator that registers an estimator as "needy" for one test."""
+    yield register_adv_est("needy")
+    ADV_ESTIMATOR_REGISTRY.pop("needy", None)
+
+
+def test_an_estimator_is_given_the_roles_that_its_arguments_name(tmp_path, tiny_model, needy):
+    seen = []
+
+    @needy
+    def estimate(token_level_rewards, response_mask, values, ref_log_prob, reward_baselines, old_log_probs):
+        seen.append((values, ref_log_prob, reward_baselines, old_log_probs))
+        return token_level_rewards - values * response_mask, token_level_rewards
+
+    main.run(compose(*short_run(tiny_model, tmp_path, *REAL, "algorithm.adv_estimator=needy", "env.val_episodes=0")))
+    metrics = learning_metrics(tmp_path)[1]
+    assert metrics["critic/vf_loss"] >= 0 and len(seen) == 2
+    for values, ref, baselines, old in seen:
+        assert values.shape == ref.shape == old.shape == (8, 4) and baselines.shape == (8,)
+    torch.testing.assert_close(seen[0][1], seen[0][3])  # the reference is the policy of the first step
+
+
+@pytest.mark.parametrize("column", ["entropys", "sum_pi_squared"])
+def test_an_estimator_may_ask_for_whatever_the_log_prob_pass_gives(tmp_path, tiny_model, needy, column):
+    shapes = []
+    if column == "entropys":
+        needy(lambda rewards, entropys: (shapes.append(entropys.shape), (rewards, rewards))[1])
+    else:
+        needy(lambda rewards, sum_pi_squared: (shapes.append(sum_pi_squared.shape), (rewards, rewards))[1])
+    main.run(compose(*short_run(tiny_model, tmp_path, *REAL, "algorithm.adv_estimator=needy", "env.val_episodes=0")))
+    assert shapes == [(8, 4)] * 2
+
+
+# PF-PPO and the overlong penalty
+
+
+def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_updates(tmp_path):
+    taught = {}
+    for name, *overrides in [("plain",), ("first", "p"), ("again", "p"), ("other seed", "p", "trainer.seed=1")]:
+        pf_ppo = ["algorithm.use_pf_ppo=true" if text == "p" else text for text in overrides]
+        trainer, bandit = make_trainer(tmp_path / name, MINI, *pf_ppo)
+        trainer.fit()
+        taught[name] = bandit.updates, trainer.train_loader.sampler.seen[0]
+    for name, (updates, batch) in taught.items():
+        assert [len(update) for update in updates] == [8, 8] and len(batch) == 16
+        assert [len(set(update.uid)) for update in updates] == [2, 2]
+        if name != "plain":  # |score|²: what did not pay is not learnt from
+            assert all(update.token_level_scores.sum() == 8 for update in updates)
+            assert batch.token_level_scores.sum() < 16
+    learnt = {name: [update.input_ids.tolist() for update in updates] for name, (updates, _) in taught.items()}
+    assert learnt["first"] == learnt["again"] and torch.equal(
+        taught["first"][1].responses, taught["plain"][1].responses
+    )
+    assert learnt["first"] != learnt["other seed"]
+
+
+def test_pf_ppo_draws_anew_in_every_step(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(ray_trainer, "select_lesson", lambda *args: [seeds.append(args[-1]), select_lesson(*args)][1])
+    for seed in (0, 1):
+        trainer, _ = make_trainer(tmp_path / str(seed), "algorithm.use_pf_ppo=true", f"trainer.seed={seed}", steps=2)
+        trainer.fit()
+    assert len(set(seeds)) == 4
+
+
+def test_the_overlong_penalty_is_for_training_alone(tmp_path, tiny_model):
+    found = {}
+    for enable in ("true", "false"):
+        overrides = ["data.max_response_length=5", f"reward.reward_kwargs.overlong_buffer_cfg.enable={enable}"]
+        folder = tmp_path / enable
+        main.run(
+            compose(*short_run(tiny_model, folder, *overrides, "env.val_size=4", "trainer.total_training_steps=1"))
+        )
+        found[enable] = learning_metrics(folder)
+    assert found["true"][0] == found["false"][0]  # validation
+    [with_penalty, without] = (found[enable][1] for enable in ("true", "false"))
+    assert with_penalty["critic/score/mean"] == without["critic/score/mean"]
+    mean = with_penalty["reward/overlong_reward/mean"]
+    assert mean < 0 and with_penalty["critic/rewards/mean"] == pytest.approx(without["critic/rewards/mean"] + mean)
+    assert mean == pytest.approx(-with_penalty["reward/overlong/mean"])  # a buffer of one token: all or nothing

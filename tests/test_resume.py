@@ -229,7 +229,7 @@ def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tm
     greedy = SamplingParams(do_sample=False, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4)
 
     def save_and_ask(self):
-        prompts = self.next_prompts()
+        prompts = self.collector.next_prompts(self.global_step, 0)
         prompts.meta_info["sampling"] = greedy
         batch = self.rollout.generate_sequences(prompts)
         answers.update(prompts=batch.raw_prompt, ids=batch.batch["responses"], mask=batch.batch["response_mask"])

@@ -18,6 +18,8 @@ from training.core_algos import (
 from training.rollout_correction import compute_rollout_correction_and_add_to_batch, compute_rollout_probs_diff
 from training.torch_functional import masked_mean, zero_masked
 
+OF_LOG_PROB_PASS = {"old_log_probs", "entropys", "sum_pi_squared"}  # columns of Actor.compute_log_prob
+
 
 def set_rewards(
     batch: DataProto, config: Config, kl_ctrl: AdaptiveKLController | FixedKLController

@@ -57,24 +57,23 @@ class Collector:
 
     def respond(self, prompts: DataProto, timing: dict[str, float]) -> DataProto:
         """The policy's responses with their scores and, for ReMax, those of its greedy responses."""
+        firsts = prompts[:: self.config.actor_rollout_ref.rollout.n]  # before the engine, which may fill the prompts
         with timer("gen", timing):
             batch = self.rollout.generate_sequences(prompts)
         with timer("reward", timing):
             batch = add_scores(batch, self.reward, self.tokenizer)
         if "reward_baselines" in self.needs:
             with timer("gen_max", timing):
-                batch.batch["reward_baselines"] = self.greedy_scores(prompts)
+                batch.batch["reward_baselines"] = self.greedy_scores(firsts)
         batch.meta_info.pop("seed")
         return batch
 
     def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
-        """[B]: for each row, the score of the greedy response to its prompt, which is generated once."""
-        samples = self.config.actor_rollout_ref.rollout.n
-        firsts = prompts[::samples]
+        """The scores of the greedy responses to `prompts`, each for all the samples of its prompt: [B]."""
         greedy = replace(prompts.meta_info["sampling"], do_sample=False)
-        firsts.meta_info = {**prompts.meta_info, "sampling": greedy}
-        scored = add_scores(self.rollout.generate_sequences(firsts), self.reward, self.tokenizer)
-        return scored.batch["token_level_scores"].sum(1).repeat_interleave(samples)
+        prompts.meta_info = {**prompts.meta_info, "sampling": greedy}
+        scored = add_scores(self.rollout.generate_sequences(prompts), self.reward, self.tokenizer)
+        return scored.batch["token_level_scores"].sum(1).repeat_interleave(self.config.actor_rollout_ref.rollout.n)
 
     def next_prompts(self, step: int, draw: int) -> DataProto:
         """The next prompts, each `rollout.n` times in a row under one uid."""

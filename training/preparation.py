@@ -18,7 +18,7 @@ from data.rl_dataset import create_rl_dataset, get_dataset_class
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path, load_tokenizer
-from training.advantage import estimator_needs, takes
+from training.advantage import OF_LOG_PROB_PASS, estimator_needs, takes
 from training.checkpoint import find_checkpoint
 from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
 from training.reward import RewardManager, load_reward_manager
@@ -132,6 +132,12 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
             "choose an estimator without a critic, e.g. grpo."
+        )
+    absent = estimator_needs(name) & OF_LOG_PROB_PASS - {"old_log_probs"}
+    if absent and algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} needs {sorted(absent)}, which come with the old log-probs, and algorithm."
+            "rollout_correction.bypass_mode=true does without that pass: take one of the two back."
         )
     check_token_budgets(config, needs_reference(config), needs_critic(config))
 

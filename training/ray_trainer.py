@@ -17,7 +17,7 @@ from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from training.advantage import compute_advantage, correct_rollout, estimator_needs, set_rewards
+from training.advantage import OF_LOG_PROB_PASS, compute_advantage, correct_rollout, estimator_needs, set_rewards
 from training.checkpoint import (
     WRITE_ERRORS,
     config_drift,
@@ -170,7 +170,7 @@ class RayPPOTrainer:
         correction = config.algorithm.rollout_correction
         several = updates_per_step(config.actor_rollout_ref.actor, config.data.train_batch_size) > 1
         corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-        return several or config.algorithm.use_kl_in_reward or corrects or "old_log_probs" in self.needs
+        return several or config.algorithm.use_kl_in_reward or corrects or bool(self.needs & OF_LOG_PROB_PASS)
 
     def update_actor(self, mini_batch: DataProto) -> Metrics:
         """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they

@@ -154,7 +154,7 @@ def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTo
     """
     batch.batch["token_level_scores"], extra = compute_reward(batch, manager, tokenizer)
     batch.non_tensor_batch.update(extra)
-    batch.meta_info["reward_extra_keys"] = list(extra)
+    batch.meta_info["reward_extra_keys"] = sorted(extra)
     return batch
 
 

@@ -67,7 +67,8 @@ class DataParallelPPOActor:
         """
         metrics = PooledMetrics()
         if self.loss_over_mini_batch:
-            batch = batch.union(self.policy_gradient(batch, metrics))
+            gradient = self.policy_gradient(batch, metrics)
+            batch = DataProto(batch.batch.copy(), {}, batch.meta_info).union(gradient)
         wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
         columns = [name for name in wanted if name in batch.batch]
         micro_batches = cut(batch, self.update_size, columns, self.engine.device)

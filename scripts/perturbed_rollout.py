@@ -1,0 +1,39 @@
+"""A rollout engine that samples from the wrong weights, as a quantised or stale engine does, only worse.
+
+For scripts/rollout_drift.py, which shows what that does to training and what rollout correction does about it. Its
+log-probs are those of the weights it samples from, and validation is by the true weights.
+"""
+
+import copy
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import RolloutConfig
+from data.protocol import DataProto
+from data.seeding import torch_generator
+from workers.hf_rollout import HFRollout
+
+NOISE = 1.0  # standard deviation of what is added to each weight, in units of its matrix's own
+
+
+class PerturbedRollout(HFRollout):
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, module: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, module)
+        self.true = module
+
+    def generate_sequences(self, batch: DataProto) -> DataProto:
+        validates = batch.meta_info.get("validate", False)
+        self.module = self.true if validates else perturbed(self.true, batch.meta_info["seed"])
+        return super().generate_sequences(batch)
+
+
+@torch.no_grad()
+def perturbed(module: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """A copy of `module` with normal noise, drawn by `seed`, on its matrices."""
+    noisy = copy.deepcopy(module)
+    generator = torch_generator(seed, "perturbation")
+    for weight in noisy.parameters():
+        if weight.ndim == 2:
+            weight += NOISE * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
+    return noisy

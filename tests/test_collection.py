@@ -1,0 +1,353 @@
+"""The data of a step: greedy baselines (ReMax), further prompts until enough groups differ (dynamic sampling)."""
+
+import copy
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import main
+from configs.schema import ModelConfig
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from data.sampler import PromptLoader, SequentialSampler
+from tests.runs import compose, learning_metrics, short_run
+from tests.test_resume import run_until, state_files
+from training.collection import Collector
+from training.preparation import prepare
+from training.ray_trainer import RayPPOTrainer
+from training.reward import FunctionReward, RewardManager
+from training.tracking import Tracking
+from workers.hf_rollout import HFRollout
+from workers.models import load_causal_lm
+from workers.rollout import Completion, pad_rollout
+
+TOKENIZER = build_tokenizer()
+WIDTH = 3
+
+
+class Parrot:
+    """Answers what a prompt's row has in store: the k-th of `answers` to its k-th sample, and `greedy`."""
+
+    def __init__(self) -> None:
+        self.asked: list[DataProto] = []
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        self.asked.append(copy.deepcopy(prompts))
+        greedy, seen, done = not prompts.meta_info["sampling"].do_sample, Counter(), []
+        for uid, answers, best in zip(prompts.uid, prompts.answers, prompts.greedy, strict=True):
+            answer = best if greedy else answers[seen[uid]]
+            seen[uid] += 1
+            ids = TOKENIZER.encode(answer)
+            done.append(Completion(ids, [0.0] * len(ids), "stop", 0))
+        columns = pad_rollout([*prompts.raw_prompt_ids], done, 1, WIDTH, TOKENIZER.pad_token_id)
+        ends = ["terminated" if one.token_ids else "env_error" for one in done]
+        return self.together(prompts, DataProto.from_single_dict({**columns, "end_reason": ends}))
+
+    def together(self, prompts: DataProto, answers: DataProto) -> DataProto:
+        return DataProto(answers.batch, {**prompts.non_tensor_batch, **answers.non_tensor_batch}, prompts.meta_info)
+
+
+def rows_of(*answers: tuple[str, ...], greedy: str = "0") -> list[dict[str, Any]]:
+    """One prompt for each tuple of answers; the greedy answer to the k-th prompt is the k-th character of `greedy`."""
+    bests = itertools.islice(itertools.cycle(greedy), len(answers))
+    return [
+        {"raw_prompt_ids": [TOKENIZER.convert_tokens_to_ids("?")], "place": place, "answers": [*said], "greedy": best}
+        for place, (said, best) in enumerate(zip(answers, bests, strict=True))
+    ]
+
+
+def as_number(solution_str: str) -> float:
+    return float(solution_str or 0)
+
+
+def collector(
+    rows: list[dict], *overrides: str, reward: RewardManager | None = None, prompts: int = 2, rollout: Any = None
+) -> Collector:
+    config = compose(
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.rollout.n={len(rows[0]['answers'])}",
+        "algorithm.adv_estimator=grpo",
+        f"data.max_response_length={WIDTH}",
+        *overrides,
+        name="ppo_trainer",
+    )
+    loader = PromptLoader(rows, prompts, SequentialSampler(rows, config.data))
+    return Collector(config, TOKENIZER, rollout or Parrot(), reward or FunctionReward(as_number), loader)
+
+
+def texts(batch: DataProto) -> list[str]:
+    return TOKENIZER.batch_decode(batch.batch["responses"], skip_special_tokens=True)
+
+
+# ReMax
+
+REMAX = "algorithm.adv_estimator=remax"
+
+
+def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_prompt():
+    parts = collector(rows_of(("1", "2", "3"), ("4", "5", "6"), greedy="79"), REMAX)
+    timing: dict[str, float] = {}
+    batch, metrics = parts.collect(1, timing)
+    assert batch.batch["reward_baselines"].tolist() == [7, 7, 7, 9, 9, 9]
+    assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 2, 3, 4, 5, 6]
+    sampled, greedy = parts.rollout.asked
+    assert [sampling.do_sample for sampling in (sampled.meta_info["sampling"], greedy.meta_info["sampling"])] == [1, 0]
+    assert greedy.place.tolist() == [0, 1]  # once a prompt
+    assert {"gen", "reward", "gen_max"} == timing.keys() and metrics == {}
+
+
+def test_without_remax_nothing_is_generated_twice():
+    parts = collector(rows_of(("1", "2"), ("4", "5")))
+    batch, _ = parts.collect(1, {})
+    assert len(parts.rollout.asked) == 1 and "reward_baselines" not in batch
+
+
+def with_length(solution_str: str) -> dict[str, float]:
+    return {"score": float(solution_str or 0), "double": 2 * float(solution_str or 0), "size": len(solution_str)}
+
+
+def test_what_the_reward_says_of_greedy_answers_enters_neither_columns_nor_metrics():
+    parts = collector(rows_of(("1", "2"), ("4", "5"), greedy="89"), REMAX, reward=FunctionReward(with_length))
+    batch, metrics = parts.collect(1, {})
+    assert batch.double.tolist() == [2, 4, 8, 10] and batch.meta_info["reward_extra_keys"] == ["double", "size"]
+    assert metrics["reward/double/max"] == 10 and metrics["reward/double/mean"] == 6
+    assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9]
+
+
+class InPlace(Parrot):
+    """An engine of the user's, which adds its columns to what it is given."""
+
+    def together(self, prompts: DataProto, answers: DataProto) -> DataProto:
+        return prompts.union(answers)
+
+
+def test_an_engine_that_fills_the_prompts_it_is_given_does_not_mix_greedy_and_sampled():
+    rows = rows_of(("1", "2"), ("4", "5"), greedy="89")
+    batch, _ = collector(rows, REMAX, rollout=InPlace(), reward=FunctionReward(with_length)).collect(1, {})
+    assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9] and batch.double.tolist() == [2, 4, 8, 10]
+
+
+def test_a_greedy_answer_that_failed_is_a_baseline_of_zero():
+    rows = rows_of(("1", "2"), ("4", "5"))
+    rows[0]["greedy"] = ""
+    rows[1]["greedy"] = "9"
+    batch, _ = collector(rows, REMAX).collect(1, {})
+    assert batch.batch["reward_baselines"].tolist() == [0, 0, 9, 9]
+
+
+# A mean in which every token counts, so that no two answers that differ score alike.
+WEIGHTED = """
+def compute_reward(prompt, response, ground_truth):
+    return {"score": sum(ord(c) / (place + 1) for place, c in enumerate(response)) / 100, "size": len(response)}
+"""
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("reward") / "weighted.py"
+    file.write_text(WEIGHTED)
+    return [f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.name=compute_reward"]
+
+
+def greedy_answer(module: Any, prompt: list[int], stops: set[int], length: int) -> list[int]:
+    """Token by token, the most likely one, from the whole sequence anew."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and not (len(ids) > len(prompt) and ids[-1] in stops):
+        ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_the_models_own_greedy_answers_are_the_baseline_and_its_samples_stay_as_they_were(
+    tiny_model: Path, tmp_path: Path, weighted: list[str]
+):
+    batches = {}
+    module = load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"tie_word_embeddings": False}))
+    torch.nn.init.normal_(module.lm_head.weight, generator=torch.Generator().manual_seed(0))  # tied, it echoes prompts
+    for estimator, temperature in [("remax", 0.7), ("remax", 1.3), ("grpo", 0.7)]:
+        config = compose(
+            *short_run(tiny_model, tmp_path, *weighted, f"algorithm.adv_estimator={estimator}"),
+            "data.max_response_length=4",
+            f"actor_rollout_ref.rollout.temperature={temperature}",
+        )
+        parts = prepare(config)
+        rollout = HFRollout(config.actor_rollout_ref.rollout, parts.tokenizer, module)
+        reward, loader = parts.reward, parts.train_loader
+        found, metrics = Collector(config, parts.tokenizer, rollout, reward, loader).collect(1, {})
+        batches[estimator, temperature] = found, metrics
+    (batch, metrics), (hotter, _), (without, metrics_without) = batches.values()
+    expected = []
+    with torch.no_grad():
+        for ids in batch.raw_prompt_ids:
+            answer = greedy_answer(module, ids, rollout.stop_ids, 4)
+            text = parts.tokenizer.decode(answer, skip_special_tokens=True)
+            expected.append(sum(ord(c) / (place + 1) for place, c in enumerate(text)) / 100)
+    assert batch.batch["reward_baselines"].tolist() == pytest.approx(expected)
+    assert torch.equal(batch.batch["reward_baselines"], hotter.batch["reward_baselines"])
+    assert len({round(value, 4) for value in expected}) > 1  # prompts differ, and so do their answers
+    assert not torch.equal(batch.batch["responses"], hotter.batch["responses"])
+    for name in ("responses", "rollout_log_probs", "token_level_scores"):
+        assert torch.equal(batch.batch[name], without.batch[name])
+    assert metrics == metrics_without and "size" in batch.non_tensor_batch
+
+
+# Dynamic sampling
+
+FILTER = "algorithm.filter_groups.enable=true"
+MOST = "algorithm.filter_groups.max_num_gen_batches"
+METRIC = "algorithm.filter_groups.metric"
+TIE, DIFFER = ("1", "1"), ("1", "0")
+
+
+def places(batch: DataProto) -> list[int]:
+    return batch.place.tolist()
+
+
+def test_further_prompts_are_asked_until_enough_groups_differ():
+    parts = collector(rows_of(TIE, DIFFER, TIE, TIE, DIFFER, DIFFER, TIE, DIFFER), FILTER)
+    timing: dict[str, float] = {}
+    batch, metrics = parts.collect(1, timing)
+    assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
+    assert metrics == {"train/num_gen_batches": 3, "group/kept_frac": 0.5}  # 3 of 6 groups, of which 2 are needed
+    batch, metrics = parts.collect(2, timing)  # from where the first step stopped: 6, 7, and round again
+    assert places(batch) == [7, 7, 1, 1]
+    assert metrics["train/num_gen_batches"] == 2
+
+
+def test_a_batch_whose_groups_all_differ_is_taken_as_it_is():
+    parts = collector(rows_of(DIFFER, DIFFER, TIE, TIE), FILTER)
+    batch, metrics = parts.collect(1, {})
+    assert places(batch) == [0, 0, 1, 1] and metrics == {"train/num_gen_batches": 1, "group/kept_frac": 1.0}
+
+
+@pytest.mark.parametrize("rows", [(TIE, TIE, TIE, DIFFER, TIE, TIE), (TIE, TIE, TIE, TIE, TIE, TIE)])
+def test_at_the_limit_ties_fill_the_batch_up(rows):
+    batch, metrics = collector(rows_of(*rows), FILTER, f"{MOST}=2").collect(1, {})
+    assert places(batch) == ([3, 3, 0, 0] if DIFFER in rows else [0, 0, 1, 1])
+    assert metrics == {"train/num_gen_batches": 2, "group/kept_frac": 0.25 * (DIFFER in rows)}
+
+
+def test_a_limit_of_one_is_the_batch_with_its_ties_last():
+    batch, _ = collector(rows_of(TIE, DIFFER), FILTER, f"{MOST}=1").collect(1, {})
+    assert places(batch) == [1, 1, 0, 0]
+
+
+def test_zero_is_no_limit():
+    parts = collector(rows_of(*[TIE] * 30, DIFFER, DIFFER), FILTER, f"{MOST}=0")
+    batch, metrics = parts.collect(1, {})
+    assert places(batch) == [30, 30, 31, 31] and metrics["train/num_gen_batches"] == 16
+    assert compose(name="ppo_trainer").algorithm.filter_groups.max_num_gen_batches == 10
+
+
+def test_a_group_differs_by_its_completed_samples_alone():
+    failed = ("1", "", "1")
+    batch, _ = collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER).collect(1, {})
+    assert places(batch) == [1, 1, 1, 3, 3, 3]
+    assert texts(batch) == ["2", "2", "3", "2", "", "3"]
+
+
+def test_the_metric_may_be_a_number_beside_the_score():
+    rows = rows_of(("1", "2"), ("1", "22"), ("3", "33"), ("4", "5"))
+    by_size = collector(rows, FILTER, f"{METRIC}=size", reward=FunctionReward(with_length))
+    batch, metrics = by_size.collect(1, {})
+    assert places(batch) == [1, 1, 2, 2]
+    assert batch.size.tolist() == [1, 2, 1, 2]
+    assert metrics["reward/size/mean"] == 1.25  # of all that the first draw said: what is filtered is no measurement
+
+
+@pytest.mark.parametrize("metric", ["acc", "place_name"])
+def test_a_metric_that_the_reward_does_not_return_is_named(metric):
+    parts = collector(rows_of(TIE, DIFFER), FILTER, f"{METRIC}={metric}", reward=FunctionReward(with_length))
+    with pytest.raises(ValueError, match=rf"filter_groups\.metric={metric}: .* one of \['double', 'size'\]"):
+        parts.collect(1, {})
+
+
+def test_the_reward_may_name_its_keys_in_any_order():
+    calls = itertools.count()
+
+    def moody(solution_str: str) -> dict[str, float]:
+        result = {"score": as_number(solution_str), "a": 1.0, "b": 2.0}
+        return result if next(calls) < 4 else dict(reversed(result.items()))
+
+    batch, _ = collector(rows_of(TIE, DIFFER, DIFFER, TIE), FILTER, reward=FunctionReward(moody)).collect(1, {})
+    assert batch.a.tolist() == [1.0] * 4
+
+
+def test_every_draw_has_uids_and_a_seed_of_its_own():
+    parts = collector(rows_of(TIE, TIE, TIE, DIFFER, TIE, DIFFER), FILTER)
+    uids: set[str] = set()
+    for step in (1, 2):
+        parts.collect(step, {})
+    asked = parts.rollout.asked
+    for prompts in asked:
+        assert set(Counter(prompts.uid).values()) == {2} and not uids & set(prompts.uid)
+        uids |= set(prompts.uid)
+    seeds = [prompts.meta_info["seed"] for prompts in asked]
+    assert len(asked) == 6 and len(set(seeds)) == 6
+    assert {prompts.meta_info["update_index"] for prompts in asked} == {0, 1}
+
+
+def test_the_greedy_baseline_goes_with_its_group():
+    rows = rows_of(TIE, DIFFER, TIE, DIFFER, greedy="5678")
+    batch, _ = collector(rows, FILTER, REMAX).collect(1, {})
+    assert places(batch) == [1, 1, 3, 3] and batch.batch["reward_baselines"].tolist() == [6, 6, 8, 8]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kinds=st.lists(st.booleans(), min_size=6, max_size=24).filter(lambda kinds: len(kinds) % 3 == 0),
+    limit=st.integers(1, 5),
+)
+def test_the_batch_is_the_first_groups_that_differ_and_then_the_first_that_tie(kinds: list[bool], limit: int):
+    parts = collector(rows_of(*[DIFFER if kind else TIE for kind in kinds]), FILTER, f"{MOST}={limit}", prompts=3)
+    batch, metrics = parts.collect(1, {})
+    drawn: list[int] = []
+    stream = itertools.cycle(range(len(kinds)))
+    while len(drawn) < 3 * limit and sum(kinds[place] for place in drawn) < 3:
+        drawn += itertools.islice(stream, 3)
+    wanted = sorted(range(len(drawn)), key=lambda nth: not kinds[drawn[nth]])[:3]
+    assert places(batch) == [drawn[nth] for nth in wanted for _ in range(2)]
+    assert metrics["train/num_gen_batches"] == len(drawn) / 3
+    assert math.isclose(metrics["group/kept_frac"], sum(kinds[place] for place in drawn) / len(drawn), rel_tol=1e-6)
+
+
+# A score that moves the global generators, and a metric by which about half the groups of two samples tie.
+MOVING = """
+import random
+
+def compute_reward(prompt, response, ground_truth):
+    return {"score": len(set(response)) + random.random(), "vowel": any(c in "aeiou0123456789AEIOU" for c in response)}
+"""
+
+
+@pytest.mark.parametrize("moment", [(RayPPOTrainer, "dump_rollouts"), (Tracking, "log")], ids=["in a step", "saved"])
+def test_a_run_that_filters_stopped_in_every_step_is_the_unbroken_run(tiny_model: Path, tmp_path: Path, moment):
+    (tmp_path / "moving.py").write_text(MOVING)
+
+    def overrides(folder: str) -> list[str]:
+        return short_run(
+            tiny_model,
+            tmp_path / folder,
+            f"reward.custom_reward_function.path={tmp_path}/moving.py",
+            "reward.custom_reward_function.name=compute_reward",
+            *(FILTER, f"{METRIC}=vowel", f"{MOST}=6", "algorithm.use_pf_ppo=true"),
+            *("data.max_response_length=4", "trainer.n_threads=1", "env.val_episodes=0"),
+            *("trainer.total_training_steps=5", "trainer.save_freq=1"),
+        )
+
+    main.run(compose(*overrides("unbroken")))
+    for step in range(1, 6):
+        run_until(step, overrides("broken"), moment)
+    main.run(compose(*overrides("broken")))
+    metrics = learning_metrics(tmp_path / "unbroken")
+    assert learning_metrics(tmp_path / "broken") == metrics
+    assert state_files(tmp_path / "broken") == state_files(tmp_path / "unbroken")
+    draws = [metrics[step]["train/num_gen_batches"] for step in range(1, 6)]
+    assert len(set(draws)) > 1 and max(draws) > 1  # positions in the data that no fixed stride would reach
+    assert sum(draws) > 5 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 6))

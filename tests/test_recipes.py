@@ -1,0 +1,124 @@
+"""Every recipe, estimator and policy loss, by its name in the config: a short real run that learns something."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import main
+from configs.loader import options
+from tests.runs import compose, learning_metrics, short_run
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, OVER_MINI_BATCH, POLICY_LOSS_REGISTRY, AdvantageEstimator
+from training.preparation import needs_critic, needs_reference
+
+# Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.
+REWARD = """
+def compute_reward(prompt, response, ground_truth):
+    score = sum(map(ord, response)) % 97 / 97
+    return {"score": score, "even": score * 97 % 2, "short": -len(set(response))}
+"""
+SHIPPED_LOSSES = [name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.__module__ == "training.core_algos"]
+NEEDED = {
+    "algorithm.adv_estimator=gdpo": ["algorithm.gdpo_reward_keys=[even,short]"],
+    "actor_rollout_ref.actor.policy_loss.loss_mode=dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.05"],
+    "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode": ["algorithm.rollout_correction=bypass_ppo_clip"],
+}
+
+
+@pytest.fixture
+def two_steps(tiny_model: Path, tmp_path: Path):
+    """two_steps(more…): the metrics of both steps, each of two updates of 4 rows, and whether the weights moved."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+
+    def train(*more: str) -> tuple[list[dict[str, float]], bool]:
+        config = compose(
+            *short_run(tiny_model, tmp_path),
+            f"reward.custom_reward_function.path={reward}",
+            "reward.custom_reward_function.name=compute_reward",
+            "data.max_response_length=5",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.optim.weight_decay=0",  # so that nothing but the loss moves the weights
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+            "env.val_episodes=0",
+            "trainer.n_threads=1",
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=2",
+            *more,
+        )
+        main.run(config)
+        before = load_file(tiny_model / "model.safetensors")
+        after = load_file(tmp_path / "global_step_2/actor/huggingface/model.safetensors")
+        moved = before.keys() == after.keys() and not all(torch.equal(before[name], after[name]) for name in before)
+        return list(learning_metrics(tmp_path).values()), moved
+
+    return train
+
+
+def assert_learnt(steps: list[dict[str, float]], moved: bool) -> None:
+    assert len(steps) == 2 and moved
+    for metrics in steps:
+        assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []
+        assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_recipe_trains(two_steps, recipe):
+    assert_learnt(*two_steps(f"recipe={recipe}"))
+
+
+# What a recipe is known by, beside its estimator and its loss.
+ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
+    ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"), "reference"
+)
+
+
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe):
+    config = compose(f"recipe={recipe}")
+    roles = {"critic": needs_critic(config), "reference": needs_reference(config)}
+    assert [name for name, there in roles.items() if there] == ([ROLES[recipe]] if recipe in ROLES else [])
+
+
+def test_recipes_do_what_they_are_known_for(two_steps):
+    """One run of everything that has a metric of its own: DAPO's sampling and penalty, on PF-PPO's draws."""
+    steps, _ = two_steps("recipe=dapo", "algorithm.use_pf_ppo=true")
+    for metrics in steps:
+        assert metrics["train/num_gen_batches"] >= 1 and 0 < metrics["group/kept_frac"] <= 1
+        assert metrics["reward/overlong_reward/mean"] < 0 < metrics["reward/overlong/mean"]
+        assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
+
+
+def counted(function, calls: Counter, name: str):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+PAIRS = list(itertools.zip_longest(map(str, AdvantageEstimator), reversed(SHIPPED_LOSSES), fillvalue="vanilla"))
+
+
+def test_the_pairs_below_hold_every_name_that_is_shipped():
+    shipped = [name for name, fn in ADV_ESTIMATOR_REGISTRY.items() if fn.__module__ == "training.core_algos"]
+    assert {name for name, _ in PAIRS} == set(shipped) and {loss for _, loss in PAIRS} == set(SHIPPED_LOSSES)
+    assert (len(shipped), len(SHIPPED_LOSSES)) == (14, 12)
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_every_estimator_and_every_loss_trains(two_steps, monkeypatch, estimator, loss):
+    calls = Counter()
+    for registry, name in ((ADV_ESTIMATOR_REGISTRY, estimator), (POLICY_LOSS_REGISTRY, loss)):
+        monkeypatch.setitem(registry, name, counted(registry[name], calls, name))
+    chosen = [f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
+    cut = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"  # two forward passes an update
+    assert_learnt(*two_steps(cut, *chosen, *(more for choice in chosen for more in NEEDED.get(choice, []))))
+    assert calls == {estimator: 2, loss: 4 if loss in OVER_MINI_BATCH else 8}
