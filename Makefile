@@ -6,7 +6,7 @@ CONFIG ?= frozenlake
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup quickstart test lint bench clean
+.PHONY: help setup quickstart algorithms test lint bench clean
 
 help:  ## list these commands
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,9 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 
 quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 	$(RUN) -m scripts.quickstart --seed $(SEED) --config-name $(CONFIG)
+
+algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
+	$(RUN) -m scripts.algorithms --seed $(SEED)
 
 test: setup  ## run all tests
 	$(RUN) -m pytest

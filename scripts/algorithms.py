@@ -1,4 +1,4 @@
-"""Every recipe of configs/recipe/ on FrozenLake, from one warm start, in a minute or two each.
+"""Every recipe of configs/recipe/ on FrozenLake, from one warm start, in half a minute each.
 
     python -m scripts.algorithms [--recipes grpo,rloo] [--seed N] [key=value …]
 
@@ -17,7 +17,7 @@ from typing import Any
 import main as rl
 from configs.checks import check_config
 from configs.errors import refusals
-from configs.loader import options
+from configs.recipes import options
 from configs.schema import Config
 from scripts.quickstart import SUCCESS, compose, warm_start
 from training.reports import plot_curves, read_curve

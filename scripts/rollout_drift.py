@@ -30,6 +30,7 @@ FOLDER = Path("outputs/rollout_drift")
 COUNT = "1234567"
 PROMPT = "count:"
 REWARD = "val-core/unknown/reward/mean@128"
+ROWS = 7 * 1024  # of the warm start
 SUMMARY_STEPS = 5  # validations at the end whose mean and worst are reported
 
 NOISY = "actor_rollout_ref.rollout.name=scripts/perturbed_rollout.py"
@@ -64,7 +65,7 @@ def compute_score(solution_str: str) -> float:
 def warm_start(seed: int) -> None:
     """A tiny model that counts to anywhere from 1 to 7."""
     save_tiny_model(FOLDER / "random_model", derive_seed(seed, "tiny_model"))
-    rows = [{"prompt": PROMPT, "response": COUNT[: 1 + i % len(COUNT)]} for i in range(7 * 1024)]
+    rows = [{"prompt": PROMPT, "response": COUNT[: 1 + i % len(COUNT)]} for i in range(ROWS)]
     dump_jsonl(FOLDER / "counts.jsonl", rows)
     overrides = [
         f"data.train_files={FOLDER}/counts.jsonl",

@@ -19,8 +19,12 @@ from omegaconf import OmegaConf
 from benchmarks.step import measure
 from configs.legacy import RENAMED
 from configs.loader import known_keys, renamed_key
+from configs.recipes import options
+from configs.rollout_correction import PRESETS
 from configs.schema import Config, SFTConfig
+from scripts import algorithms, quickstart, rollout_drift
 from tests.runs import ROOT
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
@@ -106,6 +110,42 @@ print(json.dumps([refusal(override) for override in sys.argv[1:]]))
 
 def test_config_page(copy: Path):
     follow(ROOT / "docs/config.md", copy)
+
+
+def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_recipe(copy: Path):
+    page = ROOT / "docs/algorithms.md"
+    follow(page, copy)
+    assert [entry["step"] for entry in recorded(copy / "outputs/my_algorithm")] == [1, 2]
+    text = page.read_text()
+    words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
+    registered = {**ADV_ESTIMATOR_REGISTRY, **POLICY_LOSS_REGISTRY}
+    shipped = {name for name, function in registered.items() if function.__module__ == "training.core_algos"}
+    assert shipped | set(PRESETS) | {word for mode in LOSS_AGG_MODES for word in mode.split("-")} <= words
+    measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
+    assert [name for name, *_ in measured] == options("recipe")
+    assert all(float(after) > 0.5 > float(before) for _, before, after in measured)
+
+
+def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """In little: three recipes and the five runs of the drift, a step or two each."""
+    monkeypatch.setattr(quickstart, "DEMONSTRATIONS", 256)
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=1"]
+    small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.val_episodes=4"]
+    monkeypatch.setattr(sys, "argv", ["algorithms", "--recipes", "grpo,ppo,remax", *short, *small])
+    algorithms.main()
+    rows = (copy / "outputs/algorithms/table.md").read_text().splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| grpo", "| ppo", "| remax"]
+    assert (copy / "outputs/algorithms/curves.png").stat().st_size > 1000
+
+    monkeypatch.setattr(rollout_drift, "ROWS", 256)
+    monkeypatch.setattr(sys, "argv", ["rollout_drift", "trainer.total_training_steps=11", "trainer.test_freq=11",
+                                      "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2"])  # fmt: skip
+    rollout_drift.main()
+    folder = copy / "outputs/rollout_drift"
+    assert len((folder / "table.md").read_text().splitlines()) == 2 + len(rollout_drift.RUNS)
+    drift = {name: recorded(folder / name)[-1]["data"] for name in ("exact_rollouts", "perturbed_bypass_mode")}
+    assert "rollout_corr/kl" not in drift["exact_rollouts"]  # one update a step: no old log-probs to compare with
+    assert abs(drift["perturbed_bypass_mode"]["rollout_corr/kl"]) > 1e-3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
