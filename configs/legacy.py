@@ -14,6 +14,7 @@ RENAMED = {
     "actor_rollout_ref.actor.policy_loss.rollout_correction": "algorithm.rollout_correction",
     "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
     # one worker: a batch over all GPUs is a batch of one
@@ -44,7 +45,6 @@ _VLLM = "it belongs to the vllm engine, and the rollouts are made by the model i
 _BY_DESIGN = "it is always so here"
 _LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
 _VALUES = "values are computed in forward passes of the size of the critic's updates"
-_TRIMMED = "micro-batches are trimmed to their longest row"
 _FLOAT32 = "weights are always float32; fsdp_config.dtype chooses what is computed in"
 
 NO_EFFECT = {
@@ -68,9 +68,8 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.load_format": _VLLM,
     "actor_rollout_ref.rollout.mode": _VLLM,
     "actor_rollout_ref.hybrid_engine": _BY_DESIGN,
-    "actor_rollout_ref.model.use_remove_padding": _TRIMMED,
-    "critic.model.use_remove_padding": _TRIMMED,
-    "actor_rollout_ref.actor.use_remove_padding": _TRIMMED,
+    "critic.model.use_remove_padding": "the critic does as actor_rollout_ref.model.use_remove_padding says",
+    "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.actor.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
     "actor_rollout_ref.actor.fsdp_config.model_dtype": _FLOAT32,

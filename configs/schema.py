@@ -82,6 +82,9 @@ class ModelConfig(Frozen):
     custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
     override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
     external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
+    use_remove_padding: bool = setting(
+        True, "Pack the sequences of a forward pass without padding, a prompt once for all its samples; false: pad."
+    )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")
 
 

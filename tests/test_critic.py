@@ -14,6 +14,7 @@ from data.protocol import DataProto
 from tests.batches import (
     CUTS,
     MASKED_ROW,
+    PROMPT_LENGTHS,
     aggregate,
     policy_tokens,
     ragged_batch,
@@ -117,11 +118,11 @@ def test_values_are_those_before_each_policy_token_and_zero_elsewhere(value_mode
 def test_values_of_one_token_responses_share_the_forward_pass_of_their_prompt(value_model: PreTrainedModel):
     batch = ragged_batch().select_idxs([1, 6, 1, 1, 6])  # the two rows with responses of one token
     critic, shapes = make_critic(value_model, size=CUTS["all rows"]), []
-    critic.engine.module.register_forward_pre_hook(
+    critic.engine.module.base_model.register_forward_pre_hook(
         lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )
     values = critic.compute_values(batch).values
-    assert shapes == [(2, 8)]
+    assert shapes == [(1, PROMPT_LENGTHS[1] + PROMPT_LENGTHS[6])]
     wanted = [values_alone(value_model, batch, row)[0].item() for row in range(5)]
     assert values[:, 0].tolist() == pytest.approx(wanted, rel=1e-5)
 

@@ -73,7 +73,7 @@ def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model):
 
 
 def test_the_gradient_is_at_the_positions_that_predict_response_tokens_and_nowhere_else(tmp_path, tiny_model):
-    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS))
+    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS, "model.use_remove_padding=false"))
     batch = trainer.pad(trainer.train_loader.next_batch())
     hidden = []
 
@@ -82,7 +82,7 @@ def test_the_gradient_is_at_the_positions_that_predict_response_tokens_and_nowhe
         hidden.append(output)
 
     trainer.engine.module.model.norm.register_forward_hook(keep)  # what logits are made of, position by position
-    [micro] = cut(batch, trainer.size, ["response_mask"], trainer.engine.device)
+    [micro] = cut(batch, trainer.size, ["response_mask"], trainer.engine.module)
     trainer.negative_log_likelihood(micro).backward()
     [kept] = hidden
     prompt_width = batch.prompts.shape[1]

@@ -44,6 +44,7 @@ PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 OVER_MINI_BATCH: set[str] = set()  # the policy losses that are called once a mini-batch
+SILENT_AT_ZERO: set[str] = set()  # those to which a row adds nothing whose advantages are all 0
 
 
 class AdvantageEstimator(StrEnum):
@@ -109,16 +110,20 @@ def _registry_key(name_or_enum: str | Enum) -> str:
     return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
 
 
-def register_policy_loss(name: str, over_mini_batch: bool = False) -> Callable[[PolicyLossFn], PolicyLossFn]:
+def register_policy_loss(
+    name: str, *, over_mini_batch: bool = False, silent_at_zero: bool = False
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator that adds a policy loss, replacing any of the same name.
 
     `over_mini_batch`: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
     once for all of them, not for each micro-batch; that costs a forward pass more.
+    `silent_at_zero`: a row whose advantages are all 0 adds nothing to loss or gradient, so the actor may leave it out.
     """
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSS_REGISTRY[name] = fn
-        (OVER_MINI_BATCH.add if over_mini_batch else OVER_MINI_BATCH.discard)(name)
+        for marked, mark in ((OVER_MINI_BATCH, over_mini_batch), (SILENT_AT_ZERO, silent_at_zero)):
+            (marked.add if mark else marked.discard)(name)
         return fn
 
     return register
@@ -664,7 +669,7 @@ def dual_clip_loss(
 # gradient. Log-probs are zeroed under the mask first, so that not even a NaN there reaches the gradient.
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", silent_at_zero=True)
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -721,7 +726,7 @@ def dppo_loss(
     }
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", silent_at_zero=True)
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -744,7 +749,7 @@ def compute_policy_loss_dppo_tv(
     return loss, masked_means(metrics, response_mask)
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", silent_at_zero=True)
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -776,7 +781,7 @@ def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     return (mean + (log_ratio - log_ratio.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
 
 
-@register_policy_loss("gspo")
+@register_policy_loss("gspo", silent_at_zero=True)
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -807,7 +812,7 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_ne
     return -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
 
 
-@register_policy_loss("sapo")
+@register_policy_loss("sapo", silent_at_zero=True)
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -826,7 +831,7 @@ def compute_policy_loss_sapo(
     return loss, {"actor/pg_clipfrac": 0.0, **metrics, "actor/pg_clipfrac_lower": 0.0}
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", silent_at_zero=True)
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -933,7 +938,7 @@ def geometric_mean_loss(
     return -masked_mean(advantages, response_mask, axis=-1) * ratio, log_ratio != bounded
 
 
-@register_policy_loss("geo_mean")
+@register_policy_loss("geo_mean", silent_at_zero=True)
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -963,7 +968,7 @@ def compute_policy_loss_geo_mean(
     return loss, masked_means(metrics, response_mask)
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", silent_at_zero=True)
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -1038,7 +1043,7 @@ BYPASS_LOSSES = {
 }
 
 
-@register_policy_loss("bypass_mode")
+@register_policy_loss("bypass_mode", silent_at_zero=True)
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -106,7 +106,7 @@ class SFTTrainer:
         with timer("step", timing):
             batch = self.pad(self.train_loader.next_batch())
             tokens, total = int(batch.batch["response_mask"].sum()), 0.0
-            for micro in cut(batch, self.size, ["response_mask"], self.engine.device):
+            for micro in cut(batch, self.size, ["response_mask"], self.engine.module):
                 loss = self.negative_log_likelihood(micro) / tokens
                 loss.backward()
                 total += loss.item()
@@ -135,7 +135,7 @@ class SFTTrainer:
         for rows in self.val_loader:
             batch = self.pad(rows)
             tokens += int(batch.batch["response_mask"].sum())
-            for micro in cut(batch, self.size, ["response_mask"], self.engine.device):
+            for micro in cut(batch, self.size, ["response_mask"], self.engine.module):
                 total += self.negative_log_likelihood(micro).item()
         return total / tokens
 

@@ -97,8 +97,8 @@ def _chosen(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _entropy(logits: Tensor, log_normalizer: Tensor) -> Tensor:
-    probs = (logits - log_normalizer.unsqueeze(-1)).exp()
-    return log_normalizer - (probs * logits).sum(-1)
+    log_probs = logits - log_normalizer.unsqueeze(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)  # not normalizer - Σ p·logits, which cancels where logits are large
 
 
 def get_response_mask(

@@ -11,7 +11,7 @@ from configs.checks import policy_loss_name
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
-from training.core_algos import OVER_MINI_BATCH, agg_loss, get_policy_loss_fn, kl_penalty
+from training.core_algos import OVER_MINI_BATCH, SILENT_AT_ZERO, agg_loss, get_policy_loss_fn, kl_penalty
 from training.torch_functional import masked_mean, zero_masked
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
@@ -46,6 +46,8 @@ class DataParallelPPOActor:
         name = policy_loss_name(config.policy_loss, rollout_correction)
         self.policy_loss = get_policy_loss_fn(name)
         self.loss_over_mini_batch = name in OVER_MINI_BATCH
+        reads_all_rows = config.entropy_coeff or config.calculate_entropy or config.use_kl_loss
+        self.skips_zero_advantages = name in SILENT_AT_ZERO and not reads_all_rows
         policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
@@ -64,14 +66,17 @@ class DataParallelPPOActor:
         L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch: `meta_info` carries its
         `global_batch_info` (counts of tokens and sequences), `temperature` and `update_index` (the schedule's step).
         A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient.
+        Rows that could not change the gradient are left out (the counts stay), of metrics such as ppo_kl as well.
         """
         metrics = PooledMetrics()
+        if self.skips_zero_advantages:
+            batch = without_zero_advantages(batch)
         if self.loss_over_mini_batch:
             gradient = self.policy_gradient(batch, metrics)
             batch = DataProto(batch.batch.copy(), {}, batch.meta_info).union(gradient)
         wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
         columns = [name for name in wanted if name in batch.batch]
-        micro_batches = cut(batch, self.update_size, columns, self.engine.device)
+        micro_batches = cut(batch, self.update_size, columns, self.engine.module)
         losses = (self.micro_batch_loss(micro, batch.meta_info, metrics) for micro in micro_batches)
         stepped = self.engine.update(losses, batch.meta_info["update_index"])
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
@@ -140,6 +145,12 @@ class DataParallelPPOActor:
         return loss
 
 
+def without_zero_advantages(batch: DataProto) -> DataProto:
+    """The rows that have an advantage other than 0; one row if none has, so that the optimiser steps all the same."""
+    counts = ((batch.batch["advantages"] != 0) & batch.batch["response_mask"].bool()).any(1)
+    return batch.select_idxs(counts if counts.any() else [0])
+
+
 class ReferencePolicy:
     """A frozen policy that only scores."""
 
@@ -164,7 +175,7 @@ def score(
     shape = batch.batch["responses"].shape
     asked = (True, with_entropy, with_sum_pi_squared)
     placed = TokenScores(*(torch.zeros(shape) if wanted else None for wanted in asked))
-    for micro in cut(batch, size, [], module.device):
+    for micro in cut(batch, size, [], module):
         found = token_scores(module, micro, batch.meta_info["temperature"], with_entropy, with_sum_pi_squared)
         for values, into in zip(found, placed, strict=True):
             if into is not None:

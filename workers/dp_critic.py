@@ -25,7 +25,7 @@ class DataParallelPPOCritic:
     def compute_values(self, batch: DataProto) -> DataProto:
         """Column values, [B, R] float32: the value before each response token, 0 where response_mask is 0."""
         values = torch.zeros(batch.batch["responses"].shape)
-        for micro in cut(batch, self.size, [], self.engine.device):
+        for micro in cut(batch, self.size, [], self.engine.module):
             with self.engine.autocast():
                 micro.place(token_values(self.engine.module, micro), values)
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
@@ -33,7 +33,7 @@ class DataParallelPPOCritic:
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         """One optimiser step on one mini-batch; the clipped value loss, normalised by the whole mini-batch's counts."""
         metrics = PooledMetrics()
-        micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.device)
+        micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
         counts = batch.meta_info["global_batch_info"]
         losses = (self.micro_batch_loss(micro, counts, metrics) for micro in micro_batches)
         stepped = self.engine.update(losses, batch.meta_info["update_index"])

@@ -1,16 +1,24 @@
 """Rollouts by the Hugging Face model itself: no second copy of the weights, nothing to synchronise.
 
-A sampling loop of our own in place of `generate`: each distinct prompt is prefilled once whatever the number of its
-samples, finished rows leave the batch at once, and the log-prob comes out of the softmax that is sampled from.
+A sampling loop of our own in place of `generate`. A prompt is prefilled once for all samples of it that start
+together; finished rows leave at once and waiting ones take their places; the log-prob comes out of the softmax that is
+sampled from. Each token of each row has its own uniform number from the start, so a row's draws do not depend on which
+others it shares a batch with. No CUDA graphs: on a GPU, a step costs the launch of its kernels.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
+from workers.decoding import fast_decoding
+from workers.kv_cache import RowCache
 from workers.rollout import Completion, Rollout
+
+REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
+BLOCK = 128  # tokens of the vocabulary whose probabilities are summed before a block is chosen
 
 
 class HFRollout(Rollout):
@@ -22,77 +30,162 @@ class HFRollout(Rollout):
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
-        generator = torch.Generator(self.module.device).manual_seed(seed)
+        if not prompts:
+            return []
         self.module.eval()
-        completions = []
-        for start in range(0, len(prompts), self.config.max_num_seqs):
-            completions += self._generate(prompts[start : start + self.config.max_num_seqs], sampling, generator)
-        self.module.train()
-        return completions
-
-    def _generate(
-        self, prompts: list[list[int]], sampling: SamplingParams, generator: torch.Generator
-    ) -> list[Completion]:
-        logits, cache, mask, source = self._prefill(prompts)  # of the distinct prompts, and which of them each row has
-        logits, mask = logits[source], mask[source]  # [b, V], [b, p]
-        stops = torch.tensor(sorted(self.stop_ids), dtype=torch.long, device=logits.device)
-        alive = torch.arange(len(prompts), device=logits.device)  # rows still generating
-        tokens: list[list[int]] = [[] for _ in prompts]
-        log_probs: list[list[float]] = [[] for _ in prompts]
-        stopped = [False] * len(prompts)
-        for position in range(sampling.max_tokens):
-            sampled, scores = sample(logits, sampling, generator)
-            done = torch.isin(sampled, stops)
-            for row, token, score, ended in zip(*map(Tensor.tolist, (alive, sampled, scores, done)), strict=True):
-                tokens[row].append(token)
-                log_probs[row].append(score)
-                stopped[row] = ended
-            keep = (~done).nonzero()[:, 0]
-            if len(keep) == 0 or position == sampling.max_tokens - 1:
-                break
-            if position == 0 or len(keep) < len(alive):  # the first time, every row also gets a cache of its own
-                cache.batch_select_indices(source[keep])
-                source = torch.arange(len(keep), device=logits.device)
-                alive, sampled, mask = alive[keep], sampled[keep], mask[keep]
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            logits = self._forward(sampled[:, None], mask, cache)
-        reasons = ["stop" if ended else "length" for ended in stopped]
-        return [Completion(*row, self.weight_version) for row in zip(tokens, log_probs, reasons, strict=True)]
-
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Runs the d distinct prompts, left-padded: logits [d, V], cache, mask [d, p], and each prompt's place [b]."""
-        distinct = {tuple(prompt): place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        width = max(map(len, distinct))
-        ids = torch.tensor([[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in distinct])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in distinct])
-        cache = DynamicCache(config=self.module.config)
-        source = torch.tensor([distinct[tuple(prompt)] for prompt in prompts])
-        ids, mask, source = (tensor.to(self.module.device) for tensor in (ids, mask, source))
-        return self._forward(ids, mask, cache), cache, mask, source
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q] covers the whole sequence."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.module(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
+        try:
+            with fast_decoding(self.module, rows=min(len(prompts), self.config.max_num_seqs)):
+                batch = Batch(self.module, prompts, self.stop_ids, self.pad_token_id, sampling, seed)
+                batch.run(self.config.max_num_seqs)
+        finally:
+            self.module.train()
+        return batch.completions(self.weight_version)
 
 
-def sample(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b]."""
+class Batch:
+    """The rows of one call: those that wait, those that are generating (`alive`, in the cache's order), their tokens."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        prompts: list[list[int]],
+        stop_ids: set[int],
+        pad_token_id: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> None:
+        self.module, self.prompts, self.sampling, self.pad_token_id = module, prompts, sampling, pad_token_id
+        device, shape = module.device, (len(prompts), sampling.max_tokens)
+        generator = torch.Generator(device).manual_seed(seed)
+        self.uniforms = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+        self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.log_probs = torch.zeros(shape, device=device)
+        self.counts = torch.zeros(len(prompts), dtype=torch.long, device=device)  # of tokens so far
+        self.stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self.waiting = 0  # the first row that has not joined; rows join in order
+        self.alive = torch.empty(0, dtype=torch.long, device=device)
+        self.cache: RowCache | None = None
+
+    def run(self, max_num_seqs: int) -> None:
+        logits = self._join(max_num_seqs)
+        while True:
+            ended, sampled = self._draw(logits)
+            gone = ended.nonzero()[:, 0]
+            if len(gone):
+                order = self.cache.leave(gone)
+                self.alive, sampled = self.alive[order], sampled[order]
+            logits = self._forward(sampled) if len(self.alive) else logits[:0]
+            free = max_num_seqs - len(self.alive)
+            if self.waiting < len(self.prompts) and free >= max_num_seqs * REFILL:
+                logits = torch.cat([logits, self._join(free)])
+            if len(self.alive) == 0:
+                return
+
+    def completions(self, weight_version: int) -> list[Completion]:
+        columns = (self.tokens.tolist(), self.log_probs.tolist(), self.counts.tolist(), self.stopped.tolist())
+        return [
+            Completion(tokens[:count], log_probs[:count], "stop" if stopped else "length", weight_version)
+            for tokens, log_probs, count, stopped in zip(*columns, strict=True)
+        ]
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each row that is alive, recorded. Returns which rows end by it and the tokens, both [b]."""
+        counts = self.counts[self.alive]
+        sampled, log_probs = sample(logits, self.sampling, self.uniforms[self.alive, counts])
+        self.tokens[self.alive, counts] = sampled
+        self.log_probs[self.alive, counts] = log_probs
+        self.counts[self.alive] = counts + 1
+        stopped = torch.isin(sampled, self.stops)
+        self.stopped[self.alive] = stopped
+        return stopped | (counts + 1 == self.sampling.max_tokens), sampled
+
+    def _join(self, count: int) -> Tensor:
+        """Up to `count` waiting rows join, behind those alive. Returns the logits after their prompts."""
+        rows = range(self.waiting, min(self.waiting + count, len(self.prompts)))
+        self.waiting = rows.stop
+        prompts = [tuple(self.prompts[row]) for row in rows]
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        prefilled, logits = self._prefill(list(distinct))
+        device = logits.device
+        source = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
+        self.cache = self.cache or RowCache(prefilled)
+        self.cache.join(prefilled, source, torch.tensor([len(prompt) for prompt in prompts], device=device))
+        self.alive = torch.cat([self.alive, torch.tensor(rows, device=device)])
+        return logits[source]
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
+        """Keys and values of d prompts, padded on the left, and the logits after them [d, V]."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
+        ids, mask, positions = (column.to(self.module.device) for column in (ids, mask, positions))
+        return cache, last_logits(self.module, ids, positions, mask, cache)
+
+    def _forward(self, sampled: Tensor) -> Tensor:
+        """Logits after one more token [b] of each row: [b, V]."""
+        positions, mask = self.cache.step()
+        logits = last_logits(self.module, sampled[:, None], positions, mask, self.cache)
+        self.cache.end += 1
+        return logits
+
+
+def last_logits(
+    module: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache | RowCache
+) -> Tensor:
+    """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; None if nothing is padding."""
+    output = module(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1].float()
+
+
+def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b].
+
+    `uniforms` [b] float64 in [0, 1) decide: the token is the first at which the cumulative probability passes them.
+    """
     if not sampling.do_sample:
-        chosen = logits.argmax(-1)
-        return chosen, logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
-    scaled = keep_top_p(keep_top_k(logits / sampling.temperature, sampling.top_k), sampling.top_p)
-    log_probs = scaled.log_softmax(-1)
-    chosen = torch.multinomial(log_probs.exp(), 1, generator=generator)
-    return chosen[:, 0], log_probs.gather(-1, chosen)[:, 0]
+        best, chosen = logits.max(-1)
+        return chosen, best - logits.logsumexp(-1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    logits = keep_top_p(keep_top_k(logits, sampling.top_k), sampling.top_p)
+    powers = (logits - logits.amax(-1, keepdim=True)).exp_()
+    chosen, total = first_beyond(powers, uniforms)
+    return chosen, (powers.gather(-1, chosen[:, None])[:, 0] / total).log().float()
+
+
+def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row of `weights` [b, V] ≥ 0 whose cumulative sum passes that share of the row's sum, [b],
+    never one of weight 0; and the sum [b] float64.
+
+    In two stages, first a block of tokens and then a token of it: one pass over V, and float64 where sums get long.
+    """
+    weights = F.pad(weights, (0, -weights.shape[-1] % BLOCK)) if weights.shape[-1] % BLOCK else weights
+    blocks = weights.unflatten(-1, (-1, BLOCK))
+    masses = blocks.sum(-1).double()
+    total = masses.sum(-1)
+    block, share = pick(masses, uniforms[:, None])
+    token, _ = pick(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].double(), share)
+    return (block * BLOCK + token)[:, 0], total
+
+
+def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The place that `uniforms` [b, 1] fall on in `weights` [b, n], and how far into it they reach, in [0, 1)."""
+    sums = weights.cumsum(-1)
+    below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
+    targets = torch.minimum(uniforms * sums[:, -1:], below_total)
+    place = torch.searchsorted(sums, targets, right=True)
+    mass = weights.gather(-1, place)
+    return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

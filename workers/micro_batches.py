@@ -1,11 +1,13 @@
-"""Cutting a batch into what fits a forward pass, and the padded forward itself.
+"""Cutting a batch into what fits a forward pass, and the forward itself, packed or padded.
 
-A micro-batch is trimmed to its own longest prompt and response. Results come back as [B, R] in the batch's order, so
-nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
+Packed (workers/prefix_attention.py), a micro-batch has no padding and each of its prompts once; padded, it is trimmed
+to its own longest prompt and response. Results come back as [B, R] in the batch's order, so nobody outside sees how it
+was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from training.torch_functional import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
 )
+from workers.prefix_attention import Packed, is_packed, packed_hidden_states
+from workers.token_head import score_tokens
 
 
 @dataclass(frozen=True)
@@ -37,29 +41,62 @@ class MicroBatch:
     columns: dict[str, Tensor]  # input_ids, attention_mask, position_ids [b, p+r]; all others [b, r]
     response_width: int  # r
 
+    @cached_property
+    def is_real(self) -> Tensor:
+        """[b, r] bool: the tokens of the responses."""
+        return self.columns["attention_mask"][:, -self.response_width :].bool()
+
+    @cached_property
+    def packed(self) -> Packed:
+        return Packed.of(*(self.columns[name] for name in WHOLE_SEQUENCE), self.response_width)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[number of response tokens] in order → [b, r], 0 after a response's end."""
+        return values.new_zeros(self.is_real.shape).masked_scatter(self.is_real, values)
+
     def place(self, values: Tensor, into: Tensor) -> None:
         """Writes [b, r] `values` to these rows of [B, R] `into`; 0 where the response has ended."""
-        width = self.response_width
-        into[self.rows, :width] = torch.where(self.columns["attention_mask"][:, -width:].bool(), values, 0.0).cpu()
+        into[self.rows, : self.response_width] = torch.where(self.is_real, values, 0.0).cpu()
 
 
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
 
-def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], device: torch.device) -> Iterator[MicroBatch]:
-    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along."""
+def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], module: PreTrainedModel) -> Iterator[MicroBatch]:
+    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along.
+
+    By tokens, rows that share a prompt stay together as far as the budget goes, and where `module` computes their
+    prompt once it counts once.
+    """
     prompt_width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
     mask = batch.batch["attention_mask"]
-    lengths = mask.sum(1).tolist()
-    tokens = None if size.sequences else size.tokens
-    for indices in micro_batch_indices(lengths, max_token_len=tokens, micro_batch_size=size.sequences):
-        rows = torch.tensor(indices)
+    for rows in micro_batch_rows(batch, prompt_width, size, is_packed(module)):
         prompt = int(mask[rows, :prompt_width].sum(1).max())
         width = max(1, int(mask[rows, prompt_width:].sum(1).max()))
         span = slice(prompt_width - prompt, prompt_width + width)
-        taken = {name: batch.batch[name][rows, span].to(device) for name in WHOLE_SEQUENCE}
-        taken |= {name: batch.batch[name][rows, :width].to(device) for name in ["responses", *columns]}
+        taken = {name: batch.batch[name][rows, span].to(module.device) for name in WHOLE_SEQUENCE}
+        taken |= {name: batch.batch[name][rows, :width].to(module.device) for name in ["responses", *columns]}
         yield MicroBatch(rows, taken, width)
+
+
+def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
+    """The rows of each micro-batch."""
+    mask = batch.batch["attention_mask"]
+    prompt_lengths, response_lengths = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
+    if size.sequences:
+        return [torch.tensor(rows) for rows in micro_batch_indices([1] * len(mask), micro_batch_size=size.sequences)]
+    prompts = torch.where(mask[:, :prompt_width] == 1, batch.batch["input_ids"][:, :prompt_width], -1)
+    is_next = [False, *(prompts[1:] == prompts[:-1]).all(1).tolist()]
+    units, tokens = [], []  # rows that share a prompt, and what a forward pass of them holds
+    for row, (prompt, response) in enumerate(zip(prompt_lengths.tolist(), response_lengths.tolist(), strict=True)):
+        if shares_prompts and is_next[row] and tokens[-1] + response <= size.tokens:
+            units[-1].append(row)
+            tokens[-1] += response
+        else:
+            units.append([row])
+            tokens.append(prompt + response)
+    parts = micro_batch_indices(tokens, max_token_len=size.tokens)
+    return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
 
 
 class TokenScores(NamedTuple):
@@ -81,9 +118,22 @@ def token_scores(
 
     The token at column P+t is predicted at column P+t−1; logits are divided by the sampling temperature.
     """
-    inputs, place = forward_inputs(micro)
-    logits = module(**inputs, use_cache=False, logits_to_keep=micro.response_width).logits[place]
-    logits, labels = logits.float() / temperature, micro.columns["responses"]
+    labels = micro.columns["responses"]
+    if is_packed(module):
+        hidden = packed_hidden_states(module, micro.packed)[micro.packed.predictors]
+        head = module.get_output_embeddings()
+        scores = score_tokens(
+            hidden,
+            head.weight,
+            labels[micro.is_real],
+            bias=head.bias,
+            temperature=temperature,
+            softcap=module.config.to_dict().get("final_logit_softcapping"),
+            with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+        )
+        return TokenScores(*(None if values is None else micro.spread(values) for values in scores))
+    logits = module(**forward_inputs(micro), logits_to_keep=micro.response_width).logits.float() / temperature
     squared = calculate_sum_pi_squared_from_logits(logits) if with_sum_pi_squared else None
     if with_entropy:
         return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)
@@ -92,19 +142,13 @@ def token_scores(
 
 def token_values(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """The critic's value before each response token: [b, r] float32."""
-    inputs, place = forward_inputs(micro)
-    values = module(**inputs, use_cache=False).logits[place]
+    if is_packed(module):
+        hidden = packed_hidden_states(module, micro.packed)[micro.packed.predictors]
+        return micro.spread(module.score(hidden)[:, 0].float())
+    values = module(**forward_inputs(micro)).logits
     return values[:, -micro.response_width :, 0].float()
 
 
-def forward_inputs(micro: MicroBatch) -> tuple[dict[str, Tensor], Tensor | slice]:
-    """What the model is given, and which of its rows answers each row of the micro-batch.
-
-    A sequence's last token predicts nothing and is left out. So responses of one token differ from each other in
-    nothing that is put in, and the samples of a prompt share one row.
-    """
-    inputs = torch.stack([micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE])  # [3, b, p+r−1]
-    place = slice(None)
-    if micro.response_width == 1:
-        inputs, place = inputs.unique(dim=1, return_inverse=True)
-    return dict(zip(WHOLE_SEQUENCE, inputs, strict=True)), place
+def forward_inputs(micro: MicroBatch) -> dict[str, Tensor]:
+    """What the model is given, padded. A sequence's last token predicts nothing and is left out."""
+    return {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}

@@ -1,6 +1,9 @@
 """Loading the policy and the critic from a Hugging Face directory."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -10,9 +13,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from configs.loader import notice
 from configs.schema import ModelConfig
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path
+from workers import prefix_attention
+from workers.micro_batches import MicroBatch, token_scores, token_values
+
+PACKING_TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward far worse
 
 logging.disable_progress_bar()
 
@@ -23,15 +31,18 @@ def training_device(n_gpus: int | None) -> torch.device:
 
 
 def load_causal_lm(model: ModelConfig) -> PreTrainedModel:
-    """The policy, float32, dropout off."""
-    return _load(AutoModelForCausalLM, model, check_model_path(model.path, "actor_rollout_ref.model.path"))
+    """The policy, float32, dropout off; packed where it can be."""
+    module = _load(AutoModelForCausalLM, model, check_model_path(model.path, "actor_rollout_ref.model.path"))
+    return pack(module, log_probs) if model.use_remove_padding else module
 
 
 def load_value_model(model: ModelConfig, path: str, seed: int) -> PreTrainedModel:
     """The model at `path` with a head of one output per token; the head's start is derived from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "value_head"))
-        return _load(AutoModelForTokenClassification, model, check_model_path(path, "critic.model.path"), num_labels=1)
+        path = check_model_path(path, "critic.model.path")
+        module = _load(AutoModelForTokenClassification, model, path, num_labels=1)
+    return pack(module, token_values) if model.use_remove_padding else module
 
 
 def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTrainedModel:
@@ -43,6 +54,41 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     return module
+
+
+@torch.no_grad()
+def pack(module: PreTrainedModel, forward: Callable[[PreTrainedModel, MicroBatch], Tensor]) -> PreTrainedModel:
+    """`module` set to take its batches packed, if a small one then comes out of `forward` as it does padded.
+
+    It is tried, not looked up in a list: a model may attend in a way of its own, or do something to its logits.
+    """
+    micro = probe(module)
+    padded = forward(module, micro)
+    try:
+        module.set_attn_implementation(prefix_attention.NAME)
+        found = forward(module, micro)
+        differs = (found - padded)[micro.is_real].abs().max().item()
+        problem = f"log-probs or values then differ by {differs:.1g}" if not differs < PACKING_TOLERANCE else None
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        module.set_attn_implementation("sdpa")
+        notice(f"{type(module).__name__} takes its batches padded, as it does not work on packed ones ({problem}).")
+    return module
+
+
+def log_probs(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    return token_scores(module, micro, temperature=1.0, with_entropy=False).log_probs
+
+
+def probe(module: PreTrainedModel) -> MicroBatch:
+    """Three rows of two prompts, all ragged."""
+    ids = torch.arange(3 * 9).view(3, 9) * 7 % module.get_input_embeddings().num_embeddings
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0]])
+    ids[1, 2:5] = ids[0, 2:5]
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    columns = {name: column.to(module.device) for name, column in columns.items()}
+    return MicroBatch(torch.arange(3), columns | {"responses": columns["input_ids"][:, 5:]}, response_width=4)
 
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:

@@ -1,0 +1,159 @@
+"""The packed forward against the padded one: the same log-probs, values and gradients, for all models and lengths."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from configs.schema import ActorConfig, OptimConfig
+from data.protocol import DataProto
+from tests.batches import random_ids, relative_distance, with_counts
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.micro_batches import MicroBatchSize, cut, token_scores, token_values
+from workers.models import log_probs, pack
+from workers.prefix_attention import is_packed
+from workers.rollout import Completion, pad_rollout
+
+SHAPE = {
+    "vocab_size": 102,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+MODELS = {
+    "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "llama, tied head": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "mistral, window of 5": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
+    "phi, a head for each": lambda: PhiForCausalLM(PhiConfig(**{**SHAPE, "num_key_value_heads": 4})),
+    "gemma2, soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=6, final_logit_softcapping=0.1)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=102, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT)),
+}
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    module = MODELS[name]()
+    module.config.pad_token_id = 0
+    return module
+
+
+def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: int = 0) -> DataProto:
+    """Rows of prompts in a row, each with the responses of these lengths; a row without a response has failed."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts, done = [], []
+    for length, responses in zip(prompt_lengths, response_lengths, strict=True):
+        prompts += [random_ids(length, generator)] * len(responses)
+        done += [Completion(random_ids(size, generator), [0.0] * size, "stop", 0) for size in responses]
+    widths = max(map(len, prompts)) + 2, max(len(one.token_ids) for one in done) + 1
+    columns = pad_rollout(prompts, done, *widths, pad_id=0)
+    real = columns["response_mask"].bool()
+    for name, mean, spread in [("old_log_probs", -4.6, 0.3), ("ref_log_prob", -4.6, 0.3), ("advantages", 0.0, 1.0)]:
+        columns[name] = torch.where(real, mean + spread * torch.randn(real.shape, generator=generator), 1e3)
+    return DataProto.from_dict(columns, meta_info={"temperature": 0.8, "update_index": 0})
+
+
+LENGTHS = {
+    "ragged groups": ([3, 9, 1], [[4, 1, 6, 2], [5, 5], [1, 3, 3]]),
+    "one width": ([5, 5], [[4, 4, 4], [4, 4, 4]]),
+    "alone": ([2, 7, 4], [[3], [1], [6]]),
+    "one token each": ([2, 7], [[1] * 8, [1] * 8]),
+    "failed rows": ([4, 3], [[0, 5, 2], [0, 0]]),
+    "long prompts": ([211, 150], [[7, 30], [1, 2, 3, 4, 5, 6, 7, 8]]),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
+    batch = groups(*LENGTHS[lengths])
+    padded = make(name).train()
+    packed = pack(copy.deepcopy(padded), log_probs)
+    assert is_packed(packed) and not is_packed(padded)
+    found = []
+    for module in (padded, packed):
+        [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], module)
+        scores = token_scores(module, micro, 0.8, with_entropy=True, with_sum_pi_squared=True)
+        weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_real
+        loss = (torch.where(micro.is_real, scores.log_probs + scores.entropy, 0.0) * weights).sum()
+        loss.backward()
+        found.append(([torch.where(micro.is_real, one, 0.0) for one in scores], [p.grad for p in module.parameters()]))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+    assert relative_distance(found[1][1], found[0][1]) < 1e-5
+
+
+def test_values_too():
+    torch.manual_seed(0)
+    padded = LlamaForTokenClassification(LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0))
+    packed = pack(copy.deepcopy(padded), token_values)
+    assert is_packed(packed)
+    gradients = []
+    for module in (padded, packed):
+        [micro] = cut(groups(*LENGTHS["ragged groups"]), MicroBatchSize(99, 0), [], module)
+        values = torch.where(micro.is_real, token_values(module, micro), 0.0)
+        values.square().sum().backward()
+        gradients.append([p.grad for p in module.parameters()])
+    assert relative_distance(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize("size", [MicroBatchSize(1, 0), MicroBatchSize(3, 0), MicroBatchSize(None, 16)])
+@pytest.mark.parametrize("terms", [{}, {"entropy_coeff": 0.1, "use_kl_loss": True}])
+def test_the_actor_makes_the_same_step_packed_and_padded_in_any_cut(size, terms):
+    batch, config = groups([3, 9, 1], [[4, 1, 6, 2], [5, 5], [1, 3, 3]]), ActorConfig(**terms)
+
+    def gradient(module: PreTrainedModel) -> list[torch.Tensor]:
+        engine, seen = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), "float32"), []
+        engine.optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in module.parameters()))
+        DataParallelPPOActor(config, engine, size, size).update_policy(with_counts(batch, config))
+        return seen
+
+    assert relative_distance(gradient(pack(make("qwen2"), log_probs)), gradient(make("qwen2"))) < 1e-5
+
+
+def test_a_prompt_is_computed_once_for_all_samples_that_fit_the_budget():
+    module, seen = pack(make("llama, tied head"), log_probs), []
+    module.base_model.register_forward_pre_hook(lambda *c: seen.append(c[2]["input_ids"].numel()), with_kwargs=True)
+    batch = groups([10, 6], [[5, 5, 5, 5], [5, 5]])
+    [micro] = cut(batch, MicroBatchSize(None, 1000), [], module)
+    token_scores(module, micro, 1.0, False)
+    assert seen == [10 + 4 * 4 + 6 + 2 * 4]  # a response's last token is not forwarded
+    micros = list(cut(batch, MicroBatchSize(None, 20), [], module))  # a prompt of 10 and two responses fill a pass
+    assert sorted(len(micro.rows) for micro in micros) == [2, 2, 2]
+    assert sorted(row for micro in micros for row in micro.rows.tolist()) == list(range(6))
+
+
+def test_a_model_that_cannot_be_packed_says_so_and_is_padded(capsys):
+    module = make("llama, grouped queries")
+    module.base_model.register_forward_pre_hook(  # as a model does that keeps keyword arguments from its attention
+        lambda _, args, kwargs: (args, {**kwargs, "packed": None}), with_kwargs=True
+    )
+    assert not is_packed(pack(module, log_probs))
+    assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
+    [micro] = cut(groups([3], [[2, 4]]), MicroBatchSize(9, 0), [], module)
+    assert token_scores(module, micro, 1.0, False).log_probs.isfinite().all()

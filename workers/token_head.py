@@ -1,0 +1,187 @@
+"""A language model's head and what the losses want of it, without the logits of all tokens in memory.
+
+From the final hidden states of N tokens to log-probs, entropy and Σπ². The head is walked in blocks of its vocabulary:
+a tile of logits [N, block] stays in cache, and a softmax is the softmax over blocks of the softmaxes within them. So
+a pass reads the weight once and writes each row of its gradient once, however many tokens there are; chunks of tokens
+would stream all of both through memory for every chunk.
+
+The backward needs the tiles again: those that fit in `KEPT_BYTES` are kept (head FLOPs per token and weight: 6), the
+others are computed again (8). Left out: the model's body, and the choice of the positions to score.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of one float32 tile: in a CPU's cache; enough to fill a GPU
+KEPT_BYTES = 256 << 20  # of all tiles that wait for a backward
+MIN_BLOCK = 256  # columns; thinner products are slow
+
+
+def score_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+    tile_bytes: int | None = None,
+    kept_bytes: int = KEPT_BYTES,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores labels under softmax(cap(hidden @ weightᵀ + bias) / temperature), cap(x) = softcap·tanh(x / softcap).
+
+    Differentiable in hidden, weight and bias, once; what needs no gradient costs none. Under autocast the matrix
+    products run in its dtype, as the model's own head would; everything else is float32, or float64 if `hidden` is.
+
+    Args:
+        hidden: [N, d], the states that predict the labels.
+        weight, bias: the head's, [V, d] and [V].
+        labels: [N] int64; one outside [0, V) scores NaN.
+        softcap: Gemma 2's `final_logit_softcapping`.
+        tile_bytes, kept_bytes: for one tile, and for all that a backward finds again.
+
+    Returns:
+        log_probs, entropy in nats and sum_pi_squared (without gradient), [N] each; None where not asked for.
+    """
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    head = _Head(
+        torch.get_autocast_dtype(device) if autocast else hidden.dtype,
+        temperature,
+        softcap,
+        tile_bytes or TILE_BYTES[device],
+        kept_bytes if trained else 0,
+        with_entropy,
+        with_sum_pi_squared,
+    )
+    return _ScoreTokens.apply(hidden, weight, bias, labels, head)
+
+
+@dataclass(frozen=True)
+class _Head:
+    compute_dtype: torch.dtype
+    temperature: float
+    softcap: float | None
+    tile_bytes: int
+    kept_bytes: int
+    with_entropy: bool
+    with_sum_pi_squared: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything but the matrix products."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+    def blocks(self, num_tokens: int, vocab_size: int) -> list[slice]:
+        width = max(MIN_BLOCK, self.tile_bytes // (self.dtype.itemsize * max(1, num_tokens)))
+        return [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
+
+    def tile(self, states: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:
+        """One block's logits, capped and divided by the temperature: [N, block]."""
+        bias = None if bias is None else bias[block].to(self.compute_dtype)
+        logits = F.linear(states, weight[block].to(self.compute_dtype), bias).to(self.dtype)
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits.div_(self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """The derivative of a tile's `z` by the logits."""
+        if self.softcap is None:
+            return 1 / self.temperature
+        return (1 - (z * (self.temperature / self.softcap)).square_()).div_(self.temperature)
+
+    def statistics(self, z: Tensor) -> Tensor:
+        """Log-normalizer, entropy and sum of squares of each row's softmax, [3, N]; 0 for what is not asked for."""
+        peak = z.amax(1)
+        below_peak = z - peak.unsqueeze(1)
+        mass = below_peak.exp() if self.with_entropy else below_peak.exp_()
+        total = mass.sum(1)
+        entropy = squares = torch.zeros_like(total)
+        if self.with_entropy:
+            entropy = total.log() - torch.linalg.vecdot(mass, below_peak) / total
+        if self.with_sum_pi_squared:
+            squares = torch.linalg.vecdot(mass, mass) / total.square()
+        return torch.stack([peak + total.log(), entropy, squares])
+
+
+class _ScoreTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        states, kept = hidden.to(head.compute_dtype), {}
+        blocks = head.blocks(len(labels), len(weight))
+        # What outlives a block is allocated before the first: small tensors in the place of a freed tile would break
+        # it up for the next one, and the heap would grow by a tile a block.
+        chosen = torch.full(labels.shape, torch.nan, dtype=head.dtype, device=labels.device)
+        found = torch.empty(len(blocks), 3, len(labels), dtype=head.dtype, device=labels.device)
+        for block, statistics in zip(blocks, found, strict=True):
+            z = head.tile(states, weight, bias, block)
+            if (len(kept) + 1) * z.nbytes <= head.kept_bytes:
+                kept[block.start] = z
+            inside, column = _find(labels, block)
+            torch.where(inside, z.gather(1, column).squeeze(1), chosen, out=chosen)
+            statistics.copy_(head.statistics(z))
+
+        normalizers, entropies, squares = found.unbind(1)  # [blocks, N] each
+        normalizer = normalizers.logsumexp(0)
+        log_share = normalizers - normalizer  # of a block, in a token's distribution
+        share, entropy, sum_pi_squared = log_share.exp(), None, None
+        if head.with_entropy:
+            entropy = (share * (entropies - log_share)).sum(0)  # the chain rule of entropy
+        if head.with_sum_pi_squared:
+            sum_pi_squared = (share.square() * squares).sum(0)
+            ctx.mark_non_differentiable(sum_pi_squared)
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
+        ctx.head, ctx.kept = head, kept
+        return chosen - normalizer, entropy, sum_pi_squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_log_probs: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple:
+        if d_log_probs is None and d_entropy is None:
+            return (None,) * 5
+        head: _Head = ctx.head
+        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        d_hidden, d_weight, d_bias = (torch.zeros_like(x, dtype=head.dtype) if needed else None for x, needed in wanted)
+        if d_log_probs is None:
+            d_log_probs = torch.zeros_like(normalizer)
+        states = hidden.to(head.compute_dtype)
+        for block in head.blocks(len(labels), len(weight)):
+            z = ctx.kept.pop(block.start, None)  # overwritten below: a second backward computes it again
+            if z is None:
+                z = head.tile(states, weight, bias, block)
+            slope = head.slope(z)
+            log_pi = z.sub_(normalizer.unsqueeze(1))
+            pi = log_pi.exp()
+            # ∂ log π(label) / ∂z_v = [v = label] - π_v;  ∂H / ∂z_v = -π_v (log π_v + H)
+            upstream = d_log_probs.unsqueeze(1)
+            if d_entropy is not None:
+                upstream = log_pi.add_(entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1)).add_(upstream)
+            inside, column = _find(labels, block)
+            d_z = pi.mul_(upstream).neg_().scatter_add_(1, column, (inside * d_log_probs).unsqueeze(1))
+            d_logits = d_z.mul_(slope)
+            if d_bias is not None:
+                d_bias[block] = d_logits.sum(0)
+            d_logits = d_logits.to(head.compute_dtype)
+            if d_hidden is not None:
+                d_hidden += d_logits @ weight[block].to(head.compute_dtype)
+            if d_weight is not None:
+                d_weight[block] = d_logits.T @ states
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _find(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which labels lie in the block, [N] bool, and their columns in it, [N, 1] (any column for the others)."""
+    column = (labels - block.start).clamp(0, block.stop - block.start - 1)
+    return column + block.start == labels, column.unsqueeze(1)
