@@ -3,6 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 CONFIG ?= frozenlake
+SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -32,8 +33,9 @@ lint: setup  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-bench: setup  ## print the seconds of each phase of a step
+bench: setup  ## time a step, phase by phase, and beside it TRL's (SIZE=1m, 10m or 135m)
 	$(RUN) -m benchmarks.step
+	$(RUN) -m benchmarks.vs_trl --size $(SIZE) --json outputs/vs_trl/$(SIZE).json
 
 clean:  ## remove .venv, outputs and caches
 	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis

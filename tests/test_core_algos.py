@@ -1,5 +1,6 @@
 """Estimators, losses and KL: verl's numbers, slow twins on ragged batches, and the rules that no rewrite may bend."""
 
+import copy
 import inspect
 import math
 from dataclasses import dataclass, field
@@ -13,9 +14,7 @@ from hypothesis import strategies as st
 
 from training import core_algos
 from training.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
     LOSS_AGG_MODES,
-    POLICY_LOSS_REGISTRY,
     AdaptiveKLController,
     AdvantageEstimator,
     FixedKLController,
@@ -98,8 +97,8 @@ class RaggedBatch:
 class TestRegistries:
     @pytest.fixture(autouse=True)
     def restore(self, monkeypatch):
-        monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(ADV_ESTIMATOR_REGISTRY))
-        monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(POLICY_LOSS_REGISTRY))
+        for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "OVER_MINI_BATCH", "SILENT_AT_ZERO"):
+            monkeypatch.setattr(core_algos, name, copy.copy(vars(core_algos)[name]))
 
     def test_enum_members_are_strings_named_by_their_upper_case_form(self):
         assert len(AdvantageEstimator) == 14

