@@ -1,5 +1,6 @@
 """The rollout contract, and the sampling loop of our own against `generate` and against plain softmax arithmetic."""
 
+import copy
 import math
 from collections import Counter
 from dataclasses import replace
@@ -8,14 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.hf_rollout import HFRollout
+from workers.hf_rollout import HFRollout, sample
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Rollout, stop_token_ids
@@ -187,7 +199,8 @@ def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: Pre
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
-    assert draw(1, max_num_seqs=3) == draw(1, max_num_seqs=3)
+    assert draw(1, max_num_seqs=3) == draw(1)
+    assert draw(1, max_num_seqs=8) == draw(1)
     torch.manual_seed(0)
     expected_draw = torch.rand(3)
     torch.manual_seed(0)
@@ -227,6 +240,122 @@ def test_a_response_has_at_most_max_tokens(model: PreTrainedModel, tokenizer: Pr
 def test_generation_leaves_the_model_in_training_mode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
     make_rollout(model.train(), tokenizer).generate(PROMPTS, GREEDY, seed=0)
     assert model.training
+
+
+FAMILIES = {
+    "Llama, 2 query heads a key head": LlamaConfig(num_key_value_heads=2),
+    "Llama, untied": LlamaConfig(num_key_value_heads=4, tie_word_embeddings=False),
+    "Qwen2, biases": Qwen2Config(num_key_value_heads=2),
+    "GPT-2": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "Mistral, a window shorter than the sequences": MistralConfig(num_key_value_heads=2, sliding_window=6),
+}
+EXTREMES = (0.0, 5e-324, 0.5, 1 - 2**-53)  # of the uniform numbers in [0, 1)
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def random_model(family: str, attention: str) -> PreTrainedModel:
+    config = copy.deepcopy(FAMILIES[family])
+    shape = {} if isinstance(config, GPT2Config) else SHAPE
+    config.update({**shape, "vocab_size": 300, "eos_token_id": None, "bos_token_id": None})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            matrix.mul_(8)
+    return model
+
+
+def naive_rollout(
+    model: PreTrainedModel, prompt: list[int], uniforms: torch.Tensor, params: SamplingParams, stops: set[int]
+) -> Completion:
+    """The whole sequence forwarded for every token, no cache, no batch; tokens by the inverse of the cumulative sum."""
+    tokens, log_probs = [], []
+    for uniform in uniforms:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1].double() / params.temperature
+        cumulative = logits.softmax(-1).cumsum(-1)
+        token = int((cumulative <= uniform).sum()) if params.do_sample else int(logits.argmax())
+        tokens.append(token)
+        log_probs.append(logits.log_softmax(-1)[token].item())
+        if token in stops:
+            return Completion(tokens, log_probs, "stop", 0)
+    return Completion(tokens, log_probs, "length", 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "prefix_packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
+    tokenizer: PreTrainedTokenizerBase, family: str, attention: str
+):
+    """Ragged and equal prompts, ends at several steps, three places for 15 rows, and all at once."""
+    model = random_model(family, attention).eval()
+    prompts = [PROMPTS[place] for place in (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)]
+    uniforms = torch.rand(len(prompts), R, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for params in (replace(GREEDY, temperature=1.0), sampling(temperature=0.8)):
+        free = [naive_rollout(model, *row, params, set()) for row in zip(prompts, uniforms, strict=True)]
+        stops = (free[0].token_ids[4], free[3].token_ids[2])
+        ended = {*stops, tokenizer.eos_token_id}
+        wanted = [naive_rollout(model, *row, params, ended) for row in zip(prompts, uniforms, strict=True)]
+        assert len({len(done.token_ids) for done in wanted}) > 1
+        for places in (1024, 3):
+            found = make_rollout(model, tokenizer, stops, places).generate(prompts, params, seed=5)
+            assert ids(found) == ids(wanted)
+            assert [done.finish_reason for done in found] == [done.finish_reason for done in wanted]
+            for one, other in zip(found, wanted, strict=True):
+                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        model.eval()
+
+
+def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase):
+    """Not even when it fails: its attention, its layers' forward and its mode are those of before."""
+    model = random_model("Llama, untied", "prefix_packed").train()
+    rollout = make_rollout(model, tokenizer)
+    rollout.generate(PROMPTS, GREEDY, seed=0)
+    with pytest.raises(IndexError):
+        rollout.generate([[5], [10**6], [5], [5]], GREEDY, seed=0)
+    assert model.training
+    assert model.config._attn_implementation == "prefix_packed"
+    assert all("forward" not in layer.__dict__ for layer in model.modules())
+
+
+def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):
+    model = random_model("Llama, untied", "sdpa")
+    rollout = make_rollout(model, tokenizer)
+    before = ids(rollout.generate(PROMPTS, GREEDY, seed=0))
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    assert ids(rollout.generate(PROMPTS, GREEDY, seed=0)) != before
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tokenizer: PreTrainedTokenizerBase):
+    config = Lfm2Config(**SHAPE, vocab_size=300, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM keeps more .*LinearAttentionLayer.*use vllm or sglang"):
+        make_rollout(AutoModelForCausalLM.from_config(config), tokenizer)
+
+
+@pytest.mark.parametrize("width", [1, 5, 128, 129, 1000])
+def test_no_uniform_number_leads_to_a_token_of_probability_zero(width: int):
+    generator = torch.Generator().manual_seed(width)
+    for place in {0, width // 2, width - 1}:
+        logits = torch.full((len(EXTREMES), width), -torch.inf)
+        logits[:, place] = torch.randn(1, generator=generator)
+        chosen, log_probs = sample(logits, sampling(), torch.tensor(EXTREMES, dtype=torch.float64))
+        assert chosen.tolist() == [place] * len(chosen)
+        assert log_probs.tolist() == [0] * len(chosen)
+
+
+@pytest.mark.parametrize("width", [7, 128, 1000])
+def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int):
+    """Evenly spaced numbers hit each token in proportion to its probability, to within one of them."""
+    count = 20_000
+    logits = 2 * torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    chosen, log_probs = sample(logits.expand(count, -1), sampling(temperature=1.3), uniforms)
+    wanted = (logits[0].double() / 1.3).log_softmax(-1)
+    hits = chosen.bincount(minlength=width)
+    assert (hits - count * wanted.exp()).abs().max() < 1.1
+    assert (chosen.diff() >= 0).all()
+    assert (log_probs - wanted[chosen]).abs().max() < 1e-5
 
 
 class ScriptedRollout(Rollout):

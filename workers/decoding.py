@@ -35,8 +35,7 @@ def fast_decoding(module: PreTrainedModel, rows: int) -> Iterator[None]:
         if attention == prefix_attention.NAME:  # a model that takes its attention from the registry
             module.set_attn_implementation(NAME)
         for layer in linears:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
-            layer.forward = partial(packed_linear, packed, layer.bias)
+            layer.forward = partial(packed_linear, pack(layer.weight, rows), layer.bias)
         yield
     finally:
         for layer in linears:
@@ -47,7 +46,13 @@ def fast_decoding(module: PreTrainedModel, rows: int) -> Iterator[None]:
 
 def is_packable(layer: nn.Module) -> bool:
     """Whether it is exactly a linear layer, of float32 weights that are not spread over processes."""
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.dtype == torch.float32
+    is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+    return is_plain and type(layer.weight) is nn.Parameter and layer.weight.dtype == torch.float32
+
+
+def pack(weight: Tensor, rows: int) -> Tensor:
+    """A copy of `weight` [out, in], laid out for products with `rows` rows; opaque to all but `packed_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
 
 
 def packed_linear(packed: Tensor, bias: Tensor | None, values: Tensor) -> Tensor:
@@ -70,15 +75,15 @@ def narrow_attention(
     twice. Returns ([b, q, heads, d], None).
     """
     shared = query.shape[1] // key.shape[1]
-    if query.shape[2] > 1 or shared == 1:
+    if query.shape[2] > 1 or shared == 1 or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    queries = (query * scale).view(len(query), key.shape[1], shared, -1)
+    queries = (query * scale).reshape(len(query), key.shape[1], shared, -1)
     scores = queries @ key.transpose(2, 3)  # [b, key heads, shared, k]
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, -torch.inf)
     output = scores.softmax(-1) @ value
-    return output.view(len(query), 1, query.shape[1], -1), None
+    return output.reshape(len(query), 1, query.shape[1], -1), None
 
 
 AttentionInterface.register(NAME, narrow_attention)

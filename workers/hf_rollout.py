@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
@@ -27,6 +28,13 @@ class HFRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, module: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, module.generation_config)
         self.module = module
+        kinds = {type(layer) for layer in DynamicCache(config=module.config).layers}
+        if unknown := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+            names = ", ".join(sorted(kind.__name__ for kind in unknown))
+            raise ValueError(
+                f"{type(module).__name__} keeps more than keys and values from token to token ({names}), which "
+                "actor_rollout_ref.rollout.name=hf cannot do: use vllm or sglang"
+            )
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
@@ -43,7 +51,7 @@ class HFRollout(Rollout):
 
 
 class Batch:
-    """The rows of one call: those that wait, those that are generating (`alive`, in the cache's order), their tokens."""
+    """The rows of one call: those that wait, those that generate (`alive`, in the cache's order), and their tokens."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class RowCache(Cache):
         self._set_starts(torch.cat([self.starts, self.end - lengths]))
 
     def leave(self, gone: Tensor) -> Tensor:
-        """The rows `gone` [n], ascending, end. Returns which row each place now holds, [b - n]: the last fill the gaps."""
+        """The rows `gone` [n], ascending, end, and the last fill the gaps. Returns the row now at each place."""
         left = len(self) - len(gone)
         is_mover = torch.ones(len(self) - left, dtype=torch.bool, device=gone.device)
         is_mover[gone[gone >= left] - left] = False
@@ -89,7 +89,7 @@ class RowCache(Cache):
         return order
 
     def step(self) -> tuple[Tensor, Tensor | None]:
-        """Before a token of each row is forwarded: its position [b, 1], and a mask [b, width + 1] if rows are ragged."""
+        """Makes room for a token of each row: its position [b, 1], and a mask [b, width + 1] if rows are ragged."""
         if self.end == self.columns:
             self._resize(len(self), offset=0)
         mask = None
