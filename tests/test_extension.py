@@ -28,7 +28,7 @@ def plain_ratio(old_log_probs, log_probs, advantages, response_mask, loss_agg_mo
     ratio = (log_probs - old_log_probs).exp()
     tokens = config.global_batch_info["batch_num_tokens"]
     loss = -scale * (advantages * ratio * response_mask).sum() / tokens
-    return loss, {"mine/ratio": ((ratio * response_mask).sum() / response_mask.sum()).item(), "mine/scale": scale}
+    return loss, {"own/ratio": ((ratio * response_mask).sum() / response_mask.sum()).item(), "own/scale": scale}
 """
 
 
@@ -54,8 +54,8 @@ def test_a_users_file_trains_under_both_executors_with_the_same_numbers(tiny_mod
         return folder, learning_metrics(folder)
 
     folder, local = run("local")
-    assert local[4]["mine/scale"] == 2.0 and local[4]["mine/ratio"] != 1.0
-    assert {"mine/ratio", "critic/vf_loss", "actor/grad_norm"} <= local[4].keys()  # it asked for values: so a critic
+    assert local[4]["own/scale"] == 2.0 and local[4]["own/ratio"] != 1.0
+    assert {"own/ratio", "critic/vf_loss", "actor/grad_norm"} <= local[4].keys()  # it asked for values: so a critic
     assert local == run("ray")[1]
     assert (folder / "global_step_4/critic").is_dir()
 
