@@ -45,7 +45,8 @@ class RowLayer(CacheLayerMixin):
         """Memory of this size, with what is in use from column `offset` on."""
         rows, used = len(self.cache), self.get_seq_length()
         for name, old in (("keys", self.keys), ("values", self.values)):
-            new = old.new_empty(places, old.shape[1], columns, old.shape[3])
+            # Zeros: a masked column adds 0 times its value, and that of memory as it comes may be NaN.
+            new = old.new_zeros(places, old.shape[1], columns, old.shape[3])
             new[:rows, :, offset : offset + used] = old[:rows, :, self.cache.first : self.cache.end]
             setattr(self, name, new)
 
