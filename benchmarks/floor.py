@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from workers.cpu import linear
+
 BYTES = 4  # of a float32
 
 
@@ -86,16 +88,18 @@ def seen_by_responses(prompts: list[int], samples: int, responses: list[int]) ->
 
 
 def measure_machine(shape: Shape) -> Machine:
-    """The best of several: products of a large square and of a layer's size, and a copy much larger than any cache."""
-    products = [(1024, 1024, 1024), (2048, shape.width, shape.inner_width)]
-    flops = max(2 * m * k * n / best_seconds(product_of(m, k, n)) for m, k, n in products)
+    """The best of several: products of a large square and of a layer's size, by either library that torch has for
+    them, and a copy much larger than any cache."""
+    sizes = [(1024, 1024, 1024), (2048, shape.width, shape.inner_width)]
+    flops = max(2 * m * k * n / best_seconds(run) for m, k, n in sizes for run in products_of(m, k, n))
     source, target = torch.ones(2, 2**25).unbind()
     return Machine(flops, 2 * BYTES * source.numel() / best_seconds(lambda: target.copy_(source)))
 
 
-def product_of(m: int, k: int, n: int) -> Callable[[], torch.Tensor]:
+def products_of(m: int, k: int, n: int) -> list[Callable[[], torch.Tensor]]:
     left, right, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
-    return lambda: torch.mm(left, right, out=out)
+    weight = right.T.contiguous()
+    return [lambda: torch.mm(left, right, out=out), lambda: linear(left, weight)]
 
 
 def best_seconds(run: Callable[[], object], repeats: int = 15) -> float:

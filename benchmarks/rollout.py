@@ -22,6 +22,7 @@ from benchmarks.workload import VOCABULARY
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
 from workers import decoding, hf_rollout, prefix_attention
+from workers.cpu import start_process, use_onednn
 
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -34,7 +35,7 @@ SMOLLM2 = {
 
 def main() -> None:
     arguments = read_arguments()
-    torch.set_num_threads(arguments.threads)
+    start_process(arguments.threads)
     tokenizer = numbers_tokenizer(VOCABULARY[arguments.size])
     config = RolloutConfig(prompt_length=arguments.prompt_tokens, response_length=arguments.response_tokens)
     rollout = hf_rollout.HFRollout(config, tokenizer, random_llama(arguments.size, tokenizer, arguments.seed))
@@ -73,7 +74,9 @@ def random_llama(size: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Ll
     stop = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = LlamaConfig(**shape, **stop, vocab_size=VOCABULARY[size], tie_word_embeddings=True)
     config._attn_implementation = prefix_attention.NAME  # as the actor's
-    return LlamaForCausalLM(config)
+    module = LlamaForCausalLM(config)
+    use_onednn(module)
+    return module
 
 
 def make_prompts(arguments: argparse.Namespace) -> list[list[int]]:

@@ -5,8 +5,6 @@ micro-batch that is fastest in a small sweep (or the one given on the command li
 itself, as one update follows each generation; loss_type "dapo" divides by the tokens of the whole batch.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
-
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from benchmarks.workload import (
     save_update,
     score,
 )
-from configs.process import available_cores
 
 SWEEP = 4  # micro-batches tried: the whole batch, half of it, …
 
@@ -37,7 +34,6 @@ SWEEP = 4  # micro-batches tried: the whole batch, half of it, …
 def main() -> None:
     channel = Channel()
     workload, own = read_arguments()
-    torch.set_num_threads(available_cores())
     sweep = {} if own else sweep_micro_batches(workload)
     micro_batch = int(own[0]) if own else min(sweep, key=sweep.get)
     trainer = build_trainer(workload, micro_batch)

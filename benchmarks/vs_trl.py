@@ -31,7 +31,8 @@ from transformers import AutoConfig
 from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
-from configs.process import available_cores
+from configs.process import VARIABLES, available_cores
+from workers.cpu import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "vs_trl"
@@ -43,10 +44,12 @@ NORM_TOLERANCE = 1e-3
 
 def main() -> None:
     arguments = read_arguments()
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
     build_environment()
     workload = workload_of(arguments)
     shape = Shape.of(AutoConfig.from_pretrained(workload.model))
-    torch.set_num_threads(available_cores())
+    start_process(available_cores())
     machine = measure_machine(shape)
     with ExitStack() as running:
         arms = start_arms(workload, arguments, running)
@@ -83,7 +86,7 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=32, metavar="R", help="tokens of a response (32)")
     parser.add_argument("--steps", type=int, metavar="K", help="steps of each arm that are counted (10; 3 at 135m)")
     parser.add_argument("--block", type=int, metavar="N", help="steps an arm takes in its turn (2; 1 at 135m)")
-    parser.add_argument("--warmup", type=int, default=1, help="steps of each arm left out, beside the recorded one (1)")
+    parser.add_argument("--warmup", type=int, help="steps of each arm left out (3; 1 at 135m)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and recorded responses (0)")
     parser.add_argument("--ragged", action="store_true", help="prompts of P/2 to 3P/2 tokens")
     parser.add_argument("--replay", action="store_true", help="every step takes the recorded batch: the update alone")
@@ -91,8 +94,8 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of our arm")
     arguments = parser.parse_intermixed_args(argv)
-    usual = {"prompts": 16, "prompt_tokens": 40, "steps": 10, "block": 2}
-    large = {"prompts": 4, "prompt_tokens": 64, "steps": 3, "block": 1}
+    usual = {"prompts": 16, "prompt_tokens": 40, "steps": 10, "block": 2, "warmup": 3}
+    large = {"prompts": 4, "prompt_tokens": 64, "steps": 3, "block": 1, "warmup": 1}
     for name, value in (large if arguments.size == "135m" else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -145,10 +148,10 @@ class Arm:
 
     def __init__(self, python: str | Path, arguments: Iterable[str], log: Path) -> None:
         self.log = log
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}  # as users have it
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
-            )
+            self.process = subprocess.Popen([python, *arguments], **pipes, stderr=stderr, cwd=ROOT, env=environment)
         self.about = self.reply()
 
     def step(self) -> dict[str, Any]:

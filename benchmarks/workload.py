@@ -5,8 +5,6 @@ from the other in nothing but how it does the work. Imported by both environment
 of TRL. Token ids are spelt out as text ("17 4 233"), so both arms go through a tokenizer, as in any run.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
-
 import argparse
 import json
 import os

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -26,6 +27,7 @@ from transformers import (
 from configs.schema import ActorConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import random_ids, relative_distance, with_counts
+from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize, cut, token_scores, token_values
@@ -52,13 +54,24 @@ MODELS = {
     "mistral, window of 5": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
     "phi, a head for each": lambda: PhiForCausalLM(PhiConfig(**{**SHAPE, "num_key_value_heads": 4})),
     "gemma2, soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=6, final_logit_softcapping=0.1)),
+    "qwen2, lora": lambda: with_lora(Qwen2ForCausalLM(Qwen2Config(**SHAPE)), "all-linear"),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=102, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT)),
 }
+
+
+def with_lora(module: PreTrainedModel, targets: str | list[str]) -> PreTrainedModel:
+    """With low-rank adapters that do something: peft's start at 0."""
+    module.add_adapter(LoraConfig(r=4, target_modules=targets))
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return module
 
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     module = MODELS[name]()
+    use_onednn(module)
     module.config.pad_token_id = 0
     return module
 
@@ -102,7 +115,12 @@ def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
         weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_real
         loss = (torch.where(micro.is_real, scores.log_probs + scores.entropy, 0.0) * weights).sum()
         loss.backward()
-        found.append(([torch.where(micro.is_real, one, 0.0) for one in scores], [p.grad for p in module.parameters()]))
+        found.append(
+            (
+                [torch.where(micro.is_real, one, 0.0) for one in scores],
+                [p.grad for p in module.parameters() if p.requires_grad],
+            )
+        )
     for one, other in zip(found[0][0], found[1][0], strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
     assert relative_distance(found[1][1], found[0][1]) < 1e-5
@@ -157,3 +175,9 @@ def test_a_model_that_cannot_be_packed_says_so_and_is_padded(capsys):
     assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
     [micro] = cut(groups([3], [[2, 4]]), MicroBatchSize(9, 0), [], module)
     assert token_scores(module, micro, 1.0, False).log_probs.isfinite().all()
+
+
+def test_a_head_with_an_adapter_is_not_mistaken_for_its_weight(capsys):
+    module = with_lora(make("qwen2"), ["q_proj", "lm_head"])
+    assert not is_packed(pack(module, log_probs))
+    assert "not a linear layer" in capsys.readouterr().err

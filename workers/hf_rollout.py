@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
-from workers.decoding import fast_decoding
+from workers.decoding import fast_decoding, shares_prompts
 from workers.kv_cache import RowCache
 from workers.rollout import Completion, Rollout
 
@@ -42,7 +42,9 @@ class HFRollout(Rollout):
             return []
         self.module.eval()
         try:
-            with fast_decoding(self.module, rows=min(len(prompts), self.config.max_num_seqs)):
+            with fast_decoding(
+                self.module, steps=sampling.max_tokens - 1, rows=min(len(prompts), self.config.max_num_seqs)
+            ):
                 batch = Batch(self.module, prompts, self.stop_ids, self.pad_token_id, sampling, seed)
                 batch.run(self.config.max_num_seqs)
         finally:
@@ -63,6 +65,7 @@ class Batch:
         seed: int,
     ) -> None:
         self.module, self.prompts, self.sampling, self.pad_token_id = module, prompts, sampling, pad_token_id
+        self.shares_prompts = shares_prompts(module)
         device, shape = module.device, (len(prompts), sampling.max_tokens)
         generator = torch.Generator(device).manual_seed(seed)
         self.uniforms = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
@@ -76,19 +79,13 @@ class Batch:
         self.cache: RowCache | None = None
 
     def run(self, max_num_seqs: int) -> None:
-        logits = self._join(max_num_seqs)
-        while True:
-            ended, sampled = self._draw(logits)
-            gone = ended.nonzero()[:, 0]
-            if len(gone):
-                order = self.cache.leave(gone)
-                self.alive, sampled = self.alive[order], sampled[order]
-            logits = self._forward(sampled) if len(self.alive) else logits[:0]
+        least_free = max_num_seqs * REFILL if self.shares_prompts else max_num_seqs
+        while self.waiting < len(self.prompts) or len(self.alive):
             free = max_num_seqs - len(self.alive)
-            if self.waiting < len(self.prompts) and free >= max_num_seqs * REFILL:
-                logits = torch.cat([logits, self._join(free)])
-            if len(self.alive) == 0:
-                return
+            if self.waiting < len(self.prompts) and free >= least_free:
+                self._join(free)
+            if len(self.alive):
+                self._step()
 
     def completions(self, weight_version: int) -> list[Completion]:
         columns = (self.tokens.tolist(), self.log_probs.tolist(), self.counts.tolist(), self.stopped.tolist())
@@ -97,30 +94,39 @@ class Batch:
             for tokens, log_probs, count, stopped in zip(*columns, strict=True)
         ]
 
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token of each row that is alive, recorded. Returns which rows end by it and the tokens, both [b]."""
-        counts = self.counts[self.alive]
-        sampled, log_probs = sample(logits, self.sampling, self.uniforms[self.alive, counts])
-        self.tokens[self.alive, counts] = sampled
-        self.log_probs[self.alive, counts] = log_probs
-        self.counts[self.alive] = counts + 1
-        stopped = torch.isin(sampled, self.stops)
-        self.stopped[self.alive] = stopped
-        return stopped | (counts + 1 == self.sampling.max_tokens), sampled
-
-    def _join(self, count: int) -> Tensor:
-        """Up to `count` waiting rows join, behind those alive. Returns the logits after their prompts."""
-        rows = range(self.waiting, min(self.waiting + count, len(self.prompts)))
-        self.waiting = rows.stop
-        prompts = [tuple(self.prompts[row]) for row in rows]
+    def _join(self, count: int) -> None:
+        """Up to `count` waiting rows draw their first token; those that go on join, behind those alive."""
+        first, self.waiting = self.waiting, min(self.waiting + count, len(self.prompts))
+        prompts = [tuple(prompt) for prompt in self.prompts[first : self.waiting]]
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
         prefilled, logits = self._prefill(list(distinct))
         device = logits.device
         source = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
-        self.cache = self.cache or RowCache(prefilled)
-        self.cache.join(prefilled, source, torch.tensor([len(prompt) for prompt in prompts], device=device))
-        self.alive = torch.cat([self.alive, torch.tensor(rows, device=device)])
-        return logits[source]
+        lengths = torch.tensor([len(prompt) for prompt in distinct], device=device)
+        rows = torch.arange(first, self.waiting, device=device)
+        stays = ~self._draw(rows, logits[source])
+        if stays.any():
+            if self.cache is None:
+                self.cache = RowCache(prefilled, self.shares_prompts)
+            self.cache.join(prefilled, lengths, source[stays])
+            self.alive = torch.cat([self.alive, rows[stays]])
+
+    def _step(self) -> None:
+        """One more token of each row that is alive; those that end by it leave."""
+        gone = self._draw(self.alive, self._forward()).nonzero()[:, 0]
+        if len(gone):
+            self.alive = self.alive[self.cache.leave(gone)]
+
+    def _draw(self, rows: Tensor, logits: Tensor) -> Tensor:
+        """Records the next token of each of `rows` [b]; which of them end by it, [b] bool."""
+        counts = self.counts[rows]
+        sampled, log_probs = sample(logits, self.sampling, self.uniforms[rows, counts])
+        self.tokens[rows, counts] = sampled
+        self.log_probs[rows, counts] = log_probs
+        self.counts[rows] = counts + 1
+        stopped = torch.isin(sampled, self.stops)
+        self.stopped[rows] = stopped
+        return stopped | (counts + 1 == self.sampling.max_tokens)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
         """Keys and values of d prompts, padded on the left, and the logits after them [d, V]."""
@@ -132,16 +138,27 @@ class Batch:
         ids, mask, positions = (column.to(self.module.device) for column in (ids, mask, positions))
         return cache, last_logits(self.module, ids, positions, mask, cache)
 
-    def _forward(self, sampled: Tensor) -> Tensor:
-        """Logits after one more token [b] of each row: [b, V]."""
-        positions, mask = self.cache.step()
-        logits = last_logits(self.module, sampled[:, None], positions, mask, self.cache)
+    def _forward(self) -> Tensor:
+        """Logits after the last token of each row that is alive: [b, V]."""
+        positions = self.cache.step()
+        last = self.tokens[self.alive, self.counts[self.alive] - 1, None]
+        if self.shares_prompts:
+            no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
+            logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
+        else:
+            mask = self.cache.mask(window=None)
+            logits = last_logits(self.module, last, positions, None if mask is None else mask.long(), self.cache)
         self.cache.end += 1
         return logits
 
 
 def last_logits(
-    module: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache | RowCache
+    module: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    cache: DynamicCache | RowCache,
+    **of_attention: RowCache,
 ) -> Tensor:
     """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; None if nothing is padding."""
     output = module(
@@ -151,6 +168,7 @@ def last_logits(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **of_attention,
     )
     return output.logits[:, -1].float()
 

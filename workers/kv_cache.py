@@ -1,12 +1,14 @@
-"""Keys and values of the rows that are generating, written in place.
+"""Keys and values of the rows that are generating: those of a prompt once, for all rows that answer it, and each row's
+own, written in place.
 
-A row's tokens end at the column that is written next, so that rows of any length step together, and one that joins
-late needs no columns of its own: its prompt is laid so as to end there. Rows leave by giving their place to the last
-one. The memory is a little wider than what is in use, and is cut to that and widened again when it is full.
-transformers sees a cache of full attention; a sliding window is the business of the mask that it makes.
+A row's own tokens end at the column that is written next, so that rows which joined at different times step together.
+Rows leave by giving their place to the last one. The memory of own tokens is a little wider than what is in use, and
+is cut to that and widened again when it is full. Attention to such a cache is in workers/decoding.py; for a model that
+attends in a way of its own, the cache puts prompts and own tokens together again, every step.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -15,66 +17,94 @@ BLOCK = 64  # columns added when the memory is full
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's keys and values, [places, heads, columns, d]; the rows of `cache` are its first places."""
+    """One layer's keys and values: `prompt_keys` and `prompt_values` [prompts, heads, P, d], padded on the left; `keys`
+    and `values` [places, heads, columns, d], whose first places are the rows of `cache`."""
 
-    def __init__(self, cache: "RowCache") -> None:
+    def __init__(self, cache: "RowCache", like: Tensor) -> None:
         super().__init__()
         self.cache = cache
+        self.prompt_keys = self.prompt_values = like[:0, :, :0]
+        self.keys = self.values = like[:0, :, :0]
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("rows join by RowCache.join, before any forward")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes the new token's [b, heads, 1, d] and returns all that is in use, [b, heads, width + 1, d]."""
+        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]; behind those
+        of their prompts, [b, heads, P + width + 1, d], unless the attention shares prompts."""
         rows, end = len(key_states), self.cache.end
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
         used = slice(self.cache.first, end + 1)
-        return self.keys[:rows, :, used], self.values[:rows, :, used]
+        own = self.keys[:rows, :, used], self.values[:rows, :, used]
+        if self.cache.shares_prompts:
+            return own
+        prompts = (memory[self.cache.prompt_of_row] for memory in (self.prompt_keys, self.prompt_values))
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(prompts, own, strict=True))
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.end - self.cache.first
+        return self.prompt_keys.shape[2] + self.cache.end - self.cache.first
 
     def get_max_length(self) -> int:
         return -1
 
-    def resize(self, places: int, columns: int, offset: int) -> None:
-        """Memory of this size, with what is in use from column `offset` on."""
-        rows, used = len(self.cache), self.get_seq_length()
+    def resize(self, places: int, columns: int) -> None:
+        """Memory of this size for own tokens, with what is in use from column 0 on."""
+        rows, used = len(self.cache), slice(self.cache.first, self.cache.end)
         for name, old in (("keys", self.keys), ("values", self.values)):
             # Zeros: a masked column adds 0 times its value, and that of memory as it comes may be NaN.
             new = old.new_zeros(places, old.shape[1], columns, old.shape[3])
-            new[:rows, :, offset : offset + used] = old[:rows, :, self.cache.first : self.cache.end]
+            new[:rows, :, : self.cache.end - self.cache.first] = old[:rows, :, used]
             setattr(self, name, new)
+
+    def add_prompts(self, keys: Tensor, values: Tensor) -> None:
+        """More prompts, [n, heads, p, d]; the narrower ones are padded."""
+        for name, new in (("prompt_keys", keys), ("prompt_values", values)):
+            old = getattr(self, name)
+            width = max(old.shape[2], new.shape[2])
+            parts = [F.pad(memory, (0, 0, width - memory.shape[2], 0)) for memory in (old, new)]
+            setattr(self, name, torch.cat(parts))
+
+    def keep_prompts(self, kept: Tensor) -> None:
+        self.prompt_keys, self.prompt_values = self.prompt_keys[kept], self.prompt_values[kept]
 
 
 class RowCache(Cache):
-    """The rows that are generating. `starts` [b]: the column of each row's first token; `end`: that of the next."""
+    """The b rows that are generating.
 
-    def __init__(self, prefilled: DynamicCache) -> None:
-        """Without rows; of the layers of `prefilled`."""
-        super().__init__(layers=[RowLayer(self) for _ in prefilled.layers])
-        for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.keys, layer.values = prompts.keys[:0, :, :0], prompts.values[:0, :, :0]
-            layer.is_initialized = True
-        self.starts = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
-        self.first, self.end, self.is_ragged = 0, 0, False
+    `prompt_of_row` [b]: which prompt a row answers; `lengths` [prompts]: their tokens; `starts` [b]: the column of each
+    row's first own token; `end`: that of the next.
+    """
+
+    def __init__(self, prefilled: DynamicCache, shares_prompts: bool) -> None:
+        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it."""
+        super().__init__(layers=[RowLayer(self, layer.keys) for layer in prefilled.layers])
+        self.shares_prompts = shares_prompts
+        none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
+        self.prompt_of_row = self.lengths = self.starts = none
+        self.first = self.end = 0
+        self._masks: dict[int | None, Tensor | None] = {}
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def join(self, prefilled: DynamicCache, source: Tensor, lengths: Tensor) -> None:
-        """n more rows: the prompts at `source` [n] of `prefilled`, padded on the left, of `lengths` [n] tokens."""
-        width, rows, new = prefilled.get_seq_length(), len(self), len(source)
-        if rows + new > self.places or width > self.end:
-            self._resize(rows + new, offset=max(width - (self.end - self.first), 0))
+    def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor) -> None:
+        """n more rows, which answer the prompts `source` [n] of `prefilled`; `lengths` are those of its prompts."""
+        assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
+        answered, of_new = source.unique(return_inverse=True)
+        self._drop_prompts(unless_used=0)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.keys[rows : rows + new, :, self.end - width : self.end] = prompts.keys[source]
-            layer.values[rows : rows + new, :, self.end - width : self.end] = prompts.values[source]
-        self._set_starts(torch.cat([self.starts, self.end - lengths]))
+            layer.add_prompts(prompts.keys[answered], prompts.values[answered])
+        prompt_of_row = torch.cat([self.prompt_of_row, len(self.lengths) + of_new])
+        self.lengths = torch.cat([self.lengths, lengths[answered]])
+        if len(prompt_of_row) > self.places:
+            self._resize(len(prompt_of_row))
+        self._set_rows(prompt_of_row, torch.cat([self.starts, torch.full_like(source, self.end)]))
 
     def leave(self, gone: Tensor) -> Tensor:
         """The rows `gone` [n], ascending, end, and the last fill the gaps. Returns the row now at each place."""
@@ -86,17 +116,52 @@ class RowCache(Cache):
             for memory in (layer.keys, layer.values):
                 memory[gaps, :, self.first : self.end] = memory[movers, :, self.first : self.end]
         order = torch.arange(left, device=gone.device).index_copy(0, gaps, movers)
-        self._set_starts(self.starts[order])
+        self._set_rows(self.prompt_of_row[order], self.starts[order])
+        self._drop_prompts(unless_used=1 / 2)
         return order
 
-    def step(self) -> tuple[Tensor, Tensor | None]:
-        """Makes room for a token of each row: its position [b, 1], and a mask [b, width + 1] if rows are ragged."""
+    def step(self) -> Tensor:
+        """Makes room for a token of each row; its position, [b, 1]."""
         if self.end == self.columns:
-            self._resize(len(self), offset=0)
-        mask = None
-        if self.is_ragged:
-            mask = (torch.arange(self.first, self.end + 1, device=self.starts.device) >= self.starts[:, None]).long()
-        return (self.end - self.starts)[:, None], mask
+            self._resize(len(self))
+        self._masks = {}
+        return (self.lengths[self.prompt_of_row] + self.end - self.starts)[:, None]
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """What the next tokens attend to, of their prompts' columns and then their own, [b, P + width + 1] bool; None:
+        everything. `window`: how far back they see, themselves included, if that is limited."""
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return self._masks[window]
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        columns = self.layers[0].get_seq_length() + 1
+        window = window if window and window < columns else None
+        if not self._is_ragged and not window:
+            return None
+        of_prompt = torch.arange(self.prompt_width, device=self.starts.device) - self.prompt_width
+        own = torch.arange(self.first, self.end + 1, device=self.starts.device)
+        lengths, starts = self.lengths[self.prompt_of_row, None], self.starts[:, None]
+        positions = torch.cat([lengths + of_prompt, lengths + own - starts], dim=1)
+        attended = torch.cat([lengths + of_prompt >= 0, own >= starts], dim=1)
+        return attended & (lengths + self.end - starts - positions < window) if window else attended
+
+    def by_prompt(self, rows: Tensor) -> Tensor:
+        """[b, heads, s, x] → [prompts, heads, g·s, x]: beside each other what answers one prompt, of at most g rows."""
+        prompts, most = len(self.lengths), self._most_rows
+        if not self._is_in_order:
+            grouped = rows.new_zeros(prompts * most, *rows.shape[1:])
+            rows = grouped.index_copy_(0, self._slots, rows)
+        return rows.unflatten(0, (prompts, most)).transpose(1, 2).flatten(2, 3)
+
+    def by_row(self, grouped: Tensor) -> Tensor:
+        """Back: [prompts, heads, g·s, x] → [b, heads, s, x]."""
+        rows = grouped.unflatten(2, (self._most_rows, -1)).transpose(1, 2).flatten(0, 1)
+        return rows if self._is_in_order else rows[self._slots]
+
+    @property
+    def prompt_width(self) -> int:
+        return self.layers[0].prompt_keys.shape[2]
 
     @property
     def places(self) -> int:
@@ -106,15 +171,34 @@ class RowCache(Cache):
     def columns(self) -> int:
         return self.layers[0].keys.shape[2]
 
-    def _resize(self, places: int, offset: int) -> None:
-        """Room for `places` rows and BLOCK more tokens of each; the columns in use start at `offset`."""
+    def _resize(self, places: int) -> None:
+        """Room for the own tokens of `places` rows, and BLOCK more of each."""
         used = self.end - self.first
         for layer in self.layers:
-            layer.resize(places, offset + used + BLOCK, offset)
-        self.starts = self.starts - self.first + offset
-        self.first, self.end = offset, offset + used
+            layer.resize(places, used + BLOCK)
+        self.starts = self.starts - self.first
+        self.first, self.end = 0, used
 
-    def _set_starts(self, starts: Tensor) -> None:
-        self.starts = starts
-        extremes = (int(starts.min()), int(starts.max())) if len(starts) else (self.end, self.end)
-        self.first, self.is_ragged = extremes[0], extremes[0] < extremes[1]
+    def _set_rows(self, prompt_of_row: Tensor, starts: Tensor) -> None:
+        self.prompt_of_row, self.starts = prompt_of_row, starts
+        self.first = int(starts.min()) if len(starts) else self.end
+        rows_of_prompt = prompt_of_row.bincount(minlength=len(self.lengths))
+        self._most_rows = int(rows_of_prompt.max()) if len(starts) else 0
+        order = prompt_of_row.argsort(stable=True)
+        firsts = rows_of_prompt.cumsum(0) - rows_of_prompt  # of each prompt, in `order`
+        ranks = torch.arange(len(order), device=order.device) - firsts[prompt_of_row[order]]
+        self._slots = torch.empty_like(order).index_copy(0, order, prompt_of_row[order] * self._most_rows + ranks)
+        all_slots = torch.arange(len(self.lengths) * self._most_rows, device=order.device)
+        self._is_in_order = torch.equal(self._slots, all_slots)
+        lengths = self.lengths[prompt_of_row]
+        self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
+
+    def _drop_prompts(self, unless_used: float) -> None:
+        """Forgets prompts that no row answers any more, unless more than this share of all is in use."""
+        used, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
+        if len(used) == len(self.lengths) or len(used) > unless_used * len(self.lengths) > 0:
+            return
+        for layer in self.layers:
+            layer.keep_prompts(used)
+        self.lengths = self.lengths[used]
+        self._set_rows(prompt_of_row, self.starts)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.protocol import DataProto
@@ -122,6 +122,8 @@ def token_scores(
     if is_packed(module):
         hidden = packed_hidden_states(module, micro.packed)[micro.packed.predictors]
         head = module.get_output_embeddings()
+        if not isinstance(head, nn.Linear):  # an adapter's, say, which does more than its weight tells
+            raise TypeError(f"its head is a {type(head).__name__}, not a linear layer")
         scores = score_tokens(
             hidden,
             head.weight,

@@ -18,6 +18,7 @@ from configs.schema import ModelConfig
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path
 from workers import prefix_attention
+from workers.cpu import use_onednn
 from workers.micro_batches import MicroBatch, token_scores, token_values
 
 PACKING_TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward far worse
@@ -51,6 +52,7 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
     module = auto_class.from_pretrained(
         path, config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code, attn_implementation="sdpa"
     )
+    use_onednn(module)
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     return module

@@ -12,9 +12,10 @@ others are computed again (8). Left out: the model's body, and the choice of the
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from workers.cpu import linear, weight_gradient
 
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of one float32 tile: in a CPU's cache; enough to fill a GPU
 KEPT_BYTES = 256 << 20  # of all tiles that wait for a backward
@@ -86,7 +87,7 @@ class _Head:
     def tile(self, states: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:
         """One block's logits, capped and divided by the temperature: [N, block]."""
         bias = None if bias is None else bias[block].to(self.compute_dtype)
-        logits = F.linear(states, weight[block].to(self.compute_dtype), bias).to(self.dtype)
+        logits = linear(states, weight[block].to(self.compute_dtype), bias).to(self.dtype)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits.div_(self.temperature)
@@ -175,9 +176,9 @@ class _ScoreTokens(torch.autograd.Function):
                 d_bias[block] = d_logits.sum(0)
             d_logits = d_logits.to(head.compute_dtype)
             if d_hidden is not None:
-                d_hidden += d_logits @ weight[block].to(head.compute_dtype)
+                d_hidden += linear(d_logits, weight[block].to(head.compute_dtype).T)
             if d_weight is not None:
-                d_weight[block] = d_logits.T @ states
+                d_weight[block] = weight_gradient(d_logits, states, weight[block].to(head.compute_dtype))
         return d_hidden, d_weight, d_bias, None, None
 
 

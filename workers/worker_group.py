@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from configs.process import VARIABLES, available_cores
 from configs.schema import Config
 from data.protocol import DataProto
+from workers.cpu import start_process
 from workers.model_worker import ModelWorker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ class LocalWorkerGroup:
     """The worker is an object of this process: no start-up, no serialisation, breakpoints work."""
 
     def __init__(self, n_threads: int, worker_class: type, *args: Any) -> None:
-        torch.set_num_threads(n_threads)
+        start_process(n_threads)
         self.worker = worker_class(*args)
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -112,7 +113,7 @@ class RemoteWorker:
     def __init__(self, working_directory: str, n_threads: int) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
-        torch.set_num_threads(n_threads)
+        start_process(n_threads)
 
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)

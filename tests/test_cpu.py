@@ -1,0 +1,144 @@
+"""Products by oneDNN against torch's own and float64's, and what `start_process` asks of malloc."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runs import ROOT
+from workers.cpu import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function.overloadpacket))
+        return function(*args, **(kwargs or {}))
+
+
+@needs_onednn
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("rows", [(1,), (5,), (130,), (1, 7), (3, 4)])
+def test_values_and_gradients_are_those_of_float64(rows: tuple[int, ...], with_bias: bool):
+    shapes = [(*rows, 11), (6, 11), *([(6,)] if with_bias else [])]
+    leaves = [numbers(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    upstream = numbers(*rows, 6, seed=9)
+    with Operations() as operations:
+        found = linear(*leaves)
+        gradients = torch.autograd.grad(found, leaves, upstream)
+    wanted = F.linear(*exact)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(gradients, torch.autograd.grad(wanted, exact, upstream.double()), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    assert "mkldnn._linear_pointwise" in operations.names
+    assert not operations.names & {"aten.mm", "aten.addmm", "aten.linear"}
+
+
+@needs_onednn
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_only_what_is_trained_gets_a_gradient(trained: int):
+    leaves = [numbers(5, 11), numbers(6, 11, seed=1), numbers(6, seed=2)]
+    leaves[trained].requires_grad_()
+    linear(*leaves).sum().backward()
+    assert [leaf.grad is not None for leaf in leaves] == [place == trained for place in range(3)]
+    with torch.no_grad():
+        assert not linear(*leaves).requires_grad
+
+
+def test_tensors_that_are_not_for_onednn_go_through_torch():
+    weight = numbers(6, 11)
+    assert not is_for_onednn(numbers(11), weight)
+    assert not is_for_onednn(numbers(0, 11), weight)
+    assert not is_for_onednn(numbers(5, 11, dtype=torch.float64), weight.double())
+    assert not is_for_onednn(numbers(5, 11).bfloat16(), weight.bfloat16())
+    assert linear(numbers(11), weight).shape == (6,)
+    assert linear(numbers(0, 11), weight).shape == (0, 6)
+    values = numbers(5, 11, dtype=torch.float64)
+    assert torch.equal(linear(values, weight.double()), F.linear(values, weight.double()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_for_onednn(numbers(5, 11), weight)
+        assert linear(numbers(5, 11), weight).dtype == torch.bfloat16
+
+
+def test_views_and_transposes_need_no_copy_of_the_callers():
+    wide, tall = numbers(8, 22), numbers(11, 6)
+    values = wide[::2, 11:]
+    torch.testing.assert_close(linear(values, tall.T), values @ tall)
+    expanded = numbers(1, 11).expand(7, 11)
+    torch.testing.assert_close(linear(expanded, tall.T), expanded @ tall)
+
+
+def test_layers_keep_their_names_and_a_copy_has_weights_of_its_own():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 2, bias=False)))
+    names, values = list(model.state_dict()), numbers(5, 4)
+    before = model(values)
+    use_onednn(model)
+    assert list(model.state_dict()) == names
+    assert [type(layer) for layer in model.modules() if isinstance(layer, nn.Linear)] == [Linear, Linear]
+    torch.testing.assert_close(model(values), before)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(twin(values), before)
+
+
+def test_a_layer_of_a_class_of_its_own_is_left_alone():
+    class Doubled(nn.Linear):
+        def forward(self, values: Tensor) -> Tensor:
+            return 2 * super().forward(values)
+
+    layer = Doubled(4, 3)
+    use_onednn(layer)
+    assert type(layer) is Doubled
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_a_packed_weight_gives_the_same_products(rows: int):
+    weight, bias, values = numbers(17, 40), numbers(17, seed=1), numbers(rows, 1, 40, seed=2)
+    packed = onednn_linear(values, pack(weight, rows), bias)
+    torch.testing.assert_close(packed, F.linear(values, weight, bias), rtol=1e-5, atol=1e-5)
+    layer = Linear(40, 17)
+    layer.packed = pack(weight, rows)
+    torch.testing.assert_close(layer(values), F.linear(values, weight, layer.bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
+def test_memory_that_was_freed_is_not_given_back_to_the_kernel():
+    """By the pages that the kernel has to bring: of 64 MiB the second time, none but a few."""
+    code = """
+import resource, sys, torch
+if sys.argv[1] == "ours":
+    from workers.cpu import start_process
+    start_process(1)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults(), faults())
+"""
+
+    def brought(which: str) -> list[int]:
+        done = subprocess.run([sys.executable, "-c", code, which], cwd=ROOT, capture_output=True, text=True, check=True)
+        return [int(count) for count in done.stdout.split()]
+
+    first, second = brought("ours")
+    assert second < 16 < first
+    assert brought("plain")[1] > 16  # or this test would show nothing
