@@ -95,6 +95,20 @@ class Packed:
         )
 
     @cached_property
+    def rows_a_prompt(self) -> int | None:
+        """n, if the rows are n for each prompt in turn."""
+        n = len(self.prompt_of_row) // self.prompts.shape[0]
+        in_turn = torch.arange(self.prompts.shape[0], device=self.prompt_of_row.device).repeat_interleave(n)
+        return n if torch.equal(self.prompt_of_row, in_turn) else None
+
+    def for_rows(self, of_prompts: Tensor) -> Tensor:
+        """[d, …] → [b, …], each row's prompt's."""
+        if self.rows_a_prompt is None:
+            return of_prompts.index_select(0, self.prompt_of_row)
+        # The same, and its backward is a sum, not an addition row by row.
+        return of_prompts.unsqueeze(1).expand(-1, self.rows_a_prompt, *of_prompts.shape[1:]).flatten(0, 1)
+
+    @cached_property
     def positions(self) -> tuple[Tensor, Tensor]:
         """Positions of a response's queries [b, S] and of the keys that they may attend to [b, P + S]."""
         (_, prompt_width), (_, width) = self.prompts.shape, self.responses.shape
@@ -157,7 +171,7 @@ def packed_attention(
     output = prompts.unpad(of_prompts)
     if responses.total:
         k, v = (
-            torch.cat([prompt.index_select(0, packed.prompt_of_row), responses.pad(own)], dim=2)
+            torch.cat([packed.for_rows(prompt), responses.pad(own)], dim=2)
             for prompt, (_, own) in zip((k, v), parts[1:], strict=True)
         )
         q = responses.pad(parts[0][1])
