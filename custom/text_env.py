@@ -82,6 +82,7 @@ class TextEnv:
     seed: int = 0  # of the sequence of training states
 
     def __post_init__(self) -> None:
+        self._layouts = lru_cache(maxsize=1024)(lambda seed: tuple(sorted(self.random_map(seed).items())))
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
         if self.observation_to_text is rendered and "ansi" in self._env.metadata.get("render_modes", ()):
@@ -89,6 +90,7 @@ class TextEnv:
             self._env = self._make(self._layout)
         self._world = lru_cache(maxsize=256)(self._make)  # environments to compute states in, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
+        self._optimal = lru_cache(maxsize=1024)(self._find_optimal)  # all samples of a prompt ask for it
         self._set_actions(self._env.action_space)
         if self.max_turns is None:
             self.max_turns = gym.spec(self._env.unwrapped.spec.id).max_episode_steps or 100
@@ -115,7 +117,7 @@ class TextEnv:
 
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
-        return tuple(sorted(self.random_map(seed).items())) if self.random_map else ()
+        return self._layouts(seed) if self.random_map else ()
 
     def train_seed(self, i: int) -> int:
         """The reset seed of the i-th training state or episode: fixed by (seed, i), its map never a held-out one."""
@@ -165,11 +167,13 @@ class TextEnv:
 
     def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
         """All optimal actions by the environment's own transition table; () where it has none."""
-        layout = self.layout(state.seed)
+        has_table = transition_table(self._world(self.layout(state.seed))) is not None
+        return self._optimal(state.seed, tuple(state.actions)) if has_table else ()
+
+    def _find_optimal(self, seed: int, actions: tuple[int, ...]) -> tuple[int, ...]:
+        layout = self.layout(seed)
         env = self._world(layout)
-        if transition_table(env) is None:
-            return ()
-        self._restore(env, state.seed, state.actions)
+        self._restore(env, seed, actions)
         return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
 
     def get_action(self, state: EnvState) -> int | None:

@@ -7,6 +7,7 @@ builds without it), everything here is what torch does anyway.
 """
 
 import ctypes
+import platform
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,10 @@ def start_process(n_threads: int) -> None:
     ms, in a virtual machine). The price: the process keeps what it needed at its peak.
     """
     torch.set_num_threads(n_threads)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, other C libraries may not
-    if mallopt:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, MAX_INT)
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, MAX_INT)
 
 
 class Linear(nn.Linear):
