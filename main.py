@@ -40,10 +40,18 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     from training.ray_trainer import RayPPOTrainer
     from training.roles import Roles
     from training.validation import Validator
-    from workers.worker_group import ActorRole, CriticRole, ReferenceRole, RolloutRole, start_worker_group
+    from workers.worker_group import (
+        ActorRole,
+        CriticRole,
+        ReferenceRole,
+        RolloutRole,
+        start_worker_group,
+        worker_summary,
+    )
 
     print(batch_arithmetic(config))
     print(sampling_summary(config))
+    print(worker_summary(config.trainer))
     with_ref, with_critic = needs_reference(config), needs_critic(config)
     group = start_worker_group(config, parts.total_steps, with_ref, with_critic)
     try:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runs import ROOT
-from workers.cpu import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
+from workers.cpu import HAS_ONEDNN, Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN for this CPU")
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -150,7 +150,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten, onednn = torch.ops.aten, torch.ops.mkldnn
-        self.count += function.overloadpacket in (aten.mm, aten.addmm, onednn._linear_pointwise)
+        products = (aten.mm, aten.addmm, onednn._linear_pointwise, aten.mkldnn_linear_backward_weights)
+        self.count += function.overloadpacket in products
         return function(*args, **(kwargs or {}))
 
 

@@ -13,6 +13,7 @@ from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, rollout_floor, seen_by_responses, update_floor
 from benchmarks.models import save_model
 from benchmarks.ours_arm import OursArm
+from benchmarks.plot import plot
 from benchmarks.workload import PAD, VOCABULARY, Meter, Workload, score
 
 SMALL = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5, "steps": 3, "seed": 0}
@@ -182,7 +183,7 @@ def steps_of(arm: str, seconds: list[float]) -> dict:
     return {"arm": arm, "load_before": 0.5, "steps": steps}
 
 
-def test_figures_are_medians_and_carry_the_promised_names() -> None:
+def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> None:
     blocks = [
         steps_of("trl", [8.0, 12.0]),
         steps_of("ours", [2.0, 2.0]),
@@ -200,6 +201,9 @@ def test_figures_are_medians_and_carry_the_promised_names() -> None:
     shown = table({**figures, **agreement, "machine": machine, "trl": {"micro_batch": 8}, "blocks": blocks})
     assert "12.000" in shown and "6.00" in shown
     json.dumps(figures)
+    shape = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5}
+    plot(tmp_path / "bars.png", [{**figures, "arguments": shape}] * 2)
+    assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
 def test_a_replay_has_no_ratio_of_rollouts() -> None:

@@ -19,6 +19,7 @@ from workers.worker_group import (
     WorkerError,
     check_resources,
     start_worker_group,
+    worker_summary,
 )
 
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
@@ -190,3 +191,11 @@ def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tm
     torch.manual_seed(0)
     start_worker_group(full_run(tiny_model, tmp_path), total_steps=5, with_ref=True, with_critic=True)
     assert torch.equal(torch.rand(3), expected_draw)
+
+
+def test_a_run_says_where_its_worker_is():
+    asked = ["trainer.n_threads=1", "trainer.n_gpus_per_node=0"]
+    local = worker_summary(compose(*asked).trainer)
+    assert local == "the worker is this process, with 1 thread and no GPU."
+    remote = worker_summary(compose("trainer.executor=ray", "trainer.n_threads=3", "trainer.n_gpus_per_node=1").trainer)
+    assert remote == "the worker is a Ray actor, with 3 threads and 1 GPU."

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.process import VARIABLES, available_cores
-from configs.schema import Config
+from configs.schema import Config, TrainerConfig
 from data.protocol import DataProto
 from workers.cpu import start_process
 from workers.model_worker import ModelWorker
@@ -94,13 +94,24 @@ class RayWorkerGroup:
 
 def start_worker_group(config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> WorkerGroup:
     """The run's worker, where trainer.executor says (null: in this process)."""
-    trainer = config.trainer
-    n_threads = trainer.n_threads or available_cores()
+    n_threads, n_gpus = resources(config.trainer)
     arguments = (ModelWorker, config, total_steps, with_ref, with_critic)
-    if trainer.executor == "ray":
-        n_gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
+    if config.trainer.executor == "ray":
         return RayWorkerGroup(n_threads, n_gpus, *arguments)
     return LocalWorkerGroup(n_threads, *arguments)
+
+
+def resources(trainer: TrainerConfig) -> tuple[int, int]:
+    """Threads and GPUs of the worker."""
+    n_gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
+    return trainer.n_threads or available_cores(), n_gpus
+
+
+def worker_summary(trainer: TrainerConfig) -> str:
+    """One line: where the worker runs, and on what."""
+    n_threads, n_gpus = resources(trainer)
+    where = "a Ray actor" if trainer.executor == "ray" else "this process"
+    return f"the worker is {where}, with {n_threads} thread{'s'[: n_threads > 1]} and {n_gpus or 'no'} GPU."
 
 
 class WorkerError(RuntimeError):
