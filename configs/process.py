@@ -7,6 +7,7 @@ tens of microseconds are nearly the best of both. A value of the user's own stay
 """
 
 import os
+import sys
 
 VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",  # for other OpenMP runtimes
@@ -18,7 +19,7 @@ VARIABLES = {
 
 def available_cores() -> int:
     """Cores this process may use: what a container or taskset leaves of the machine's."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 for _name, _value in VARIABLES.items():

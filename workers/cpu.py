@@ -7,7 +7,9 @@ everything here is what torch does anyway.
 """
 
 import ctypes
+import os
 import platform
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 MAX_INT = 2**31 - 1
+MOST_KEPT = 1.5
+IS_GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such settings
 PLAIN = (Tensor, nn.Parameter)
 # torch has it on other CPUs too, where nobody has tried what is done with it here.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
@@ -26,13 +30,40 @@ def start_process(n_threads: int) -> None:
 
     A step asks for the same large tensors as the one before. By default malloc gives each back to the kernel and has
     it zeroed again page by page, which took longer than the arithmetic on them for tensors of 100 MB (183 against 18
-    ms, in a virtual machine). The price: the process keeps what it needed at its peak.
+    ms, in a virtual machine). The price: the process keeps what it needed at its peak, and more (`KeptMemory`).
     """
     torch.set_num_threads(n_threads)
-    if platform.libc_ver()[0] == "glibc":
+    if IS_GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, MAX_INT)
+
+
+class KeptMemory:
+    """Bounds the memory that `start_process` has the process keep.
+
+    Sizes that differ from step to step break up what is free, so that the process grows where the steps do not. When
+    it is MOST_KEPT times as large as a step has been found to need, what is free goes back to the kernel once.
+    """
+
+    def __init__(self) -> None:
+        self.needed = 0  # bytes of the process, after a step that began with nothing kept
+        self.kept_nothing = True
+
+    def step_done(self) -> None:
+        if not IS_GLIBC:
+            return
+        resident = resident_bytes()
+        if self.kept_nothing:
+            self.needed, self.kept_nothing = max(self.needed, resident), False
+        elif resident > MOST_KEPT * self.needed:
+            ctypes.CDLL(None).malloc_trim(0)
+            self.kept_nothing = True
+
+
+def resident_bytes() -> int:
+    """Of this process, on Linux."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Linear(nn.Linear):
