@@ -123,8 +123,8 @@ def test_a_packed_weight_gives_the_same_products(rows: int):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
 def test_memory_that_was_freed_is_not_given_back_to_the_kernel():
-    """By the pages that the kernel has to bring for 48 MiB after 64 were freed. (A block of just the size that was freed
-    may not fit into its place in glibc before 2.38, which asks for a little more to align it.)"""
+    """By the pages that the kernel has to bring for 48 MiB after 64 were freed. (A block of the size that was freed may
+    not fit into its place: glibc before 2.38 asks for a little more, to align it.)"""
     code = """
 import resource, sys, torch
 if sys.argv[1] == "ours":
