@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 MAX_INT = 2**31 - 1
-MOST_KEPT = 1.5
+KEPT_SHARE, KEPT_BYTES = 1 / 2, 1 << 30  # of what a step needs, or so much: the larger may be kept beyond the need
 IS_GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such settings
 PLAIN = (Tensor, nn.Parameter)
 # torch has it on other CPUs too, where nobody has tried what is done with it here.
@@ -43,7 +43,7 @@ class KeptMemory:
     """Bounds the memory that `start_process` has the process keep.
 
     Sizes that differ from step to step break up what is free, so that the process grows where the steps do not. When
-    it is MOST_KEPT times as large as a step has been found to need, what is free goes back to the kernel once.
+    it has grown too far beyond what a step was found to need, all that is free goes back to the kernel, once.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class KeptMemory:
         resident = resident_bytes()
         if self.kept_nothing:
             self.needed, self.kept_nothing = max(self.needed, resident), False
-        elif resident > MOST_KEPT * self.needed:
+        elif resident - self.needed > max(KEPT_SHARE * self.needed, KEPT_BYTES):
             ctypes.CDLL(None).malloc_trim(0)
             self.kept_nothing = True
 
