@@ -18,6 +18,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -40,6 +41,7 @@ TRL_PYTHON = FOLDER / "venv" / "bin" / "python"
 REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
 LEAST_COSINE = 0.9999
 NORM_TOLERANCE = 1e-3
+SETTLE_SECONDS = 0.5  # before an arm's turn: the other's threads come to rest
 
 
 def main() -> None:
@@ -192,6 +194,7 @@ def run(
     blocks = []
     for start in range(0, arguments.steps, arguments.block):
         for name in ARMS:
+            time.sleep(SETTLE_SECONDS)
             load = os.getloadavg()[0]
             steps = [arms[name].step() for _ in range(min(arguments.block, arguments.steps - start))]
             blocks.append({"arm": name, "load_before": load, "steps": steps})

@@ -97,7 +97,7 @@ class RowCache(Cache):
         """n more rows, which answer the prompts `source` [n] of `prefilled`; `lengths` are those of its prompts."""
         assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
         answered, of_new = source.unique(return_inverse=True)
-        self._drop_prompts(unless_used=0)
+        self._drop_prompts(at_least=0)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
             layer.add_prompts(prompts.keys[answered], prompts.values[answered])
         prompt_of_row = torch.cat([self.prompt_of_row, len(self.lengths) + of_new])
@@ -117,7 +117,7 @@ class RowCache(Cache):
                 memory[gaps, :, self.first : self.end] = memory[movers, :, self.first : self.end]
         order = torch.arange(left, device=gone.device).index_copy(0, gaps, movers)
         self._set_rows(self.prompt_of_row[order], self.starts[order])
-        self._drop_prompts(unless_used=1 / 2)
+        self._drop_prompts(at_least=1 / 2)
         return order
 
     def step(self) -> Tensor:
@@ -193,12 +193,13 @@ class RowCache(Cache):
         lengths = self.lengths[prompt_of_row]
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
 
-    def _drop_prompts(self, unless_used: float) -> None:
-        """Forgets prompts that no row answers any more, unless more than this share of all is in use."""
-        used, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
-        if len(used) == len(self.lengths) or len(used) > unless_used * len(self.lengths) > 0:
+    def _drop_prompts(self, at_least: float) -> None:
+        """Forgets the prompts that no row answers any more, if they are at least this share of all."""
+        answered, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
+        unanswered = len(self.lengths) - len(answered)
+        if unanswered == 0 or unanswered < at_least * len(self.lengths):
             return
         for layer in self.layers:
-            layer.keep_prompts(used)
-        self.lengths = self.lengths[used]
+            layer.keep_prompts(answered)
+        self.lengths = self.lengths[answered]
         self._set_rows(prompt_of_row, self.starts)
