@@ -85,10 +85,10 @@ class RowCache(Cache):
         """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it."""
         super().__init__(layers=[RowLayer(self, layer.keys) for layer in prefilled.layers])
         self.shares_prompts = shares_prompts
+        self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
-        self.prompt_of_row = self.lengths = self.starts = none
-        self.first = self.end = 0
-        self._masks: dict[int | None, Tensor | None] = {}
+        self.lengths, self.end = none, 0
+        self._set_rows(none, starts=none)
 
     def __len__(self) -> int:
         return len(self.starts)
