@@ -1,12 +1,14 @@
 """The narrow work of generation: a step has one token a row, so its matrices are a few rows high.
 
 Attention reads a prompt's keys and values once for all rows that answer it, and each key head once for the query heads
-that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products. Both stand in for the
-module's own only while `fast_decoding` lasts, and change nothing but the order of additions.
+that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products, those of layers that
+read the same tensor as one. Both stand in for the module's own only while `fast_decoding` lasts, and change nothing but
+the order of additions.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,30 +17,63 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from workers.cpu import Linear, is_for_onednn, pack
+from workers.cpu import Linear, is_for_onednn, onednn_linear, pack
 from workers.kv_cache import RowCache
 from workers.prefix_attention import is_packed
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that read the same tensor
 
 
 @contextmanager
 def fast_decoding(module: PreTrainedModel, steps: int, rows: int) -> Iterator[None]:
     """`module` decodes so, for `steps` steps of about `rows` rows, until the end of the block."""
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
-    linears = [layer for layer in module.modules() if is_packable(layer)] if gains else []
+    groups = list(groups_to_pack(module)) if gains else []
     attention = module.config._attn_implementation
     try:
         if is_packed(module):  # it takes its attention from the registry
             module.set_attn_implementation(NAME)
-        for layer in linears:
-            layer.packed = pack(layer.weight, rows)
+        for layers in groups:
+            product = PackedProduct(layers, rows)
+            for place, layer in enumerate(layers):
+                layer.stand_in = partial(product, place)
         yield
     finally:
-        for layer in linears:
-            vars(layer).pop("packed", None)
+        for layer in (layer for layers in groups for layer in layers):
+            vars(layer).pop("stand_in", None)
         module.set_attn_implementation(attention)
+
+
+class PackedProduct:
+    """One product for the layers of a group: called for the first of them, it has the others' outputs as well."""
+
+    def __init__(self, layers: list[Linear], rows: int) -> None:
+        self.weight = pack(torch.cat([layer.weight for layer in layers]), rows)
+        biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+        self.bias = torch.cat(biases) if any(layer.bias is not None for layer in layers) else None
+        self.widths = [layer.out_features for layer in layers]
+        self.read: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, place: int, values: Tensor) -> Tensor:
+        """What the layer at `place` makes of `values`."""
+        if values is not self.read:  # whatever the names say, layers share a product only where they share its input
+            self.read = values
+            self.outputs = onednn_linear(values, self.weight, self.bias).split(self.widths, dim=-1)
+        return self.outputs[place]
+
+
+def groups_to_pack(module: nn.Module) -> Iterator[list[Linear]]:
+    """Its packable layers, each in one group: siblings together, the others alone."""
+    for parent in module.modules():
+        layers = {name: layer for name, layer in parent.named_children() if is_packable(layer)}
+        for names in SIBLINGS:
+            group = [layers[name] for name in names if name in layers]
+            if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
+                yield [layers.pop(name) for name in names]
+        yield from ([layer] for layer in layers.values())
 
 
 def shares_prompts(module: PreTrainedModel) -> bool:

@@ -107,7 +107,7 @@ class Batch:
         stays = ~self._draw(rows, logits[source])
         if stays.any():
             if self.cache is None:
-                self.cache = RowCache(prefilled, self.shares_prompts)
+                self.cache = RowCache(prefilled, self.shares_prompts, self.sampling.max_tokens)
             self.cache.join(prefilled, lengths, source[stays])
             self.alive = torch.cat([self.alive, rows[stays]])
 

@@ -57,10 +57,15 @@ class RowLayer(CacheLayerMixin):
         """Memory of this size for own tokens, with what is in use from column 0 on."""
         rows, used = len(self.cache), slice(self.cache.first, self.cache.end)
         for name, old in (("keys", self.keys), ("values", self.values)):
-            # Zeros: a masked column adds 0 times its value, and that of memory as it comes may be NaN.
-            new = old.new_zeros(places, old.shape[1], columns, old.shape[3])
+            new = old.new_empty(places, old.shape[1], columns, old.shape[3])
             new[:rows, :, : self.cache.end - self.cache.first] = old[:rows, :, used]
             setattr(self, name, new)
+
+    def clear(self, rows: slice) -> None:
+        """Zeros in what is in use of these places: a masked column adds 0 times its value, and that of memory as it
+        comes may be NaN."""
+        for memory in (self.keys, self.values):
+            memory[rows, :, self.cache.first : self.cache.end] = 0
 
     def add_prompts(self, keys: Tensor, values: Tensor) -> None:
         """More prompts, [n, heads, p, d]; the narrower ones are padded."""
@@ -81,10 +86,12 @@ class RowCache(Cache):
     row's first own token; `end`: that of the next.
     """
 
-    def __init__(self, prefilled: DynamicCache, shares_prompts: bool) -> None:
-        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it."""
+    def __init__(self, prefilled: DynamicCache, shares_prompts: bool, max_tokens: int) -> None:
+        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it;
+        `max_tokens`: how many own ones a row may get."""
         super().__init__(layers=[RowLayer(self, layer.keys) for layer in prefilled.layers])
         self.shares_prompts = shares_prompts
+        self.max_tokens = max_tokens
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
         self.lengths, self.end = none, 0
@@ -104,6 +111,8 @@ class RowCache(Cache):
         self.lengths = torch.cat([self.lengths, lengths[answered]])
         if len(prompt_of_row) > self.places:
             self._resize(len(prompt_of_row))
+        for layer in self.layers:
+            layer.clear(slice(len(self), len(prompt_of_row)))
         self._set_rows(prompt_of_row, torch.cat([self.starts, torch.full_like(source, self.end)]))
 
     def leave(self, gone: Tensor) -> Tensor:
@@ -172,10 +181,10 @@ class RowCache(Cache):
         return self.layers[0].keys.shape[2]
 
     def _resize(self, places: int) -> None:
-        """Room for the own tokens of `places` rows, and BLOCK more of each."""
+        """Room for the own tokens of `places` rows, and for up to BLOCK more of each."""
         used = self.end - self.first
         for layer in self.layers:
-            layer.resize(places, used + BLOCK)
+            layer.resize(places, min(used + BLOCK, self.max_tokens))
         self.starts = self.starts - self.first
         self.first, self.end = 0, used
 

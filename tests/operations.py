@@ -1,0 +1,22 @@
+"""Which of torch's operations a piece of code runs."""
+
+from collections import Counter
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.cpu import HAS_ONEDNN
+
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN for this CPU")
+
+
+class Operations(TorchDispatchMode):
+    """How often each was called while this mode was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[str(function.overloadpacket)] += 1
+        return function(*args, **(kwargs or {}))
