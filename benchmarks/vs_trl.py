@@ -88,7 +88,7 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=32, metavar="R", help="tokens of a response (32)")
     parser.add_argument("--steps", type=int, metavar="K", help="steps of each arm that are counted (10; 3 at 135m)")
     parser.add_argument("--block", type=int, metavar="N", help="steps an arm takes in its turn (2; 1 at 135m)")
-    parser.add_argument("--warmup", type=int, help="steps of each arm left out (3; 1 at 135m)")
+    parser.add_argument("--warmup", type=int, help="steps of each arm left out (8; 3 at 135m)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and recorded responses (0)")
     parser.add_argument("--ragged", action="store_true", help="prompts of P/2 to 3P/2 tokens")
     parser.add_argument("--replay", action="store_true", help="every step takes the recorded batch: the update alone")
@@ -96,8 +96,9 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of our arm")
     arguments = parser.parse_intermixed_args(argv)
-    usual = {"prompts": 16, "prompt_tokens": 40, "steps": 10, "block": 2, "warmup": 3}
-    large = {"prompts": 4, "prompt_tokens": 64, "steps": 3, "block": 1, "warmup": 1}
+    # A process that keeps its memory has all of it after 3 to 8 steps, the more the smaller they are.
+    usual = {"prompts": 16, "prompt_tokens": 40, "steps": 10, "block": 2, "warmup": 8}
+    large = {"prompts": 4, "prompt_tokens": 64, "steps": 3, "block": 1, "warmup": 3}
     for name, value in (large if arguments.size == "135m" else usual).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

@@ -1,5 +1,6 @@
 """Mini-batches: whole prompts, every row once an epoch, and the counts that normalise their losses."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.schema import ActorConfig, CriticConfig
 from data.protocol import DataProto
-from training.mini_batches import mini_batches, updates_per_step
+from training.mini_batches import mini_batches, rows_after_first
 
 CRITIC = CriticConfig(ppo_mini_batch_size=None, ppo_epochs=1, shuffle=False)
 
@@ -37,7 +38,9 @@ def test_every_row_once_an_epoch_and_groups_stay_whole(uids, size, epochs, shuff
     config = ActorConfig(ppo_mini_batch_size=size, ppo_epochs=epochs, shuffle=shuffle)
     batches = [*mini_batches(make_batch(uids), config, seed=5)]
     prompts = len(set(uids))
-    assert len(batches) == updates_per_step(config, prompts)
+    assert len(batches) == epochs * math.ceil(prompts / (size or prompts))
+    later = {row for rows in rows_of(batches[1:]) for row in rows}
+    assert rows_after_first(make_batch(uids), config, seed=5) == sorted(later)
     per_epoch = len(batches) // epochs
     for epoch in range(epochs):
         part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]

@@ -337,9 +337,7 @@ class Drifting(Bandit):
     ("overrides", "needed"),
     [
         ([], False),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], False),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], True),
-        (["actor_rollout_ref.actor.ppo_epochs=2"], True),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], False),
         (["actor_rollout_ref.actor.use_kl_loss=true"], False),
         (["algorithm.use_kl_in_reward=true"], True),
         ([f"{CORRECTION}.rollout_is=sequence"], True),
@@ -349,9 +347,47 @@ class Drifting(Bandit):
         (["algorithm.use_pf_ppo=true"], False),
     ],
 )
-def test_old_log_probs_are_computed_only_where_something_reads_them(tmp_path, overrides, needed):
+def test_old_log_probs_of_all_rows_are_computed_only_where_something_reads_them(tmp_path, overrides, needed):
     trainer, _ = make_trainer(tmp_path, *overrides)
-    assert trainer.needs_old_log_probs() is needed
+    assert trainer.reads_old_log_probs() is needed
+
+
+@pytest.mark.parametrize("shuffle", ["false", "true"])
+@pytest.mark.parametrize(
+    ("mini_batch", "epochs", "scored"), [(4, 1, None), (3, 1, 4), (2, 1, 8), (1, 1, 12), (4, 2, 16), (2, 2, 16)]
+)
+def test_old_log_probs_are_those_of_the_later_mini_batches_alone(tmp_path, mini_batch, epochs, scored, shuffle):
+    """4 prompts of 4 rows. Whatever is left out, no update meets a number that is missing."""
+
+    class Counting(Bandit):
+        def compute_log_prob(self, batch: DataProto) -> DataProto:
+            self.calls.append(len(batch))
+            return super().compute_log_prob(batch)
+
+    actor = "actor_rollout_ref.actor"
+    settings = (
+        f"{actor}.ppo_mini_batch_size={mini_batch}",
+        f"{actor}.ppo_epochs={epochs}",
+        f"{actor}.shuffle={shuffle}",
+    )
+    trainer, bandit = make_trainer(tmp_path, *settings, bandit=Counting())
+    trainer.global_step = 1
+    _, metrics = trainer.step()
+    assert [call for call in bandit.calls if isinstance(call, int)] == ([scored] if scored else [])
+    assert ("training/rollout_probs_diff_mean" in metrics) is bool(scored)
+    assert ("timing_s/old_log_prob" in metrics) is bool(scored)
+    first, *later = bandit.updates
+    assert "old_log_probs" not in first.batch
+    for update in later:
+        torch.testing.assert_close(update.old_log_probs, torch.full_like(update.old_log_probs, math.log(0.5)))
+
+
+def test_a_critic_that_warms_up_alone_needs_no_old_log_probs(tmp_path):
+    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=1")
+    trainer, bandit = make_trainer(tmp_path, *overrides, critic=True)
+    trainer.global_step = 1
+    trainer.step()
+    assert "update_critic" in bandit.calls and "old_log_prob" not in bandit.calls
 
 
 def test_weights_and_rejection_reach_the_update_and_leave_statistics_and_transcripts_alone(tmp_path):

@@ -16,6 +16,21 @@ def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int
     Each mini-batch carries in `meta_info` what its update needs: `global_batch_info`, a `seed` of its own, and
     `is_first` of its batch.
     """
+    for epoch, start, rows in mini_batch_rows(batch, config, seed):
+        mini_batch = batch.select_idxs(rows)
+        mini_batch.meta_info = {
+            **batch.meta_info,
+            "global_batch_info": global_batch_info(mini_batch, config),
+            "seed": derive_seed(seed, "mini_batch", epoch, start),
+            "is_first": epoch == start == 0,
+        }
+        yield mini_batch
+
+
+def mini_batch_rows(
+    batch: DataProto, config: ActorConfig | CriticConfig, seed: int
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(epoch, place of its first prompt in the epoch, rows) of each mini-batch."""
     groups = rows_by_prompt(batch)
     size = config.ppo_mini_batch_size or len(groups)
     for epoch in range(config.ppo_epochs):
@@ -23,15 +38,13 @@ def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int
         if config.shuffle:
             order = numpy_generator(seed, "shuffle", epoch).permutation(order)
         for start in range(0, len(groups), size):
-            rows = np.concatenate([groups[place] for place in order[start : start + size]])
-            mini_batch = batch.select_idxs(rows)
-            mini_batch.meta_info = {
-                **batch.meta_info,
-                "global_batch_info": global_batch_info(mini_batch, config),
-                "seed": derive_seed(seed, "mini_batch", epoch, start),
-                "is_first": epoch == start == 0,
-            }
-            yield mini_batch
+            yield epoch, start, np.concatenate([groups[place] for place in order[start : start + size]])
+
+
+def rows_after_first(batch: DataProto, config: ActorConfig | CriticConfig, seed: int) -> list[int]:
+    """The rows of every mini-batch but the first: they are learnt from by weights that they were not drawn with."""
+    _, *later = (rows for _, _, rows in mini_batch_rows(batch, config, seed))
+    return np.unique(np.concatenate(later)).tolist() if later else []
 
 
 def rows_by_prompt(batch: DataProto) -> list[list[int]]:
@@ -40,11 +53,6 @@ def rows_by_prompt(batch: DataProto) -> list[list[int]]:
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(uid, []).append(row)
     return list(rows.values())
-
-
-def updates_per_step(config: ActorConfig | CriticConfig, prompts: int) -> int:
-    """Optimiser steps for a batch of so many prompts; 1 is exactly on-policy."""
-    return config.ppo_epochs * -(-prompts // (config.ppo_mini_batch_size or prompts))
 
 
 def global_batch_info(mini_batch: DataProto, config: ActorConfig | CriticConfig) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from training.metric_utils import (
     reduce_metrics,
     timer,
 )
-from training.mini_batches import mini_batches, updates_per_step
+from training.mini_batches import mini_batches, rows_after_first
 from training.reports import dump_jsonl
 from training.reward import RewardManager
 from training.roles import Roles
@@ -136,7 +136,7 @@ class RayPPOTrainer:
             batch, metrics = self.collector.collect(self.global_step, timing)
             if algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-            elif self.needs_old_log_probs():
+            elif self.reads_old_log_probs():
                 with timer("old_log_prob", timing):
                     batch = batch.union(self.actor.compute_log_prob(batch))
             if self.ref:
@@ -154,6 +154,10 @@ class RayPPOTrainer:
                 with timer("update_critic", timing):
                     metrics |= self.update(self.critic.update_critic, lesson, self.config.critic)
             if self.global_step > self.config.trainer.critic_warmup:
+                later = rows_after_first(lesson, self.config.actor_rollout_ref.actor, self.seed_of("update"))
+                if later and "old_log_probs" not in lesson.batch:
+                    with timer("old_log_prob", timing):
+                        drift |= self.add_old_log_probs(lesson, later)
                 with timer("update_actor", timing):
                     metrics |= self.update(self.update_actor, lesson, self.config.actor_rollout_ref.actor)
                 with timer("update_weights", timing):
@@ -163,14 +167,22 @@ class RayPPOTrainer:
     def seed_of(self, purpose: str) -> int:
         return derive_seed(self.config.trainer.seed, purpose, self.global_step)
 
-    def needs_old_log_probs(self) -> bool:
-        """Not when every update is the first of its batch, where the ratio is 1 whatever they are, unless the KL in
-        the reward, rollout correction or the estimator reads them."""
-        config = self.config
-        correction = config.algorithm.rollout_correction
-        several = updates_per_step(config.actor_rollout_ref.actor, config.data.train_batch_size) > 1
+    def reads_old_log_probs(self) -> bool:
+        """Whether anybody reads them before the updates: the KL in the reward, rollout correction, the estimator."""
+        algorithm = self.config.algorithm
+        correction = algorithm.rollout_correction
         corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-        return several or config.algorithm.use_kl_in_reward or corrects or bool(self.needs & OF_LOG_PROB_PASS)
+        return algorithm.use_kl_in_reward or corrects or bool(self.needs & OF_LOG_PROB_PASS)
+
+    def add_old_log_probs(self, lesson: DataProto, rows: list[int]) -> Metrics:
+        """Column old_log_probs of `lesson`, of these rows; how far they are from what the rollout engine said."""
+        scored = lesson.select_idxs(rows)
+        scored = scored.union(self.actor.compute_log_prob(scored))
+        column = torch.full(lesson.batch["response_mask"].shape, torch.nan)  # nobody reads the others
+        column[rows] = scored.batch["old_log_probs"]
+        lesson.batch["old_log_probs"] = column
+        _, drift = correct_rollout(scored, self.config.algorithm.rollout_correction)  # there is none: it only measures
+        return drift
 
     def update_actor(self, mini_batch: DataProto) -> Metrics:
         """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they
