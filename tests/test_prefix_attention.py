@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
 from configs.schema import ActorConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import random_ids, relative_distance, with_counts
+from workers import prefix_attention
 from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -124,6 +126,30 @@ def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
     for one, other in zip(found[0][0], found[1][0], strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
     assert relative_distance(found[1][1], found[0][1]) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["llama, grouped queries", "qwen3", "mistral, window of 5", "gpt2"])
+def test_attention_of_a_gpu_is_that_of_a_cpu(name, lengths, dtype, monkeypatch):
+    """By FlexAttention's own arithmetic on the CPU, where it has no backward; bfloat16 as autocast brings it."""
+
+    def eager(module, query, key, value, mask, scaling):
+        grouped = query.shape[1] != key.shape[1]
+        output = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped)
+        return output.transpose(1, 2), None
+
+    module = pack(make(name), log_probs)
+    [micro] = cut(groups(*LENGTHS[lengths]), MicroBatchSize(99, 0), [], module)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        wanted = log_probs(module, micro)
+        monkeypatch.setattr(prefix_attention, "flex_attention_forward", eager)
+        monkeypatch.setattr(prefix_attention, "attend_on_cpu", prefix_attention.attend_on_gpu)
+        found = log_probs(module, micro)
+    assert "block_masks" in vars(micro.packed)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_values_too():

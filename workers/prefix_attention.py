@@ -2,9 +2,10 @@
 
 All prompts and then all responses stand in one long row of T tokens. Everything in a transformer but attention looks at
 one token at a time and needs to know nothing of it. Attention is given the layout: a prompt's tokens attend to their
-prompt, a response's to its prompt and to itself, in two calls of SDPA on [sequences, width] batches. Autograd adds up
-what the samples of a prompt ask of its keys and values. The function is registered with transformers' attention
-interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
+prompt, a response's to its prompt and to itself. On a CPU these are two calls of SDPA on [sequences, width] batches; on
+a GPU one call of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other.
+Autograd adds up what the samples of a prompt ask of its keys and values. The function is registered with transformers'
+attention interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -31,6 +34,10 @@ class Ragged:
         self.total = sum(lengths)
         self.is_full = self.total == self.shape[0] * self.shape[1]
         self._places = (torch.arange(self.shape[1], device=device) < self.lengths[:, None]).flatten().nonzero()[:, 0]
+
+    def each(self, values: Tensor) -> Tensor:
+        """[n] → [total], each sequence's for all its tokens."""
+        return values.repeat_interleave(self.lengths, output_size=self.total)
 
     def pad(self, values: Tensor) -> Tensor:
         """[heads, total, d] → [n, heads, width, d], 0 where there is no token."""
@@ -125,6 +132,26 @@ class Packed:
         """By the width of a sliding window: what a response's tokens may attend to, [b or 1, 1, S, P + S] bool."""
         return {}
 
+    @cached_property
+    def block_masks(self) -> dict[int | None, BlockMask]:
+        """By the width of a sliding window: what each of the T tokens may attend to."""
+        return {}
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        if window not in self.block_masks:
+            (prompts, _), device, position = self.prompts.shape, self.input_ids.device, self.position_ids
+            rows = torch.arange(prompts, prompts + len(self.prompt_of_row), device=device)
+            sequence = torch.cat([self.prompts.each(torch.arange(prompts, device=device)), self.responses.each(rows)])
+            prompt = torch.cat([sequence[: self.prompts.total], self.responses.each(self.prompt_of_row)])
+            oldest = position - (window or len(position)) + 1
+
+            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                own = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
+                return own & (position[key] <= position[query]) & (position[key] >= oldest[query])
+
+            self.block_masks[window] = create_block_mask(sees, None, None, len(position), len(position), device)
+        return self.block_masks[window]
+
     def response_mask(self, window: int | None) -> Tensor:
         if window not in self.response_masks:
             queries, keys = self.positions
@@ -158,11 +185,42 @@ def packed_attention(
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    attend = attend_on_gpu if query.is_cuda else attend_on_cpu
+    return attend(module, query, key, value, packed, scaling=scaling, window=sliding_window), None
+
+
+def attend_on_gpu(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """[1, T, heads, d]."""
+    # Autocast leaves FlexAttention alone, and the rotation of a bfloat16 query by float32 angles is float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return flex_attention_forward(module, query, key, value, packed.block_mask(window), scaling=scaling)[0]
+
+
+def attend_on_cpu(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """[1, T, heads, d]."""
     prompts, responses = packed.prompts, packed.responses
     parts = [tensor[0].split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
     q, k, v = (prompts.pad(prompt) for prompt, _ in parts)
     gqa = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    window = sliding_window if sliding_window and sliding_window < sum((prompts.shape[1], responses.shape[1])) else None
+    window = window if window and window < sum((prompts.shape[1], responses.shape[1])) else None
     if window:
         positions = torch.arange(prompts.shape[1], device=query.device).unsqueeze(0)
         of_prompts = F.scaled_dot_product_attention(q, k, v, within(positions, positions, window), **gqa)
@@ -177,7 +235,7 @@ def packed_attention(
         q = responses.pad(parts[0][1])
         of_responses = F.scaled_dot_product_attention(q, k, v, packed.response_mask(window), **gqa)
         output = torch.cat([output, responses.unpad(of_responses)], dim=1)
-    return output.transpose(0, 1).unsqueeze(0), None
+    return output.transpose(0, 1).unsqueeze(0)
 
 
 AttentionInterface.register(NAME, packed_attention)
