@@ -36,9 +36,7 @@ def fast_decoding(module: PreTrainedModel, steps: int, rows: int) -> Iterator[No
         if is_packed(module):  # it takes its attention from the registry
             module.set_attn_implementation(NAME)
         for layers in groups:
-            product = PackedProduct(layers, rows)
-            for place, layer in enumerate(layers):
-                layer.stand_in = partial(product, place)
+            pack_group(layers, rows)
         yield
     finally:
         for layer in (layer for layers in groups for layer in layers):
@@ -46,21 +44,35 @@ def fast_decoding(module: PreTrainedModel, steps: int, rows: int) -> Iterator[No
         module.set_attn_implementation(attention)
 
 
+def pack_group(layers: list[Linear], rows: int) -> None:
+    """Lets one product stand in for all of them."""
+    if len(layers) == 1:
+        [layer] = layers
+        layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
+        return
+    product = PackedProduct(layers, rows)
+    for place, layer in enumerate(layers):
+        layer.stand_in = partial(product, place)
+
+
 class PackedProduct:
-    """One product for the layers of a group: called for the first of them, it has the others' outputs as well."""
+    """The product of several layers with one tensor: asked for that of one of them, it has the others' as well."""
 
     def __init__(self, layers: list[Linear], rows: int) -> None:
-        self.weight = pack(torch.cat([layer.weight for layer in layers]), rows)
-        biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
-        self.bias = torch.cat(biases) if any(layer.bias is not None for layer in layers) else None
+        self.weight, self.bias = pack(torch.cat([layer.weight for layer in layers]), rows), None
+        if any(layer.bias is not None for layer in layers):
+            none = layers[0].weight.new_zeros
+            self.bias = torch.cat([none(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
         self.widths = [layer.out_features for layer in layers]
-        self.read: Tensor | None = None
+        self.read: tuple[Tensor | None, int] = (None, 0)  # the tensor, and how often it had been written to
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, place: int, values: Tensor) -> Tensor:
         """What the layer at `place` makes of `values`."""
-        if values is not self.read:  # whatever the names say, layers share a product only where they share its input
-            self.read = values
+        tensor, version = self.read
+        # Whatever the names say, layers share a product only where they share its input.
+        if values is not tensor or values._version != version:
+            self.read = (values, values._version)
             self.outputs = onednn_linear(values, self.weight, self.bias).split(self.widths, dim=-1)
         return self.outputs[place]
 
