@@ -185,42 +185,16 @@ def packed_attention(
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    attend = attend_on_gpu if query.is_cuda else attend_on_cpu
-    return attend(module, query, key, value, packed, scaling=scaling, window=sliding_window), None
-
-
-def attend_on_gpu(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """[1, T, heads, d]."""
-    # Autocast leaves FlexAttention alone, and the rotation of a bfloat16 query by float32 angles is float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    return flex_attention_forward(module, query, key, value, packed.block_mask(window), scaling=scaling)[0]
-
-
-def attend_on_cpu(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """[1, T, heads, d]."""
+    if takes_flex(query):
+        # Autocast leaves FlexAttention alone, and the rotation of a bfloat16 query by float32 angles is float32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        mask = packed.block_mask(sliding_window)
+        return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
     prompts, responses = packed.prompts, packed.responses
     parts = [tensor[0].split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
     q, k, v = (prompts.pad(prompt) for prompt, _ in parts)
     gqa = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    window = window if window and window < sum((prompts.shape[1], responses.shape[1])) else None
+    window = sliding_window if sliding_window and sliding_window < sum((prompts.shape[1], responses.shape[1])) else None
     if window:
         positions = torch.arange(prompts.shape[1], device=query.device).unsqueeze(0)
         of_prompts = F.scaled_dot_product_attention(q, k, v, within(positions, positions, window), **gqa)
@@ -235,7 +209,12 @@ def attend_on_cpu(
         q = responses.pad(parts[0][1])
         of_responses = F.scaled_dot_product_attention(q, k, v, packed.response_mask(window), **gqa)
         output = torch.cat([output, responses.unpad(of_responses)], dim=1)
-    return output.transpose(0, 1).unsqueeze(0)
+    return output.transpose(0, 1).unsqueeze(0), None
+
+
+def takes_flex(query: Tensor) -> bool:
+    """Where FlexAttention is compiled and has a backward."""
+    return query.is_cuda
 
 
 AttentionInterface.register(NAME, packed_attention)
