@@ -40,14 +40,8 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     from training.ray_trainer import RayPPOTrainer
     from training.roles import Roles
     from training.validation import Validator
-    from workers.worker_group import (
-        ActorRole,
-        CriticRole,
-        ReferenceRole,
-        RolloutRole,
-        start_worker_group,
-        worker_summary,
-    )
+    from workers.roles import ActorRole, CriticRole, ReferenceRole, RolloutRole
+    from workers.worker_group import start_worker_group, worker_summary
 
     print(batch_arithmetic(config))
     print(sampling_summary(config))
@@ -57,9 +51,10 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     try:
         roles = Roles(
             rollout=RolloutRole(group),
-            actor=ActorRole(group),
+            actor=ActorRole(group, config),
             ref=ReferenceRole(group) if with_ref else None,
             critic=CriticRole(group) if with_critic else None,
+            num_workers=group.size,
         )
         validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
         trainer = RayPPOTrainer(

@@ -1,20 +1,34 @@
-"""Our side of benchmarks/vs_trl.py: RayPPOTrainer's step, its worker in this process."""
+"""Our side of benchmarks/vs_trl.py: RayPPOTrainer's step, its worker in this process, or several of them behind Ray."""
 
 import configs.process  # noqa: F401  isort: skip  before torch
 
 import json
+import time
 from pathlib import Path
 
-from benchmarks.workload import ADAMW, CLIP_NORM, CLIP_RATIO, Channel, Meter, Workload, read_arguments, save_update
+from benchmarks.workload import (
+    ADAMW,
+    CLIP_NORM,
+    CLIP_RATIO,
+    Channel,
+    Meter,
+    Workload,
+    cpu_seconds,
+    read_arguments,
+    save_update,
+)
 from configs.checks import check_config
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
+from data.protocol import DataProto, object_array
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.roles import Roles, SamplingParams
+from workers.collectives import rank
 from workers.model_worker import ModelWorker
+from workers.roles import ActorRole, RolloutRole
 from workers.rollout import Completion, Rollout
-from workers.worker_group import ActorRole, LocalWorkerGroup, RolloutRole, start_worker_group
+from workers.worker_group import RayWorkerGroup, start_worker_group
 
 
 def main() -> None:
@@ -22,9 +36,12 @@ def main() -> None:
     workload, overrides = read_arguments()
     arm = OursArm(workload, overrides)
     channel.reply({"ready": True})
-    for step in range(workload.steps):
-        channel.wait()
-        channel.reply(arm.step(step))
+    try:
+        for step in range(workload.steps):
+            channel.wait()
+            channel.reply(arm.step(step))
+    finally:
+        arm.group.close()
 
 
 class OursArm:
@@ -35,33 +52,56 @@ class OursArm:
         config = config_of(workload, overrides)
         parts = prepare(config)
         self.group = start_worker_group(config, parts.total_steps, with_ref=False, with_critic=False)
-        assert isinstance(self.group, LocalWorkerGroup), "the benchmark measures the local executor"
-        self.worker: ModelWorker = self.group.worker
         self.trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,
-            roles=Roles(RolloutRole(self.group), ActorRole(self.group), ref=None, critic=None),
+            roles=Roles(RolloutRole(self.group), ActorRole(self.group, config), None, None, self.group.size),
             reward=parts.reward,
             train_loader=parts.train_loader,
             validator=None,
             total_steps=parts.total_steps,
         )
-        self.engine = self.worker.actor.engine
-        self.rollout = self.worker.rollout
-        self.recorded = RecordedRollout(config.actor_rollout_ref.rollout, parts.tokenizer, None)
-        self.recorded.responses = workload.recorded()
-        self.meter = Meter(self.engine.module)
+        responses = DataProto.from_dict(None, {"responses": object_array(workload.recorded())})
+        self.group.map(equip, responses.chunk_uneven(self.group.size))
 
     def step(self, step: int) -> dict[str, float]:
-        self.worker.rollout = self.recorded if self.workload.is_recorded(step) else self.rollout
+        self.group.run(start_step, self.workload.is_recorded(step))
         self.trainer.global_step = step + 1
-        self.meter.start()
+        started, used = time.perf_counter(), cpu_seconds()
         _, metrics = self.trainer.step()
-        figures = self.meter.stop(metrics["timing_s/gen"], metrics["timing_s/update_actor"])
+        seconds, used = time.perf_counter() - started, cpu_seconds() - used
+        rollout, update = metrics["timing_s/gen"], metrics["timing_s/update_actor"]
+        by_rank = self.group.run(end_step, rollout, update)
+        figures = {name: sum(figures[name] for figures in by_rank) for name in by_rank[0]}
+        if isinstance(self.group, RayWorkerGroup):  # then this process is none of the workers'
+            figures["cpu_seconds"] += used
         if step == 0:
             file = Path(self.workload.folder) / "ours.pt"
-            save_update(file, self.engine.module, self.engine.optimizer, metrics["actor/grad_norm"])
-        return figures
+            self.group.run(save_first_update, file, metrics["actor/grad_norm"])
+        times = {"step": seconds, "rollout": rollout, "update": update, "other": seconds - rollout - update}
+        return figures | times
+
+
+def equip(worker: ModelWorker, responses: DataProto) -> None:
+    """Gives a worker a meter, and its share of the recorded batch."""
+    worker.meter = Meter(worker.actor.engine.module)
+    worker.sampled = worker.rollout
+    worker.recorded = RecordedRollout(worker.config.actor_rollout_ref.rollout, worker.tokenizer, None)
+    worker.recorded.responses = list(responses.non_tensor_batch["responses"])
+
+
+def start_step(worker: ModelWorker, is_recorded: bool) -> None:
+    worker.rollout = worker.recorded if is_recorded else worker.sampled
+    worker.meter.start()
+
+
+def end_step(worker: ModelWorker, rollout: float, update: float) -> dict[str, float]:
+    return worker.meter.stop(rollout, update)
+
+
+def save_first_update(worker: ModelWorker, file: Path, grad_norm: float) -> None:
+    if rank() == 0:
+        save_update(file, worker.actor.engine.module, worker.actor.engine.optimizer, grad_norm)
 
 
 class RecordedRollout(Rollout):
@@ -69,7 +109,7 @@ class RecordedRollout(Rollout):
 
     responses: list[list[int]]
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
         return [Completion(ids, [0.0] * len(ids), "length", self.weight_version) for ids in self.responses]
 
 
@@ -99,7 +139,6 @@ def config_of(workload: Workload, overrides: list[str]) -> Config:
         "trainer.seed": workload.seed,
         "trainer.default_local_dir": folder / "ours",
         "trainer.total_training_steps": workload.steps,
-        "trainer.executor": "local",
         "trainer.n_gpus_per_node": 0,
         "trainer.val_before_train": "false",
         "trainer.resume_mode": "disable",

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.models import SHAPES, numbers_tokenizer
 from benchmarks.workload import VOCABULARY
 from configs.schema import RolloutConfig
+from data.seeding import derive_seed
 from training.roles import SamplingParams
 from workers import decoding, hf_rollout, prefix_attention
 from workers.cpu import start_process, use_onednn
@@ -45,8 +46,9 @@ def main() -> None:
     for seed in range(arguments.repeats + 1):  # the first warms up
         if seed == 1:
             seconds.clear()
+        seeds = [derive_seed(seed, row) for row in range(len(prompts))]
         start = perf_counter()
-        completions = rollout.generate(prompts, sampling, seed)
+        completions = rollout.generate(prompts, sampling, seeds)
         totals.append(perf_counter() - start)
     tokens = sum(len(done.token_ids) for done in completions)
     print(f"{tokens / median(totals[1:]):.0f} tokens/s: {tokens} in {median(totals[1:]):.2f} s")

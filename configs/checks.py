@@ -96,11 +96,12 @@ def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> No
 
 def check_workers(config: Config) -> None:
     trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
-    asked = trainer.nnodes * max(trainer.n_gpus_per_node or 0, trainer.n_workers_per_node)
-    if asked > 1:
+    asked = trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
+    if asked > 1 and trainer.executor == "local":
         raise ConfigError(
             f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
-            f"{trainer.n_workers_per_node} ask for {asked} workers: this version trains with one. Set each to 1."
+            f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
+            "null (Ray then hosts them), or set each of the three to 1."
         )
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(

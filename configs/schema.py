@@ -340,13 +340,13 @@ class TrainerConfig(Frozen):
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     executor: str | None = setting(
         None,
-        "Where the worker lives: local is this process, ray an actor; null: local for one worker.",
+        "Where workers live: local is this process, for one; ray: actors; null: local for one, ray for several.",
         choices=("local", "ray"),
     )
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
-    n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU.", ge=1)
-    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores.", ge=1)
+    n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
+    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores, shared out.", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate and stop.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")

@@ -7,7 +7,10 @@ on the number of micro-batches among ranks, is left to the callers.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 
 def ceildiv(a: int, b: int) -> int:
@@ -103,6 +106,14 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     assert all(parts), f"a part is empty: {parts}"
     assert sorted(index for part in parts for index in part) == list(range(len(seqlen_list))), "not every index once"
     return parts
+
+
+def neighbour_shares(workloads: Sequence[int], count: int) -> list[slice]:
+    """`count` consecutive shares of about equal work: a row belongs where its middle lies. Some may be empty."""
+    ends = np.cumsum(workloads, dtype=float)
+    middles = ends - np.asarray(workloads) / 2
+    edges = np.searchsorted(middles, sum(workloads) * np.arange(1, count) / count)
+    return [slice(start, end) for start, end in pairwise([0, *map(int, edges), len(workloads)])]
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:

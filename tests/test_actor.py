@@ -40,6 +40,7 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
+from workers.roles import ActorRole, without_zero_advantages
 
 ALL_TERMS = ActorConfig(
     entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OptimConfig(lr=1e-3, clip_grad=1e9)
@@ -376,15 +377,13 @@ def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy:
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
     tokens, weights = [], []
     for skips in (False, True):
-        actor = make_actor(policy, config)
-        assert actor.skips_zero_advantages
-        actor.skips_zero_advantages = skips
-        seen = []
+        actor, seen = make_actor(policy, config), []
         actor.engine.module.base_model.register_forward_pre_hook(
             lambda *call, seen=seen: seen.append(call[2]["input_ids"].numel()), with_kwargs=True
         )
+        whole = with_counts(batch, config)
         for _ in range(2):
-            actor.update_policy(with_counts(batch, config))
+            actor.update_policy(without_zero_advantages(whole) if skips else whole)
         tokens.append(sum(seen))
         weights.append([parameter.detach() for parameter in actor.engine.module.parameters()])
     assert tokens[1] < 0.7 * tokens[0]
@@ -396,20 +395,41 @@ def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrai
     batch, actor = ragged_batch(), make_actor(policy, config)
     batch.batch["advantages"].zero_()
     before = [parameter.detach().clone() for parameter in actor.engine.module.parameters()]
-    assert actor.update_policy(with_counts(batch, config))["actor/grad_norm"] == 0
+    learnt_from = without_zero_advantages(with_counts(batch, config))
+    assert len(learnt_from) == 1
+    assert actor.update_policy(learnt_from)["actor/grad_norm"] == 0
     for old, new in zip(before, actor.engine.module.parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old * (1 - 1e-2 * 0.1))  # weight decay alone
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "skips"),
     [
-        {"entropy_coeff": 0.1},
-        {"use_kl_loss": True},
-        {"calculate_entropy": True},
-        {"policy_loss": PolicyLossConfig(loss_mode="kl_cov")},
-        {"policy_loss": PolicyLossConfig(loss_mode="dro", dro_beta=0.1)},
+        ([], True),
+        (["actor.policy_loss.loss_mode=gspo"], True),
+        (["actor.policy_loss.loss_mode=kl_cov"], False),
+        (["actor.policy_loss.loss_mode=dro", "actor.policy_loss.dro_beta=0.1"], False),
+        (["actor.entropy_coeff=0.1"], False),
+        (["actor.use_kl_loss=true"], False),
+        (["actor.calculate_entropy=true"], False),
     ],
 )
-def test_all_rows_are_read_where_something_reads_them(policy: PreTrainedModel, settings: dict):
-    assert not make_actor(policy, ActorConfig(**settings)).skips_zero_advantages
+def test_all_rows_are_sent_where_something_reads_them(settings: list[str], skips: bool):
+    config = compose(*(f"actor_rollout_ref.{setting}" for setting in ["actor.entropy_coeff=0", *settings]))
+    batch = with_counts(ragged_batch(), config.actor_rollout_ref.actor)
+    batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
+    group = Recording()
+    ActorRole(group, config).update_policy(batch)
+    [rows] = group.shares
+    assert len(rows) == len(batch) - 5 * skips  # MASKED_ROW is one of them
+    assert rows.meta_info["global_batch_info"] == batch.meta_info["global_batch_info"]
+
+
+class Recording:
+    """A group of one worker that only keeps what it is given."""
+
+    size = 1
+
+    def map(self, method: Any, shares: list[DataProto]) -> list[dict]:
+        self.shares = shares
+        return [{}]

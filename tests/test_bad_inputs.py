@@ -116,7 +116,12 @@ BEFORE_ANYTHING_STARTS = [
         "trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_9",
         "resume_from_path=.*needs an existing folder",
     ),
-    Case("several workers", "trainer.n_workers_per_node=2", "ask for 2 workers", "Set each to 1"),
+    Case(
+        "several workers in one process",
+        "trainer.n_workers_per_node=2 trainer.executor=local",
+        "ask for 2 workers, and trainer.executor=local has one",
+        "leave executor null",
+    ),
     Case("engine of another version", "actor_rollout_ref.rollout.name=vllm", "vllm: that engine is not part", "Use hf"),
     Case(
         "custom engine does not load",

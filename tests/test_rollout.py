@@ -24,6 +24,7 @@ from transformers import (
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
+from data.seeding import derive_seed
 from tests.operations import Operations, needs_onednn
 from training.roles import SamplingParams
 from workers.cpu import use_onednn
@@ -74,13 +75,17 @@ def batch_of(prompts: list[list[int]], params: SamplingParams, **columns: list) 
     return DataProto.from_dict(None, objects, {"sampling": params, "seed": 3, "temperature": params.temperature})
 
 
+def generate(rollout: Rollout, prompts: list[list[int]], params: SamplingParams, seed: int = 0) -> list[Completion]:
+    return rollout.generate(prompts, params, [derive_seed(seed, row) for row in range(len(prompts))])
+
+
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [done.token_ids for done in completions]
 
 
 def reachable_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Two ids that greedy decoding meets, one late in the first answer, one early in the second."""
-    first, second, *_ = ids(make_rollout(model, tokenizer).generate(PROMPTS, GREEDY, seed=0))
+    first, second, *_ = ids(generate(make_rollout(model, tokenizer), PROMPTS, GREEDY))
     return first[5], second[2]
 
 
@@ -88,7 +93,7 @@ def test_greedy_equals_transformers_generate_token_for_token(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ):
     stops = reachable_stops(model, tokenizer)
-    found = make_rollout(model, tokenizer, stops).generate(PROMPTS, GREEDY, seed=0)
+    found = generate(make_rollout(model, tokenizer, stops), PROMPTS, GREEDY)
     width = max(map(len, PROMPTS))
     padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
@@ -105,9 +110,9 @@ def test_greedy_equals_transformers_generate_token_for_token(
 def test_rows_that_end_do_not_change_those_that_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
     """…nor does the batch's size: each prompt alone, all at once, and two at a time."""
     stops = reachable_stops(model, tokenizer)
-    together = make_rollout(model, tokenizer, stops).generate(PROMPTS, GREEDY, seed=0)
-    alone = [make_rollout(model, tokenizer, stops).generate([prompt], GREEDY, seed=0)[0] for prompt in PROMPTS]
-    in_pairs = make_rollout(model, tokenizer, stops, max_num_seqs=2).generate(PROMPTS, GREEDY, seed=0)
+    together = generate(make_rollout(model, tokenizer, stops), PROMPTS, GREEDY)
+    alone = [generate(make_rollout(model, tokenizer, stops), [prompt], GREEDY)[0] for prompt in PROMPTS]
+    in_pairs = generate(make_rollout(model, tokenizer, stops, max_num_seqs=2), PROMPTS, GREEDY)
     for one, others in ((together, alone), (together, in_pairs)):
         assert ids(one) == ids(others)
         assert [done.finish_reason for done in one] == [done.finish_reason for done in others]
@@ -121,7 +126,7 @@ def test_samples_of_a_shared_prompt_have_the_log_probs_of_a_forward_pass_of_thei
     """4 samples of each prompt, shuffled, with early ends; T = 0.7 enters by plain division before log_softmax."""
     prompts = [PROMPTS[place % len(PROMPTS)] for place in range(20)]
     rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
-    completions = rollout.generate(prompts, sampling(temperature=0.7), seed=1)
+    completions = generate(rollout, prompts, sampling(temperature=0.7), seed=1)
     assert len(set(map(tuple, ids(completions)))) > 15, "samples of one prompt must differ"
     for prompt, done in zip(prompts, completions, strict=True):
         with torch.no_grad():
@@ -162,7 +167,7 @@ def test_tokens_are_drawn_from_the_processed_distribution(
     draws = 4000
     with torch.no_grad():
         wanted = processed(model(torch.tensor([PROMPTS[0]])).logits[0, -1].tolist(), params)
-    completions = make_rollout(model, tokenizer, max_num_seqs=draws).generate([PROMPTS[0]] * draws, params, seed=0)
+    completions = generate(make_rollout(model, tokenizer, max_num_seqs=draws), [PROMPTS[0]] * draws, params, seed=0)
     counts = Counter(done.token_ids[0] for done in completions)
     assert counts.keys() <= wanted.keys()
     for done in completions:
@@ -198,7 +203,7 @@ def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(
 def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
     def draw(seed: int, max_num_seqs: int = 1024) -> list[list[int]]:
         torch.manual_seed(seed + max_num_seqs)  # must not matter
-        return ids(make_rollout(model, tokenizer, max_num_seqs=max_num_seqs).generate(PROMPTS * 2, sampling(), seed))
+        return ids(generate(make_rollout(model, tokenizer, max_num_seqs=max_num_seqs), PROMPTS * 2, sampling(), seed))
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -207,7 +212,7 @@ def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: Pre
     torch.manual_seed(0)
     expected_draw = torch.rand(3)
     torch.manual_seed(0)
-    make_rollout(model, tokenizer).generate(PROMPTS, sampling(), 1)
+    generate(make_rollout(model, tokenizer), PROMPTS, sampling(), 1)
     assert torch.equal(torch.rand(3), expected_draw)
 
 
@@ -241,7 +246,7 @@ def test_a_response_has_at_most_max_tokens(model: PreTrainedModel, tokenizer: Pr
 
 
 def test_generation_leaves_the_model_in_training_mode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    make_rollout(model.train(), tokenizer).generate(PROMPTS, GREEDY, seed=0)
+    generate(make_rollout(model.train(), tokenizer), PROMPTS, GREEDY)
     assert model.training
 
 
@@ -270,7 +275,7 @@ def random_model(family: str, attention: str) -> PreTrainedModel:
 
 
 def naive_rollout(
-    model: PreTrainedModel, prompt: list[int], uniforms: torch.Tensor, params: SamplingParams, stops: set[int]
+    model: PreTrainedModel, prompt: list[int], uniforms: np.ndarray, params: SamplingParams, stops: set[int]
 ) -> Completion:
     """The whole sequence forwarded for every token, no cache, no batch; tokens by the inverse of the cumulative sum."""
     tokens, log_probs = [], []
@@ -296,7 +301,7 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
     model = random_model(family, attention).eval()
     prompts = [PROMPTS[place] for place in (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)]
-    uniforms = torch.rand(len(prompts), R, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(prompts))]
     for params in (replace(GREEDY, temperature=1.0), sampling(temperature=0.8)):
         free = [naive_rollout(model, *row, params, set()) for row in zip(prompts, uniforms, strict=True)]
         stops = (free[0].token_ids[4], free[3].token_ids[2])
@@ -304,7 +309,7 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
         wanted = [naive_rollout(model, *row, params, ended) for row in zip(prompts, uniforms, strict=True)]
         assert len({len(done.token_ids) for done in wanted}) > 1
         for places in (1024, 3):
-            found = make_rollout(model, tokenizer, stops, places).generate(prompts, params, seed=5)
+            found = generate(make_rollout(model, tokenizer, stops, places), prompts, params, seed=5)
             assert ids(found) == ids(wanted)
             assert [done.finish_reason for done in found] == [done.finish_reason for done in wanted]
             for one, other in zip(found, wanted, strict=True):
@@ -316,9 +321,9 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerB
     """Not even when it fails: its attention, its weights and its mode are those of before."""
     model = random_model("Llama, untied", "prefix_packed").train()
     rollout = make_rollout(model, tokenizer)
-    rollout.generate(PROMPTS, GREEDY, seed=0)
+    generate(rollout, PROMPTS, GREEDY)
     with pytest.raises(IndexError):
-        rollout.generate([[5], [10**6], [5], [5]], GREEDY, seed=0)
+        generate(rollout, [[5], [10**6], [5], [5]], GREEDY)
     assert model.training
     assert model.config._attn_implementation == "prefix_packed"
     assert all("stand_in" not in vars(layer) for layer in model.modules())
@@ -354,10 +359,10 @@ def test_siblings_of_other_inputs_are_packed_alone():
 def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):
     model = random_model("Llama, untied", "sdpa")
     rollout = make_rollout(model, tokenizer)
-    before = ids(rollout.generate(PROMPTS, GREEDY, seed=0))
+    before = ids(generate(rollout, PROMPTS, GREEDY))
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    assert ids(rollout.generate(PROMPTS, GREEDY, seed=0)) != before
+    assert ids(generate(rollout, PROMPTS, GREEDY)) != before
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tokenizer: PreTrainedTokenizerBase):
@@ -394,7 +399,7 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int
 class ScriptedRollout(Rollout):
     """Answers with the first ids of 70, 71, 72, as many as the prompt has; stops unless that is three."""
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
         return [
             Completion([70, 71, 72][: len(p)], [-0.5, -0.25, -0.125][: len(p)], "stop" if len(p) < 3 else "length", 0)
             for p in prompts
@@ -454,14 +459,14 @@ def test_completions_carry_the_version_of_the_weights(model: PreTrainedModel, to
     versions = []
     for step in (0, 4):
         rollout.update_weights(step)
-        versions += [done.weight_version for done in rollout.generate(PROMPTS[:1], GREEDY, seed=0)]
+        versions += [done.weight_version for done in generate(rollout, PROMPTS[:1], GREEDY)]
     assert versions == [0, 4]
 
 
 def test_nothing_but_stop_ids_is_inherited_from_generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ):
-    plain = ids(make_rollout(model, tokenizer).generate(PROMPTS, sampling(), seed=1))
+    plain = ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1))
     model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
-    assert ids(make_rollout(model, tokenizer).generate(PROMPTS, sampling(), seed=1)) == plain
+    assert ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1)) == plain
     assert np.mean([len(tokens) for tokens in plain]) > 2

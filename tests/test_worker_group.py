@@ -10,12 +10,15 @@ import torch
 
 from configs.schema import Config
 from main import run
+from tests.on_workers import fail_on_the_second, gathered_ranks, weight_sum
 from tests.runs import compose, learning_metrics, short_run
+from workers import worker_group
 from workers.hf_rollout import HFRollout
-from workers.model_worker import load_rollout_class
+from workers.model_worker import ModelWorker, load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,
+    Resources,
     WorkerError,
     check_resources,
     start_worker_group,
@@ -25,6 +28,7 @@ from workers.worker_group import (
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
 MY_ROLLOUT = """
 import torch
+from workers import worker_group
 from workers.hf_rollout import HFRollout
 
 class MyRollout(HFRollout):
@@ -111,6 +115,46 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, tmp_path: Path):
+    """All metrics to rounding, with three mini-batches a step, the last of them smaller. Both hold the same weights to
+    the last bit, and one worker goes on from their checkpoint."""
+    options = ["data.train_batch_size=5", "trainer.save_freq=3", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    folders = {name: tmp_path / name for name in ("one", "two", "resumed")}
+    run(full_run(tiny_model, folders["one"], *options))
+    two = full_run(tiny_model, folders["two"], *options, "trainer.n_workers_per_node=2")
+    run(two)
+    saved = folders["two"] / "global_step_3"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    run(full_run(tiny_model, folders["resumed"], *options, *resume))
+    one, other, resumed = (learning_metrics(folder) for folder in folders.values())
+    assert sorted(one) == sorted(other) == [0, 1, 2, 3, 4, 5]
+    assert sorted(resumed) == [3, 4, 5]
+    for step in range(1, 6):
+        assert other[step] == pytest.approx(one[step], rel=2e-3, abs=1e-5), step
+        assert resumed.get(step, one[step]) == pytest.approx(one[step], rel=2e-3, abs=1e-5), step
+
+    group = start_worker_group(two, total_steps=5, with_ref=False, with_critic=True)
+    try:
+        group.run(ModelWorker.load_actor, saved / "actor")
+        assert group.run(weight_sum) == [weight_sum(torch.load(saved / "actor" / "model_world_size_1_rank_0.pt"))] * 2
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None):
+    group = RayWorkerGroup(Resources(workers=2, threads=1, gpus=0), dict)
+    try:
+        assert group.map(dict.__contains__, ["first", "second"]) == [False, False]
+        assert group.map(dict.__contains__, ["first alone"]) == [False]
+        assert group.run(gathered_ranks) == [[0, 1], [0, 1]]
+        with pytest.raises(WorkerError, match=r"(?s)worker rank 1 failed.*only the second"):
+            group.run(fail_on_the_second)
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
 def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny_model: Path, tmp_path: Path):
     """…and gives its CPUs back: each run asks for both of the cluster's two."""
     file = tmp_path / "my_loss.py"
@@ -132,8 +176,8 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
         start_worker_group(missing, total_steps=5, with_ref=False, with_critic=True)
 
     # And a third needs what the second had, and can still say where its process died.
-    group = RayWorkerGroup(2, 0, int, 1)
-    assert group.run(int.__add__, 2) == 3
+    group = RayWorkerGroup(Resources(workers=1, threads=2, gpus=0), int, 1)
+    assert group.run(int.__add__, 2) == [3]
     with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
         group.run(os._exit)
     group.close()
@@ -143,7 +187,7 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
 @pytest.mark.slow
 def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None):
     with pytest.raises(ValueError, match=r"asked Ray for \{'CPU': 64.0\}, the cluster has \{'CPU': 2.0\}.*n_threads"):
-        RayWorkerGroup(64, 0, dict)
+        RayWorkerGroup(Resources(workers=32, threads=2, gpus=0), dict)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +243,20 @@ def test_a_run_says_where_its_worker_is():
     assert local == "the worker is this process, with 1 thread and no GPU."
     remote = worker_summary(compose("trainer.executor=ray", "trainer.n_threads=3", "trainer.n_gpus_per_node=1").trainer)
     assert remote == "the worker is a Ray actor, with 3 threads and 1 GPU."
+    several = worker_summary(compose("trainer.nnodes=2", "trainer.n_workers_per_node=3", *asked).trainer)
+    assert several.startswith("6 workers are Ray actors, with 1 thread and no GPU each: all hold the whole model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (["trainer.n_gpus_per_node=0"], Resources(1, 8, 0)),
+        (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3"], Resources(3, 2, 0)),  # they share the cores
+        (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=9"], Resources(9, 1, 0)),
+        (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], Resources(8, 2, 1)),
+        (["trainer.n_gpus_per_node=4", "trainer.n_workers_per_node=2", "trainer.n_threads=5"], Resources(4, 5, 1)),
+    ],
+)
+def test_workers_threads_and_gpus(monkeypatch: pytest.MonkeyPatch, settings: list[str], wanted: Resources):
+    monkeypatch.setattr(worker_group, "available_cores", lambda: 8)
+    assert Resources.of(compose(*settings).trainer) == wanted

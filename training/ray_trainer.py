@@ -39,7 +39,7 @@ from training.metric_utils import (
     timer,
 )
 from training.mini_batches import mini_batches, rows_after_first
-from training.reports import dump_jsonl
+from training.reports import dump_jsonl, nothing_left
 from training.reward import RewardManager
 from training.roles import Roles
 from training.selection import select_lesson
@@ -78,6 +78,7 @@ class RayPPOTrainer:
         self.config = config
         self.tokenizer = tokenizer
         self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
+        self.num_workers = roles.num_workers
         self.collector = Collector(config, tokenizer, roles.rollout, reward, train_loader)
         self.train_loader = train_loader
         self.validator = validator
@@ -97,7 +98,7 @@ class RayPPOTrainer:
         if settings.val_only:
             return self.validator.run(self.global_step)
         if self.global_step >= self.total_steps:
-            self.say_finished()
+            print(nothing_left(self.global_step, self.total_steps, self.validation))
         with self.tracking() as tracking:
             if self.validator and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
@@ -119,15 +120,6 @@ class RayPPOTrainer:
     def validate(self) -> Metrics:
         self.validation = self.validator.run(self.global_step)
         return self.validation
-
-    def say_finished(self) -> None:
-        print(
-            f"step {self.global_step} of {self.total_steps} is done, so nothing is left to do. To go on, raise "
-            "trainer.total_training_steps (or total_epochs); to start afresh, set trainer.resume_mode=disable."
-        )
-        for name, value in self.validation.items():
-            if name.startswith("val-core/"):
-                print(f"  {name}: {value:.4g}")
 
     def step(self) -> tuple[DataProto, Metrics]:
         """One step of the algorithm: the finished batch, and what is worth logging about it."""
@@ -214,7 +206,7 @@ class RayPPOTrainer:
             **compute_data_metrics(batch, use_critic=self.critic is not None),
             **compute_group_metrics(batch),
             **compute_timing_metrics(batch, timing),
-            **compute_throughout_metrics(batch, timing, n_gpus=1),
+            **compute_throughout_metrics(batch, timing, n_gpus=self.num_workers),
         }
 
     def is_due(self, frequency: int) -> bool:

@@ -132,3 +132,13 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     """Centred mean over about a tenth of the points; at the ends, over those of the window that exist."""
     reach = len(values) // 20
     return np.array([values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(values))])
+
+
+def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:
+    """What a run says that was finished before it began: its last validation, and how to go on."""
+    lines = [
+        f"step {step} of {total_steps} is done, so nothing is left to do. To go on, raise trainer.total_training_steps "
+        "(or total_epochs); to start afresh, set trainer.resume_mode=disable."
+    ]
+    lines += [f"  {name}: {value:.4g}" for name, value in validation.items() if name.startswith("val-core/")]
+    return "\n".join(lines)

@@ -79,3 +79,4 @@ class Roles:
     actor: Actor
     ref: Reference | None
     critic: Critic | None
+    num_workers: int = 1  # over which throughput is divided

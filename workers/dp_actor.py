@@ -11,8 +11,9 @@ from configs.checks import policy_loss_name
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
-from training.core_algos import OVER_MINI_BATCH, SILENT_AT_ZERO, agg_loss, get_policy_loss_fn, kl_penalty
+from training.core_algos import OVER_MINI_BATCH, agg_loss, get_policy_loss_fn, kl_penalty
 from training.torch_functional import masked_mean, zero_masked
+from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
 from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut, token_scores
@@ -46,8 +47,6 @@ class DataParallelPPOActor:
         name = policy_loss_name(config.policy_loss, rollout_correction)
         self.policy_loss = get_policy_loss_fn(name)
         self.loss_over_mini_batch = name in OVER_MINI_BATCH
-        reads_all_rows = config.entropy_coeff or config.calculate_entropy or config.use_kl_loss
-        self.skips_zero_advantages = name in SILENT_AT_ZERO and not reads_all_rows
         policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
@@ -61,16 +60,13 @@ class DataParallelPPOActor:
         return DataProto.from_dict(columns | ({"sum_pi_squared": scores.sum_pi_squared} if with_squares else {}))
 
     def update_policy(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one mini-batch.
+        """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
 
         L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch: `meta_info` carries its
         `global_batch_info` (counts of tokens and sequences), `temperature` and `update_index` (the schedule's step).
         A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient.
-        Rows that could not change the gradient are left out (the counts stay), of metrics such as ppo_kl as well.
         """
         metrics = PooledMetrics()
-        if self.skips_zero_advantages:
-            batch = without_zero_advantages(batch)
         if self.loss_over_mini_batch:
             gradient = self.policy_gradient(batch, metrics)
             batch = DataProto(batch.batch.copy(), {}, batch.meta_info).union(gradient)
@@ -85,15 +81,20 @@ class DataParallelPPOActor:
         """Column policy_gradient, [B, R] float32: the policy loss of the whole mini-batch, by each token's log-prob.
 
         The gradient by the weights is then a sum over tokens, so that a loss in which the tokens of a mini-batch
-        depend on each other needs no more than this pass to be cut into micro-batches like any other.
+        depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
         """
         with self.engine.autocast():
-            log_probs = score(self.engine.module, batch, self.log_prob_size, False).log_probs.requires_grad_()
+            scores = score(self.engine.module, batch, self.log_prob_size, False)
         columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
-        loss = self.policy_term(columns, log_probs, batch.meta_info["global_batch_info"], metrics)
-        metrics.add_sum("actor/loss", loss)
+        shares = gather({"log_probs": scores.log_probs, **columns})
+        whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+        log_probs = whole.pop("log_probs").requires_grad_()
+        of_one_rank = metrics if rank() == 0 else PooledMetrics()  # all ranks compute the same, and it counts once
+        loss = self.policy_term(whole, log_probs, batch.meta_info["global_batch_info"], of_one_rank)
+        of_one_rank.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
-        return DataProto.from_dict({"policy_gradient": gradient})
+        own = gradient.split([len(share["log_probs"]) for share in shares])[rank()]
+        return DataProto.from_dict({"policy_gradient": own})
 
     def policy_term(
         self, columns: dict[str, Tensor], log_probs: Tensor, counts: dict[str, Any], metrics: PooledMetrics
@@ -143,12 +144,6 @@ class DataParallelPPOActor:
             loss = loss + config.kl_loss_coef * kl_loss
         metrics.add_sum("actor/loss", loss)
         return loss
-
-
-def without_zero_advantages(batch: DataProto) -> DataProto:
-    """The rows that have an advantage other than 0; one row if none has, so that the optimiser steps all the same."""
-    counts = ((batch.batch["advantages"] != 0) & batch.batch["response_mask"].bool()).any(1)
-    return batch.select_idxs(counts if counts.any() else [0])
 
 
 class ReferencePolicy:

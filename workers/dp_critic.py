@@ -31,7 +31,10 @@ class DataParallelPPOCritic:
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one mini-batch; the clipped value loss, normalised by the whole mini-batch's counts."""
+        """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
+
+        The loss is the clipped value loss, normalised by the whole mini-batch's counts.
+        """
         metrics = PooledMetrics()
         micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
         counts = batch.meta_info["global_batch_info"]

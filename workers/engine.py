@@ -1,8 +1,8 @@
 """One model in training: its weights, precision, optimiser and schedule, and its part of a checkpoint.
 
 Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns one hands
-`update()` its value on each micro-batch, and the optimiser steps once. One worker holds the whole model; sharding over
-several is not part of this file yet.
+`update()` its value on each micro-batch, and the optimiser steps once. Every worker holds the whole model; of several,
+each has a share of the micro-batches, and all take the step of their summed gradients (workers/collectives.py).
 """
 
 import json
@@ -23,6 +23,7 @@ from training.torch_functional import (
     cosine_schedule_multiplier,
     wsd_schedule_multiplier,
 )
+from workers.collectives import gather, rank, sum_gradients
 from workers.cpu import KeptMemory
 
 
@@ -69,17 +70,24 @@ class TrainEngine:
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
         """One optimiser step on the sum of `losses`, one a micro-batch; the others wait until its backward is done.
 
-        After a loss that is not finite, neither weights nor moments change and `skipped_updates` is 1.
+        After a loss that is not finite, on any rank, neither weights nor moments change and `skipped_updates` is 1.
 
         Returns:
             What `optimizer_step` does, or {"skipped_updates": 1.0} alone.
         """
+        if not all(gather(self.accumulate(losses))):
+            self.optimizer.zero_grad(set_to_none=True)
+            return {"skipped_updates": 1.0}
+        sum_gradients(self.module.parameters())
+        return self.optimizer_step(step)
+
+    def accumulate(self, losses: Iterable[Tensor]) -> bool:
+        """Adds up their gradients, as far as they are finite; whether all are."""
         for loss in losses:
             if not torch.isfinite(loss):
-                self.optimizer.zero_grad(set_to_none=True)
-                return {"skipped_updates": 1.0}
+                return False
             loss.backward()
-        return self.optimizer_step(step)
+        return True
 
     def optimizer_step(self, step: int) -> dict[str, float]:
         """Clips the accumulated gradient and applies it, at the learning rate of `step` (from 0).
@@ -101,7 +109,10 @@ class TrainEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def save(self, folder: Path, contents: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the parts named in `contents` into `folder`, in verl's layout (world size 1)."""
+        """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the
+        same, and the first writes it."""
+        if rank() > 0:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
         parts = self.checkpoint_parts()

@@ -2,10 +2,11 @@
 
 A sampling loop of our own in place of `generate`. A prompt is prefilled once for all samples of it that start
 together; finished rows leave at once and waiting ones take their places; the log-prob comes out of the softmax that is
-sampled from. Each token of each row has its own uniform number from the start, so a row's draws do not depend on which
-others it shares a batch with. No CUDA graphs: on a GPU, a step costs the launch of its kernels.
+sampled from. Each token of each row has its own uniform number from the start, by the row's seed, so that draws do not
+depend on who shares the batch. No CUDA graphs: on a GPU, a step costs the launch of its kernels.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +38,7 @@ class HFRollout(Rollout):
             )
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
         if not prompts:
             return []
         self.module.eval()
@@ -45,7 +46,7 @@ class HFRollout(Rollout):
             with fast_decoding(
                 self.module, steps=sampling.max_tokens - 1, rows=min(len(prompts), self.config.max_num_seqs)
             ):
-                batch = Batch(self.module, prompts, self.stop_ids, self.pad_token_id, sampling, seed)
+                batch = Batch(self.module, prompts, self.stop_ids, self.pad_token_id, sampling, seeds)
                 batch.run(self.config.max_num_seqs)
         finally:
             self.module.train()
@@ -62,13 +63,13 @@ class Batch:
         stop_ids: set[int],
         pad_token_id: int,
         sampling: SamplingParams,
-        seed: int,
+        seeds: list[int],
     ) -> None:
         self.module, self.prompts, self.sampling, self.pad_token_id = module, prompts, sampling, pad_token_id
         self.shares_prompts = shares_prompts(module)
         device, shape = module.device, (len(prompts), sampling.max_tokens)
-        generator = torch.Generator(device).manual_seed(seed)
-        self.uniforms = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+        uniforms = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
+        self.uniforms = torch.from_numpy(uniforms).to(device)
         self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.log_probs = torch.zeros(shape, device=device)

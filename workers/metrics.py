@@ -1,8 +1,10 @@
-"""Metrics of one update, pooled exactly over its micro-batches."""
+"""Metrics of one update, pooled exactly over its micro-batches and over all workers."""
 
 from collections import defaultdict
 
 from torch import Tensor
+
+from workers.collectives import gather
 
 
 class PooledMetrics:
@@ -20,8 +22,10 @@ class PooledMetrics:
         self._weights[name] += weight
 
     def reduce(self) -> dict[str, float]:
-        """Name → number; a mean over nothing is 0."""
-        return {
-            name: total / max(self._weights[name], 1) if name in self._weights else total
-            for name, total in self._totals.items()
-        }
+        """Name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
+        totals, weights = defaultdict(float), defaultdict(float)
+        for part_totals, part_weights in gather((self._totals, self._weights)):
+            for into, part in ((totals, part_totals), (weights, part_weights)):
+                for name, value in part.items():
+                    into[name] += value
+        return {name: total / max(weights[name], 1) if name in weights else total for name, total in totals.items()}

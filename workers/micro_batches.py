@@ -85,8 +85,7 @@ def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, 
     prompt_lengths, response_lengths = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
     if size.sequences:
         return [torch.tensor(rows) for rows in micro_batch_indices([1] * len(mask), micro_batch_size=size.sequences)]
-    prompts = torch.where(mask[:, :prompt_width] == 1, batch.batch["input_ids"][:, :prompt_width], -1)
-    is_next = [False, *(prompts[1:] == prompts[:-1]).all(1).tolist()]
+    is_next = repeats_prompt(batch).tolist()
     units, tokens = [], []  # rows that share a prompt, and what a forward pass of them holds
     for row, (prompt, response) in enumerate(zip(prompt_lengths.tolist(), response_lengths.tolist(), strict=True)):
         if shares_prompts and is_next[row] and tokens[-1] + response <= size.tokens:
@@ -97,6 +96,16 @@ def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, 
             tokens.append(prompt + response)
     parts = micro_batch_indices(tokens, max_token_len=size.tokens)
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
+
+
+def repeats_prompt(batch: DataProto) -> Tensor:
+    """[B] bool: the rows whose prompt is that of the row before."""
+    width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
+    ids, mask = (batch.batch[name][:, :width] for name in ("input_ids", "attention_mask"))
+    prompts = torch.where(mask == 1, ids, -1)
+    repeats = torch.zeros(len(batch), dtype=torch.bool)
+    repeats[1:] = (prompts[1:] == prompts[:-1]).all(1)
+    return repeats
 
 
 class TokenScores(NamedTuple):

@@ -27,7 +27,7 @@ from workers.rollout import Rollout
 
 
 class ModelWorker:
-    """One process's share of the run.
+    """One process's share of the run; of several workers each holds all models and gets some rows of every batch.
 
     Args:
         config: the whole run's.

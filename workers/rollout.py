@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.protocol import DataProto
+from data.seeding import derive_seed
 from training.roles import SamplingParams
 
 
@@ -45,8 +46,8 @@ class Rollout(ABC):
         self.weight_version = 0
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seed: int) -> list[Completion]:
-        """One completion per prompt, in order. Equal prompts may be computed once; draws depend on `seed` only."""
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
+        """One completion per prompt, in order. Equal prompts may be computed once; a row's draws depend on its seed."""
 
     def update_weights(self, step: int) -> None:
         """The actor's weights changed: whatever was cached under the old ones must go."""
@@ -55,10 +56,13 @@ class Rollout(ABC):
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """`batch` (column raw_prompt_ids; meta_info sampling, seed) with the columns of a rollout.
 
-        Prompts are left-padded to P = prompt_length, responses right-padded to R = response_length.
+        Prompts are left-padded to P = prompt_length, responses right-padded to R = response_length. `first_row` in
+        meta_info says which row of its whole the first one is, if other workers have rows of it as well.
         """
-        prompts = [list(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]]
-        completions = self.generate(prompts, batch.meta_info["sampling"], batch.meta_info["seed"])
+        prompts, meta = [list(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]], batch.meta_info
+        first = meta.get("first_row", 0)
+        seeds = [derive_seed(meta["seed"], "row", first + place) for place in range(len(prompts))]
+        completions = self.generate(prompts, meta["sampling"], seeds)
         columns = pad_rollout(
             prompts, completions, self.config.prompt_length, self.config.response_length, self.pad_token_id
         )

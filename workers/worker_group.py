@@ -1,12 +1,13 @@
-"""Where a worker runs: in this process, or as a Ray actor in a placement group. One interface, one behaviour.
+"""Where the workers run: one in this process, or any number as Ray actors in a placement group. One interface, one
+behaviour.
 
-`run(method, *args)` calls a method of the worker and returns its result; the roles of `training/roles.py` are thin
-faces over it that say which method each verb is. One worker for now: the group is where more will go.
+`run` has every worker do the same; `map` gives each its share. The roles of `workers/roles.py` are thin faces over the
+two that say which method each verb is, and who gets what.
 """
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.process import VARIABLES, available_cores
 from configs.schema import Config, TrainerConfig
-from data.protocol import DataProto
+from workers.collectives import connect, join_group, open_store
 from workers.cpu import start_process
 from workers.model_worker import ModelWorker
 
@@ -28,90 +29,142 @@ PLACEMENT_SECONDS = 60
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
+@dataclass(frozen=True)
+class Resources:
+    """So many workers, with so many CPU threads and GPUs each."""
+
+    workers: int
+    threads: int
+    gpus: int
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> "Resources":
+        gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
+        workers_a_node = gpus or trainer.n_workers_per_node
+        threads = trainer.n_threads or max(1, available_cores() // workers_a_node)
+        return cls(trainer.nnodes * workers_a_node, threads, min(gpus, 1))
+
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for one worker."""
+        return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
 class WorkerGroup(Protocol):
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """`method(worker, *args)`, where the worker lives; an exception there is raised here."""
+    """`size` workers, called by rank; an exception in any of them is raised here."""
+
+    size: int
+
+    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """`method(worker, *args)` of every worker."""
+
+    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
+        """`method(worker, share)` of the first workers, each with its share."""
 
     def close(self) -> None:
-        """Gives the worker's resources back."""
+        """Gives the workers' resources back."""
 
 
 class LocalWorkerGroup:
-    """The worker is an object of this process: no start-up, no serialisation, breakpoints work."""
+    """The one worker is an object of this process: no start-up, no serialisation, breakpoints work."""
+
+    size = 1
 
     def __init__(self, n_threads: int, worker_class: type, *args: Any) -> None:
         start_process(n_threads)
         self.worker = worker_class(*args)
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return method(self.worker, *args)
+    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [method(self.worker, *args)]
+
+    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
+        return [method(self.worker, share) for share in shares]
 
     def close(self) -> None:
         pass
 
 
 class RayWorkerGroup:
-    """The worker is a Ray actor with its CPUs and GPU reserved. Ray itself is started, and stopped by `close`, unless
-    it runs already.
+    """Every worker is a Ray actor with its CPUs and GPU reserved, and knows the others by torch.distributed. Ray itself
+    is started, and stopped by `close`, unless it runs already.
 
     Raises:
         ValueError: the cluster has less than is asked for; both figures are in the message.
     """
 
-    def __init__(self, n_threads: int, n_gpus: int, worker_class: type, *args: Any) -> None:
+    def __init__(self, resources: Resources, worker_class: type, *args: Any) -> None:
+        self.size = resources.workers
         with ExitStack() as taken:  # given back if anything below fails
             if not ray.is_initialized():
                 ray.init(include_dashboard=False)
                 taken.callback(ray.shutdown)
-            placement = reserve({"CPU": float(n_threads)} | ({"GPU": float(n_gpus)} if n_gpus else {}))
+            placement = reserve(resources)
             taken.callback(remove_placement_group, placement)
-            remote_class = ray.remote(
-                num_cpus=n_threads,
-                num_gpus=n_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement),
-                runtime_env={"env_vars": worker_environment(n_threads)},
-            )(RemoteWorker)
-            self.worker = remote_class.remote(os.getcwd(), n_threads)
-            taken.callback(ray.kill, self.worker)
-            self._get(self.worker.build.remote(worker_class, *args))
+            self.workers = []
+            for place in range(self.size):
+                worker = remote_class(resources, placement, place).remote(os.getcwd(), resources.threads)
+                taken.callback(ray.kill, worker)
+                self.workers.append(worker)
+            if self.size > 1:
+                [address] = self._results([self.workers[0].open_store.remote(self.size)])
+                self._results([worker.join.remote(address, place, self.size) for place, worker in self._ranked()])
+            self._results([worker.build.remote(worker_class, *args) for worker in self.workers])
             self.taken = taken.pop_all()
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return self._get(self.worker.run.remote(method, *args))
+    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._results([worker.run.remote(method, *args) for worker in self.workers])
 
-    def _get(self, reference: ray.ObjectRef) -> Any:
+    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
+        assert len(shares) <= self.size, f"{len(shares)} shares for {self.size} workers"
+        return self._results([self.workers[place].run.remote(method, share) for place, share in enumerate(shares)])
+
+    def _ranked(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self.workers))
+
+    def _results(self, calls: list[ray.ObjectRef]) -> list[Any]:
+        """By rank. The first failure ends the wait, as the others may wait for the rank that failed."""
+        results, pending = {}, calls
+        while pending:
+            [done], pending = ray.wait(pending)
+            results[calls.index(done)] = self._result(done, calls.index(done))
+        return [results[rank] for rank in range(len(calls))]
+
+    def _result(self, call: ray.ObjectRef, rank: int) -> Any:
         try:
-            return ray.get(reference)
+            return ray.get(call)
         except ray.exceptions.RayTaskError as error:
             # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
-            raise WorkerError(f"worker rank 0 failed:\n{COLOUR.sub('', str(error))}") from None
+            raise WorkerError(f"worker rank {rank} failed:\n{COLOUR.sub('', str(error))}") from None
         except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"worker rank 0 died: {error}. Its log is under /tmp/ray/session_latest/logs.") from error
+            logs = "Its log is under /tmp/ray/session_latest/logs."
+            raise WorkerError(f"worker rank {rank} died: {error}. {logs}") from error
 
     def close(self) -> None:
         self.taken.close()
 
 
 def start_worker_group(config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> WorkerGroup:
-    """The run's worker, where trainer.executor says (null: in this process)."""
-    n_threads, n_gpus = resources(config.trainer)
+    """The run's workers, where trainer.executor says (null: one worker in this process, several as Ray actors)."""
+    resources = Resources.of(config.trainer)
     arguments = (ModelWorker, config, total_steps, with_ref, with_critic)
-    if config.trainer.executor == "ray":
-        return RayWorkerGroup(n_threads, n_gpus, *arguments)
-    return LocalWorkerGroup(n_threads, *arguments)
+    if uses_ray(config.trainer):
+        return RayWorkerGroup(resources, *arguments)
+    return LocalWorkerGroup(resources.threads, *arguments)
 
 
-def resources(trainer: TrainerConfig) -> tuple[int, int]:
-    """Threads and GPUs of the worker."""
-    n_gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
-    return trainer.n_threads or available_cores(), n_gpus
+def uses_ray(trainer: TrainerConfig) -> bool:
+    return trainer.executor == "ray" or Resources.of(trainer).workers > 1
 
 
 def worker_summary(trainer: TrainerConfig) -> str:
-    """One line: where the worker runs, and on what."""
-    n_threads, n_gpus = resources(trainer)
-    where = "a Ray actor" if trainer.executor == "ray" else "this process"
-    return f"the worker is {where}, with {n_threads} thread{'s'[: n_threads > 1]} and {n_gpus or 'no'} GPU."
+    """One line: where the workers run, and on what."""
+    resources = Resources.of(trainer)
+    having = f"with {resources.threads} thread{'s'[: resources.threads > 1]} and {resources.gpus or 'no'} GPU"
+    if resources.workers > 1:
+        return (
+            f"{resources.workers} workers are Ray actors, {having} each: all hold the whole model, and each takes a "
+            "share of every batch."
+        )
+    return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {having}."
 
 
 class WorkerError(RuntimeError):
@@ -126,11 +179,29 @@ class RemoteWorker:
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         start_process(n_threads)
 
+    def open_store(self, size: int) -> tuple[str, int]:
+        """Rank 0's: the address at which the others find it."""
+        self.store = open_store(ray.util.get_node_ip_address(), size)
+        return self.store.host, self.store.port
+
+    def join(self, address: tuple[str, int], rank: int, size: int) -> None:
+        join_group(self.store if rank == 0 else connect(*address, size), rank, size)
+
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         return method(self.worker, *args)
+
+
+def remote_class(resources: Resources, placement: PlacementGroup, place: int) -> Any:
+    """`RemoteWorker` as an actor in this place of the group."""
+    return ray.remote(
+        num_cpus=resources.threads,
+        num_gpus=resources.gpus,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place),
+        runtime_env={"env_vars": worker_environment(resources.threads)},
+    )(RemoteWorker)
 
 
 def worker_environment(n_threads: int) -> dict[str, str]:
@@ -139,14 +210,16 @@ def worker_environment(n_threads: int) -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **VARIABLES}
 
 
-def reserve(asked: dict[str, float]) -> PlacementGroup:
-    """A placement group of one bundle.
+def reserve(resources: Resources) -> PlacementGroup:
+    """A placement group of one bundle a worker.
 
     Raises:
         ValueError: the cluster does not have it, or others do not free it in time.
     """
+    bundles = [resources.bundle()] * resources.workers
+    asked = {name: resources.workers * amount for name, amount in resources.bundle().items()}
     check_resources(asked, ray.cluster_resources())
-    placement = placement_group([asked])
+    placement = placement_group(bundles)
     if not placement.wait(PLACEMENT_SECONDS):
         remove_placement_group(placement)
         raise ValueError(
@@ -161,59 +234,6 @@ def check_resources(asked: dict[str, float], present: dict[str, float]) -> None:
     if missing:
         has = {name: present.get(name, 0) for name in missing}
         raise ValueError(
-            f"asked Ray for {missing}, the cluster has {has}. "
-            "Lower trainer.n_threads / trainer.n_gpus_per_node / trainer.nnodes, or add nodes with `ray start`."
+            f"asked Ray for {missing}, the cluster has {has}. Lower trainer.n_threads / trainer.n_workers_per_node / "
+            "trainer.n_gpus_per_node / trainer.nnodes, or add nodes with `ray start`."
         )
-
-
-@dataclass
-class RolloutRole:
-    group: WorkerGroup
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self.group.run(ModelWorker.generate_sequences, prompts)
-
-    def update_weights(self, step: int) -> None:
-        self.group.run(ModelWorker.update_weights, step)
-
-
-@dataclass
-class ActorRole:
-    group: WorkerGroup
-
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        return self.group.run(ModelWorker.compute_log_prob, batch)
-
-    def update_policy(self, batch: DataProto) -> dict[str, float]:
-        return self.group.run(ModelWorker.update_policy, batch)
-
-    def save(self, folder: Path) -> None:
-        self.group.run(ModelWorker.save_actor, folder)
-
-    def load(self, folder: Path) -> None:
-        self.group.run(ModelWorker.load_actor, folder)
-
-
-@dataclass
-class ReferenceRole:
-    group: WorkerGroup
-
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        return self.group.run(ModelWorker.compute_ref_log_prob, batch)
-
-
-@dataclass
-class CriticRole:
-    group: WorkerGroup
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        return self.group.run(ModelWorker.compute_values, batch)
-
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        return self.group.run(ModelWorker.update_critic, batch)
-
-    def save(self, folder: Path) -> None:
-        self.group.run(ModelWorker.save_critic, folder)
-
-    def load(self, folder: Path) -> None:
-        self.group.run(ModelWorker.load_critic, folder)
