@@ -62,7 +62,8 @@ def table(figures: dict[str, Any]) -> str:
     lines += [
         f"one update of the recorded batch: cosine of the parameter changes {figures['delta_cosine']:.6f}, of the "
         f"gradients {figures['gradient_cosine']:.6f}; gradient norms {norms['trl']:.6g} and {norms['ours']:.6g}",
-        f"machine: {figures['machine']['gflops']:.0f} GFLOP/s in a float32 product, "
+        f"machine: {figures['machine']['gflops']:.0f} GFLOP/s in a float32 product (median; "
+        f"{min(figures['machine']['gflops_by_turn']):.0f} to {max(figures['machine']['gflops_by_turn']):.0f}), "
         f"{figures['machine']['gb_per_second']:.0f} GB/s in a copy, {figures['machine']['threads']} threads; "
         f"TRL's micro-batch: {figures['trl']['micro_batch']}; load before blocks: "
         f"{min(block['load_before'] for block in figures['blocks']):.1f} to "

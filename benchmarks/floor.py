@@ -9,6 +9,7 @@ to be had.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from transformers import PretrainedConfig
@@ -23,8 +24,10 @@ class Machine:
     flops: float  # floating-point operations a second
     bandwidth: float  # bytes a second, reading and writing
 
-    def best_of(self, other: "Machine") -> "Machine":
-        return Machine(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth))
+
+def typical(machines: list[Machine]) -> Machine:
+    """Medians, as of the steps that were taken meanwhile."""
+    return Machine(median(each.flops for each in machines), median(each.bandwidth for each in machines))
 
 
 @dataclass(frozen=True)

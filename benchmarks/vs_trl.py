@@ -7,7 +7,8 @@ while the other works, in turns of a few steps. TRL has an environment of its ow
 Step 0 of both is one recorded batch from the same weights: unless their changes of the parameters agree (cosine above
 0.9999, gradient norms equal to 0.1 %) the work is not the same, and the exit code is 1. With --replay every step takes
 the recorded batch, so only the update is compared. The floor is what the arithmetic alone takes at this machine's
-measured speed (benchmarks/floor.py). Anything else that runs on the machine disturbs the seconds; its load is recorded.
+speed (benchmarks/floor.py), the median of what is measured between the turns: a shared machine is not equally fast all
+the time. Anything else that runs on the machine disturbs the seconds; its load is recorded.
 """
 
 import configs.process  # noqa: F401  isort: skip  before torch
@@ -30,7 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from benchmarks.figures import ARMS, summary, table
-from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, update_floor
+from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typical, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
 from configs.process import VARIABLES, available_cores
 from workers.cpu import start_process
@@ -52,17 +53,18 @@ def main() -> None:
     workload = workload_of(arguments)
     shape = Shape.of(AutoConfig.from_pretrained(workload.model))
     start_process(available_cores())
-    machine = measure_machine(shape)
     with ExitStack() as running:
         arms = start_arms(workload, arguments, running)
-        agreement, blocks = run(arms, workload, arguments)
-    machine = machine.best_of(measure_machine(shape))  # in case something else ran at the start
+        agreement = compare_first_steps(arms, workload, arguments.warmup)
+        blocks, machines = take_turns(arms, shape, arguments)
+    machine = typical(machines)
     figures = {
         **summary(blocks, floors(shape, machine, workload)),
         **agreement,
         "trl": arms["trl"].about,
         "machine": {
             "gflops": machine.flops / 1e9,
+            "gflops_by_turn": [each.flops / 1e9 for each in machines],
             "gb_per_second": machine.bandwidth / 1e9,
             "threads": available_cores(),
         },
@@ -184,24 +186,30 @@ def start_arms(workload: Workload, arguments: argparse.Namespace, running: ExitS
     return arms
 
 
-def run(
-    arms: dict[str, Arm], workload: Workload, arguments: argparse.Namespace
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """How well the updates of step 0 agree; and the counted steps of both arms, in turns."""
-    for _ in range(1 + arguments.warmup):
+def compare_first_steps(arms: dict[str, Arm], workload: Workload, warmup: int) -> dict[str, Any]:
+    """How well the updates of step 0 agree; the steps that are not counted are taken as well."""
+    for _ in range(1 + warmup):
         for name in ARMS:
             arms[name].step()
-    agreement = compare_updates(Path(workload.model), {name: FOLDER / f"{name}.pt" for name in ARMS})
-    blocks = []
+    return compare_updates(Path(workload.model), {name: FOLDER / f"{name}.pt" for name in ARMS})
+
+
+def take_turns(
+    arms: dict[str, Arm], shape: Shape, arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[Machine]]:
+    """The counted steps of both arms, a block each at a time; and what the machine could do between the blocks, as a
+    shared one is not equally fast all the time."""
+    blocks, machines = [], []
     for start in range(0, arguments.steps, arguments.block):
         for name in ARMS:
             time.sleep(SETTLE_SECONDS)
+            machines.append(measure_machine(shape))
             load = os.getloadavg()[0]
             steps = [arms[name].step() for _ in range(min(arguments.block, arguments.steps - start))]
             blocks.append({"arm": name, "load_before": load, "steps": steps})
             took = " ".join(f"{step['step']:.2f}" for step in steps)
             print(f"{name:<5} steps {start + 1}-{start + len(steps)}: {took} s (load before: {load:.1f})", flush=True)
-    return agreement, blocks
+    return blocks, machines
 
 
 def compare_updates(model: Path, files: dict[str, Path]) -> dict[str, Any]:

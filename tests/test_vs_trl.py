@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import vs_trl, workload
 from benchmarks.figures import ARMS, summary, table
-from benchmarks.floor import Machine, Shape, rollout_floor, seen_by_responses, update_floor
+from benchmarks.floor import Machine, Shape, rollout_floor, seen_by_responses, typical, update_floor
 from benchmarks.models import save_model
 from benchmarks.ours_arm import OursArm
 from benchmarks.plot import plot
@@ -103,6 +103,7 @@ def test_floors_by_hand() -> None:
     memory = Machine(flops=float("inf"), bandwidth=1.0)
     assert update_floor(shape, memory, *lengths) == 7 * 4 * 40
     assert rollout_floor(shape, memory, *lengths) == 4 * (2 * 40 + 2 * 15)  # two decoding steps; keys and values
+    assert typical([Machine(1.0, 8.0), Machine(5.0, 6.0), Machine(2.0, 9.0)]) == Machine(2.0, 8.0)
 
 
 def test_keys_seen_as_counted_one_by_one() -> None:
@@ -197,9 +198,9 @@ def test_figures_are_medians_and_carry_the_promised_names(tmp_path: Path) -> Non
     low, high = figures["ratio_step_interval"]
     assert 8 / 9 <= low <= 6 <= high <= 45
     agreement = {"delta_cosine": 1.0, "gradient_cosine": 1.0, "gradient_norm": {"trl": 1.0, "ours": 1.0}}
-    machine = {"gflops": 100.0, "gb_per_second": 20.0, "threads": 2}
+    machine = {"gflops": 100.0, "gflops_by_turn": [90.0, 110.0], "gb_per_second": 20.0, "threads": 2}
     shown = table({**figures, **agreement, "machine": machine, "trl": {"micro_batch": 8}, "blocks": blocks})
-    assert "12.000" in shown and "6.00" in shown
+    assert "12.000" in shown and "6.00" in shown and "(median; 90 to 110)" in shown
     json.dumps(figures)
     shape = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5}
     plot(tmp_path / "bars.png", [{**figures, "arguments": shape}] * 2)

@@ -10,7 +10,8 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,10 +79,13 @@ class Linear(nn.Linear):
     """nn.Linear by way of oneDNN: the same weight and bias, under the same names."""
 
     stand_in: Callable[[Tensor], Tensor] | None = None  # computes the same, where there is one
+    siblings: Callable[["Linear", Tensor], Tensor] | None = None  # the same with gradients, for several layers
 
     def forward(self, values: Tensor) -> Tensor:
         if self.stand_in is not None:
             return self.stand_in(values)
+        if self.siblings is not None and torch.is_grad_enabled():
+            return self.siblings(self, values)
         return linear(values, self.weight, self.bias)
 
 
@@ -96,23 +100,32 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
     if not is_for_onednn(values, weight):
         return F.linear(values, weight, bias)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, weight, bias)):
-        return _Linear.apply(values, weight, bias)
-    return onednn_linear(values, weight, bias)
+    [output] = linears(values, [weight], [bias])
+    return output
+
+
+def linears(values: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """The same by several weights and biases, all for oneDNN."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, *weights, *biases)):
+        return _Linears.apply(values, *weights, *biases)
+    return tuple(map(partial(onednn_linear, values), weights, biases))
 
 
 def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
-    """Whether these are plain float32 tensors on an x86 CPU, none of them empty or spread over processes."""
+    """Whether oneDNN can have the product of these, and is to be had."""
+    return is_plain(values, weight) and values.ndim > 1 and HAS_ONEDNN
+
+
+def is_plain(values: Tensor, weight: Tensor) -> bool:
+    """Whether these are float32 tensors on a CPU as they stand, none of them empty or spread over processes."""
     return (
         values.dtype == weight.dtype == torch.float32
         and values.device.type == "cpu"
         and type(weight) in PLAIN
         and type(values) in PLAIN
-        and values.ndim > 1
         and values.numel() > 0
         and weight.numel() > 0
         and not torch.is_autocast_enabled("cpu")
-        and HAS_ONEDNN
     )
 
 
@@ -129,26 +142,48 @@ def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
     """gradientᵀ @ values: [rows, out] and [rows, in] → [out, in], as `weight` is."""
     if not is_for_onednn(values, weight):
         return gradient.T @ values
-    of_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(
-        gradient.to_mkldnn(), values.to_mkldnn(), weight, False
-    )
+    return onednn_weight_gradient(gradient, values.to_mkldnn(), weight)
+
+
+def onednn_weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+    """The same of values in oneDNN's layout."""
+    of_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values, weight, False)
     return of_weight
 
 
-class _Linear(torch.autograd.Function):
+def values_gradient(gradients: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
+    """Σ gradient @ weight, [..., out] and [out, in] → [..., in]: each product adds to the sum of those before it."""
+    total = onednn_linear(gradients[0], weights[0].T)
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        total = torch.ops.mkldnn._linear_pointwise.binary(gradient, total, weight.T, None, "add")
+    return total
+
+
+class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(values, weight)
-        return onednn_linear(values, weight, bias)
+    def forward(ctx: FunctionCtx, values: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = halves(parameters)
+        ctx.save_for_backward(values, *weights)
+        return tuple(map(partial(onednn_linear, values), weights, biases))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        values, weight = ctx.saved_tensors
-        of_values, of_weight, of_bias = ctx.needs_input_grad
-        rows = gradient.flatten(0, -2)
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, *weights = ctx.saved_tensors
+        of_values, *of_parameters = ctx.needs_input_grad
+        of_weights, of_biases = halves(of_parameters)
+        rows = [gradient.flatten(0, -2) for gradient in gradients]
+        laid_out = values.flatten(0, -2).to_mkldnn() if any(of_weights) else None
         return (
-            onednn_linear(gradient, weight.T) if of_values else None,
-            weight_gradient(rows, values.flatten(0, -2), weight) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            values_gradient(gradients, weights) if of_values else None,
+            *(
+                onednn_weight_gradient(row, laid_out, weight) if wanted else None
+                for row, weight, wanted in zip(rows, weights, of_weights, strict=True)
+            ),
+            *(row.sum(0) if wanted else None for row, wanted in zip(rows, of_biases, strict=True)),
         )
+
+
+def halves(parameters: Sequence) -> tuple[Sequence, Sequence]:
+    """Weights and biases of as many layers."""
+    return parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]

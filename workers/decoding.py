@@ -17,13 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from workers import siblings
 from workers.cpu import Linear, is_for_onednn, onednn_linear, pack
 from workers.kv_cache import RowCache
 from workers.prefix_attention import is_packed
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that read the same tensor
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def groups_to_pack(module: nn.Module) -> Iterator[list[Linear]]:
     """Its packable layers, each in one group: siblings together, the others alone."""
     for parent in module.modules():
         layers = {name: layer for name, layer in parent.named_children() if is_packable(layer)}
-        for names in SIBLINGS:
+        for names in siblings.NAMES:
             group = [layers[name] for name in names if name in layers]
             if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
                 yield [layers.pop(name) for name in names]

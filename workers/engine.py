@@ -100,7 +100,11 @@ class TrainEngine:
         lr = self.optim.lr * self.multiplier(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_grad).item()
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        grad_norm = total_norm.item()
+        if grad_norm > self.optim.clip_grad:  # clip_grad_norm_ would multiply by 1 where it is not
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_grad, total_norm)
         finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()

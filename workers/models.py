@@ -20,6 +20,8 @@ from data.tokenizer import check_model_path
 from workers import prefix_attention
 from workers.cpu import use_onednn
 from workers.micro_batches import MicroBatch, token_scores, token_values
+from workers.rms_norm import use_fast_norms
+from workers.siblings import join_siblings
 
 PACKING_TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward far worse
 
@@ -53,6 +55,8 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
         path, config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code, attn_implementation="sdpa"
     )
     use_onednn(module)
+    use_fast_norms(module)
+    join_siblings(module)
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     return module

@@ -191,7 +191,7 @@ def packed_attention(
         mask = packed.block_mask(sliding_window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
     prompts, responses = packed.prompts, packed.responses
-    parts = [tensor[0].split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
+    parts = [tensor.squeeze(0).split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
     q, k, v = (prompts.pad(prompt) for prompt, _ in parts)
     gqa = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     window = sliding_window if sliding_window and sliding_window < sum((prompts.shape[1], responses.shape[1])) else None
@@ -235,4 +235,4 @@ def packed_hidden_states(module: PreTrainedModel, packed: Packed) -> Tensor:
         use_cache=False,
         packed=packed,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state.squeeze(0)

@@ -90,26 +90,26 @@ class _Head:
         logits = linear(states, weight[block].to(self.compute_dtype), bias).to(self.dtype)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits.div_(self.temperature)
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
 
-    def slope(self, z: Tensor) -> Tensor | float:
-        """The derivative of a tile's `z` by the logits."""
+    def slope(self, z: Tensor) -> Tensor | None:
+        """The derivative of a tile's `z` by the logits, times the temperature; None for 1."""
         if self.softcap is None:
-            return 1 / self.temperature
-        return (1 - (z * (self.temperature / self.softcap)).square_()).div_(self.temperature)
+            return None
+        return 1 - (z * (self.temperature / self.softcap)).square_()
 
     def statistics(self, z: Tensor) -> Tensor:
         """Log-normalizer, entropy and sum of squares of each row's softmax, [3, N]; 0 for what is not asked for."""
-        peak = z.amax(1)
-        below_peak = z - peak.unsqueeze(1)
-        mass = below_peak.exp() if self.with_entropy else below_peak.exp_()
-        total = mass.sum(1)
-        entropy = squares = torch.zeros_like(total)
-        if self.with_entropy:
-            entropy = total.log() - torch.linalg.vecdot(mass, below_peak) / total
-        if self.with_sum_pi_squared:
-            squares = torch.linalg.vecdot(mass, mass) / total.square()
-        return torch.stack([peak + total.log(), entropy, squares])
+        log_pi = z.log_softmax(1)  # one pass for what would be four
+        normalizer = z.amax(1) - log_pi.amax(1)  # any column would do; these are the least rounded
+        entropy = squares = torch.zeros_like(normalizer)
+        if self.with_entropy or self.with_sum_pi_squared:
+            pi = log_pi.exp()
+            if self.with_entropy:
+                entropy = -torch.linalg.vecdot(pi, log_pi)
+            if self.with_sum_pi_squared:
+                squares = torch.linalg.vecdot(pi, pi)
+        return torch.stack([normalizer, entropy, squares])
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -154,9 +154,15 @@ class _ScoreTokens(torch.autograd.Function):
         head: _Head = ctx.head
         hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
         wanted = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        d_hidden, d_weight, d_bias = (torch.zeros_like(x, dtype=head.dtype) if needed else None for x, needed in wanted)
+        d_hidden, d_weight, d_bias = (torch.empty_like(x, dtype=head.dtype) if needed else None for x, needed in wanted)
+        if d_hidden is not None:
+            d_hidden.zero_()  # a sum over blocks; of the others each writes its own part
         if d_log_probs is None:
             d_log_probs = torch.zeros_like(normalizer)
+        # [N, 1] each; the division by the temperature is done here, once for all columns.
+        upstream, of_entropy = (
+            None if x is None else (x / head.temperature).unsqueeze(1) for x in (d_log_probs, d_entropy)
+        )
         states = hidden.to(head.compute_dtype)
         for block in head.blocks(len(labels), len(weight)):
             z = ctx.kept.pop(block.start, None)  # overwritten below: a second backward computes it again
@@ -164,14 +170,16 @@ class _ScoreTokens(torch.autograd.Function):
                 z = head.tile(states, weight, bias, block)
             slope = head.slope(z)
             log_pi = z.sub_(normalizer.unsqueeze(1))
-            pi = log_pi.exp()
             # ∂ log π(label) / ∂z_v = [v = label] - π_v;  ∂H / ∂z_v = -π_v (log π_v + H)
-            upstream = d_log_probs.unsqueeze(1)
-            if d_entropy is not None:
-                upstream = log_pi.add_(entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1)).add_(upstream)
+            if of_entropy is None:
+                d_z = log_pi.exp_().mul_(-upstream)
+            else:
+                pi = log_pi.exp()
+                d_z = pi.mul_(log_pi.add_(entropy.unsqueeze(1)).mul_(-of_entropy).sub_(upstream))
             inside, column = _find(labels, block)
-            d_z = pi.mul_(upstream).neg_().scatter_add_(1, column, (inside * d_log_probs).unsqueeze(1))
-            d_logits = d_z.mul_(slope)
+            d_logits = d_z.scatter_add_(1, column, inside.unsqueeze(1) * upstream)
+            if slope is not None:
+                d_logits = d_logits.mul_(slope)
             if d_bias is not None:
                 d_bias[block] = d_logits.sum(0)
             d_logits = d_logits.to(head.compute_dtype)
