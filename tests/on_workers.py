@@ -1,5 +1,6 @@
 """What tests have workers do: in a file that worker processes can import."""
 
+import os
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,12 @@ def fail_on_the_second(_: Any) -> None:
     """The first waits for it."""
     if rank() == 1:
         raise RuntimeError("only the second")
+    gather(None)
+
+
+def die_on_the_second(_: Any) -> None:
+    if rank() == 1:
+        os._exit(1)
     gather(None)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from configs.schema import Config
 from main import run
-from tests.on_workers import fail_on_the_second, gathered_ranks, weight_sum
+from tests.on_workers import die_on_the_second, fail_on_the_second, gathered_ranks, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from workers import worker_group
 from workers.hf_rollout import HFRollout
@@ -150,6 +150,9 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
         assert group.run(gathered_ranks) == [[0, 1], [0, 1]]
         with pytest.raises(WorkerError, match=r"(?s)worker rank 1 failed.*only the second"):
             group.run(fail_on_the_second)
+        # The first, in the midst of a message, fails at once; that the second is gone is noticed later, and is why.
+        with pytest.raises(WorkerError, match="worker rank 1 died"):
+            group.run(die_on_the_second)
     finally:
         group.close()
 

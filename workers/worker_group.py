@@ -26,6 +26,7 @@ from workers.model_worker import ModelWorker
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
+DEATH_SECONDS = 3  # in which Ray has noticed that a process is gone
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -106,7 +107,8 @@ class RayWorkerGroup:
                 self.workers.append(worker)
             if self.size > 1:
                 [address] = self._results([self.workers[0].open_store.remote(self.size)])
-                self._results([worker.join.remote(address, place, self.size) for place, worker in self._ranked()])
+                joined = enumerate(self.workers)
+                self._results([worker.join.remote(address, place, self.size) for place, worker in joined])
             self._results([worker.build.remote(worker_class, *args) for worker in self.workers])
             self.taken = taken.pop_all()
 
@@ -117,26 +119,36 @@ class RayWorkerGroup:
         assert len(shares) <= self.size, f"{len(shares)} shares for {self.size} workers"
         return self._results([self.workers[place].run.remote(method, share) for place, share in enumerate(shares)])
 
-    def _ranked(self) -> list[tuple[int, Any]]:
-        return list(enumerate(self.workers))
-
     def _results(self, calls: list[ray.ObjectRef]) -> list[Any]:
         """By rank. The first failure ends the wait, as the others may wait for the rank that failed."""
         results, pending = {}, calls
         while pending:
             [done], pending = ray.wait(pending)
-            results[calls.index(done)] = self._result(done, calls.index(done))
-        return [results[rank] for rank in range(len(calls))]
+            place = calls.index(done)
+            try:
+                results[place] = ray.get(done)
+            except ray.exceptions.RayActorError as error:
+                raise self._death(place, error) from error
+            except ray.exceptions.RayTaskError as error:
+                self._look_for_deaths(calls)
+                # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
+                raise WorkerError(f"worker rank {place} failed:\n{COLOUR.sub('', str(error))}") from None
+        return [results[place] for place in range(len(calls))]
 
-    def _result(self, call: ray.ObjectRef, rank: int) -> Any:
-        try:
-            return ray.get(call)
-        except ray.exceptions.RayTaskError as error:
-            # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
-            raise WorkerError(f"worker rank {rank} failed:\n{COLOUR.sub('', str(error))}") from None
-        except ray.exceptions.RayActorError as error:
-            logs = "Its log is under /tmp/ray/session_latest/logs."
-            raise WorkerError(f"worker rank {rank} died: {error}. {logs}") from error
+    def _look_for_deaths(self, calls: list[ray.ObjectRef]) -> None:
+        """What failed may have failed because another rank is gone, which Ray notices a little later."""
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=DEATH_SECONDS if len(calls) > 1 else 0)
+        for call in ended:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError as error:
+                raise self._death(calls.index(call), error) from None
+            except ray.exceptions.RayTaskError:
+                continue
+
+    @staticmethod
+    def _death(place: int, error: Exception) -> "WorkerError":
+        return WorkerError(f"worker rank {place} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
 
     def close(self) -> None:
         self.taken.close()
