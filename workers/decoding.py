@@ -81,11 +81,10 @@ def groups_to_pack(module: nn.Module) -> Iterator[list[Linear]]:
     """Its packable layers, each in one group: siblings together, the others alone."""
     for parent in module.modules():
         layers = {name: layer for name, layer in parent.named_children() if is_packable(layer)}
-        for names in siblings.NAMES:
-            group = [layers[name] for name in names if name in layers]
-            if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
-                yield [layers.pop(name) for name in names]
-        yield from ([layer] for layer in layers.values())
+        together = list(siblings.groups(layers))
+        yield from together
+        joined = [layer for group in together for layer in group]
+        yield from ([layer] for layer in layers.values() if layer not in joined)
 
 
 def shares_prompts(module: PreTrainedModel) -> bool:

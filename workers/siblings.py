@@ -5,6 +5,7 @@ up within the products. (One wide product would gain nothing more and cost a cop
 in generation, where weights stay, `workers/decoding.py` has it.)
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,10 +45,15 @@ class Siblings:
 def join_siblings(module: nn.Module) -> None:
     """Has the `Linear` layers of `module` that are siblings by their names trained as one."""
     for parent in module.modules():
-        layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, Linear)}
-        for names in NAMES:
-            group = [layers[name] for name in names if name in layers]
-            if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
-                siblings = Siblings(group)
-                for layer in group:
-                    layer.siblings = siblings
+        for group in groups({name: layer for name, layer in parent.named_children() if isinstance(layer, Linear)}):
+            siblings = Siblings(group)
+            for layer in group:
+                layer.siblings = siblings
+
+
+def groups(layers: dict[str, Linear]) -> Iterator[list[Linear]]:
+    """Those of one parent's layers, by name, that are siblings."""
+    for names in NAMES:
+        group = [layers[name] for name in names if name in layers]
+        if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
+            yield group
