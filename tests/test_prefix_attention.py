@@ -35,6 +35,7 @@ from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize, cut, token_scores, token_values
 from workers.models import log_probs, pack
 from workers.prefix_attention import is_packed
+from workers.ragged import Ragged, in_a_row
 from workers.rollout import Completion, pad_rollout
 
 SHAPE = {
@@ -100,6 +101,7 @@ LENGTHS = {
     "one token each": ([2, 7], [[1] * 8, [1] * 8]),
     "failed rows": ([4, 3], [[0, 5, 2], [0, 0]]),
     "long prompts": ([211, 150], [[7, 30], [1, 2, 3, 4, 5, 6, 7, 8]]),
+    "long responses": ([70, 3], [[140, 0, 66], [64, 65, 130]]),
 }
 
 
@@ -150,6 +152,29 @@ def test_attention_of_a_gpu_is_that_of_a_cpu(name, lengths, dtype, monkeypatch):
     assert "block_masks" in vars(micro.packed)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():
+    ragged = Ragged([3, 130, 64, 0, 70], torch.device("cpu"))
+    assert ragged.order.tolist() == [1, 4, 2, 0, 3]
+    assert ragged.blocks == [(4, 0, 64), (2, 64, 128), (1, 128, 130)]
+    padded = ragged.pad(torch.arange(1.0, 268).view(1, -1, 1))
+    assert padded.shape == (5, 1, 130, 1)
+    blocks = in_a_row([padded[:rows, :, start:end] for rows, start, end in ragged.blocks])
+    assert blocks.shape == (1, 4 * 64 + 2 * 64 + 2, 1)
+    assert blocks[0, ragged.places, 0].tolist() == list(range(1, 268))
+
+
+def test_blocks_may_be_computed_again_for_the_backward():
+    batch, gradients = groups(*LENGTHS["long responses"]), []
+    for checkpointing in (False, True):
+        module = pack(make("llama, tied head"), log_probs).train()
+        if checkpointing:
+            module.gradient_checkpointing_enable()
+        [micro] = cut(batch, MicroBatchSize(99, 0), [], module)
+        log_probs(module, micro).sum().backward()
+        gradients.append([p.grad for p in module.parameters()])
+    assert relative_distance(*gradients) < 1e-6
 
 
 def test_values_too():

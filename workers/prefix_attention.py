@@ -2,10 +2,11 @@
 
 All prompts and then all responses stand in one long row of T tokens. Everything in a transformer but attention looks at
 one token at a time and needs to know nothing of it. Attention is given the layout: a prompt's tokens attend to their
-prompt, a response's to its prompt and to itself. On a CPU these are two calls of SDPA on [sequences, width] batches; on
-a GPU one call of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other.
-Autograd adds up what the samples of a prompt ask of its keys and values. The function is registered with transformers'
-attention interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
+prompt, a response's to its prompt and to itself. On a CPU, prompts and responses are each a padded batch that SDPA is
+given by blocks of columns: only the sequences that reach a block, and only the keys up to it. On a GPU it is one call
+of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other. Autograd adds up
+what the samples of a prompt ask of its keys and values. The function is registered with transformers' attention
+interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -22,34 +22,9 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from workers.ragged import MaskedBlock, Ragged, attend, masked_blocks
+
 NAME = "prefix_packed"
-
-
-class Ragged:
-    """n sequences of several lengths, one after another: to [n, width] with padding on the right, and back."""
-
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths = torch.tensor(lengths, device=device)
-        self.shape = (len(lengths), max(lengths, default=0))
-        self.total = sum(lengths)
-        self.is_full = self.total == self.shape[0] * self.shape[1]
-        self._places = (torch.arange(self.shape[1], device=device) < self.lengths[:, None]).flatten().nonzero()[:, 0]
-
-    def each(self, values: Tensor) -> Tensor:
-        """[n] → [total], each sequence's for all its tokens."""
-        return values.repeat_interleave(self.lengths, output_size=self.total)
-
-    def pad(self, values: Tensor) -> Tensor:
-        """[heads, total, d] → [n, heads, width, d], 0 where there is no token."""
-        if not self.is_full:
-            padded = values.new_zeros(len(values), self.shape[0] * self.shape[1], values.shape[-1])
-            values = padded.index_copy(1, self._places, values)
-        return values.unflatten(1, self.shape).transpose(0, 1)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[n, heads, width, d] → [heads, total, d]."""
-        values = padded.transpose(0, 1).flatten(1, 2)
-        return values if self.is_full else values.index_select(1, self._places)
 
 
 @dataclass(frozen=True)
@@ -102,35 +77,46 @@ class Packed:
         )
 
     @cached_property
-    def rows_a_prompt(self) -> int | None:
-        """n, if the rows are n for each prompt in turn."""
-        n = len(self.prompt_of_row) // self.prompts.shape[0]
-        in_turn = torch.arange(self.prompts.shape[0], device=self.prompt_of_row.device).repeat_interleave(n)
-        return n if torch.equal(self.prompt_of_row, in_turn) else None
+    def answered(self) -> Tensor:
+        """[b], for each row of the padded responses, that of the padded prompts."""
+        return self.prompts.ranks[self.prompt_of_row[self.responses.order]]
 
     def for_rows(self, of_prompts: Tensor) -> Tensor:
-        """[d, …] → [b, …], each row's prompt's."""
-        if self.rows_a_prompt is None:
-            return of_prompts.index_select(0, self.prompt_of_row)
-        # The same, and its backward is a sum, not an addition row by row.
-        return of_prompts.unsqueeze(1).expand(-1, self.rows_a_prompt, *of_prompts.shape[1:]).flatten(0, 1)
+        """[d, …] → [b, …], each row's prompt's, both padded."""
+        rows = of_prompts.index_select(0, self.answered)
+        if rows.requires_grad:
+            rows.register_hook(Tensor.contiguous)  # they are added row by row, much faster so
+        return rows
 
     @cached_property
-    def positions(self) -> tuple[Tensor, Tensor]:
-        """Positions of a response's queries [b, S] and of the keys that they may attend to [b, P + S]."""
-        (_, prompt_width), (_, width) = self.prompts.shape, self.responses.shape
-        device = self.input_ids.device
-        starts = self.prompts.lengths[self.prompt_of_row, None]
-        queries = starts + torch.arange(width, device=device)
-        prompt_keys = torch.arange(prompt_width, device=device).expand(len(starts), -1)
-        beyond = prompt_keys >= starts  # padding: a position that nobody has reached
-        prompt_keys = prompt_keys.masked_fill(beyond, prompt_width + width)
-        return queries, torch.cat([prompt_keys, queries], dim=1)
+    def places(self) -> Tensor | None:
+        """[T], of each token among the elements of the prompts' blocks and the responses'; None: as they stand."""
+        places = torch.cat([self.prompts.places, self.prompts.elements + self.responses.places])
+        return None if torch.equal(places, torch.arange(len(places), device=places.device)) else places
 
     @cached_property
-    def response_masks(self) -> dict[int | None, Tensor]:
-        """By the width of a sliding window: what a response's tokens may attend to, [b or 1, 1, S, P + S] bool."""
+    def masked(self) -> dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]]:
+        """What `masked_blocks` has made."""
         return {}
+
+    def masked_blocks(self, window: int | None, dtype: torch.dtype) -> list[list[MaskedBlock]]:
+        """Blocks of the padded prompts, and of the padded responses: 0 for the keys that a token attends to within a
+        sliding window, −∞ for the others."""
+        if (window, dtype) not in self.masked:
+            (_, prompt_width), (_, width) = self.prompts.shape, self.responses.shape
+            columns = torch.arange(prompt_width, device=self.input_ids.device).unsqueeze(0)
+            starts = self.prompts.lengths[self.prompts.order][self.answered, None]
+            if self.prompts.is_full:
+                starts = starts[:1]  # one for all
+            queries = starts + torch.arange(width, device=starts.device)
+            # Padding has a position that nobody reaches.
+            keys = torch.cat([torch.where(columns < starts, columns, prompt_width + width), queries], dim=1)
+            seen = (self.prompts, within(columns, columns, window)), (self.responses, within(queries, keys, window))
+            zero = torch.zeros((), dtype=dtype, device=starts.device)
+            self.masked[window, dtype] = [
+                masked_blocks(ragged, torch.where(mask.unsqueeze(1), zero, -torch.inf)) for ragged, mask in seen
+            ]
+        return self.masked[window, dtype]
 
     @cached_property
     def block_masks(self) -> dict[int | None, BlockMask]:
@@ -151,14 +137,6 @@ class Packed:
 
             self.block_masks[window] = create_block_mask(sees, None, None, len(position), len(position), device)
         return self.block_masks[window]
-
-    def response_mask(self, window: int | None) -> Tensor:
-        if window not in self.response_masks:
-            queries, keys = self.positions
-            if self.prompts.is_full:
-                queries, keys = queries[:1], keys[:1]
-            self.response_masks[window] = within(queries, keys, window).unsqueeze(1)
-        return self.response_masks[window]
 
 
 def within(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -191,24 +169,21 @@ def packed_attention(
         mask = packed.block_mask(sliding_window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
     prompts, responses = packed.prompts, packed.responses
+    window = sliding_window if sliding_window and sliding_window < prompts.shape[1] + responses.shape[1] else None
+    of_prompts, of_responses = packed.masked_blocks(window, query.dtype)
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [tensor.squeeze(0).split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
     q, k, v = (prompts.pad(prompt) for prompt, _ in parts)
-    gqa = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    window = sliding_window if sliding_window and sliding_window < sum((prompts.shape[1], responses.shape[1])) else None
-    if window:
-        positions = torch.arange(prompts.shape[1], device=query.device).unsqueeze(0)
-        of_prompts = F.scaled_dot_product_attention(q, k, v, within(positions, positions, window), **gqa)
-    else:
-        of_prompts = F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa)
-    output = prompts.unpad(of_prompts)
+    outputs = [attend(q, k, v, of_prompts, options)]
     if responses.total:
         k, v = (
             torch.cat([packed.for_rows(prompt), responses.pad(own)], dim=2)
             for prompt, (_, own) in zip((k, v), parts[1:], strict=True)
         )
-        q = responses.pad(parts[0][1])
-        of_responses = F.scaled_dot_product_attention(q, k, v, packed.response_mask(window), **gqa)
-        output = torch.cat([output, responses.unpad(of_responses)], dim=1)
+        outputs.append(attend(responses.pad(parts[0][1]), k, v, of_responses, options))
+    output = torch.cat(outputs, dim=1)
+    if packed.places is not None:
+        output = output.index_select(1, packed.places)
     return output.transpose(0, 1).unsqueeze(0), None
 
 

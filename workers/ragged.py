@@ -1,0 +1,156 @@
+"""Sequences of several lengths as padded batches, and causal attention to them by PyTorch's SDPA.
+
+A batch is cut into blocks of columns. A block has only the sequences that reach it and attends only to the keys up to
+it, so neither a few long sequences nor the upper half of the score matrix cost what they would as one rectangle.
+"""
+
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+BLOCK = 64  # columns; fewer compute less in vain, at a lower speed
+
+
+class Block(NamedTuple):
+    """Some columns of a padded batch, and how many of its rows reach them: the first ones."""
+
+    rows: int
+    start: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.end - self.start
+
+
+class Ragged:
+    """n sequences of several lengths, one after another, and as the rows of a batch [n, width]: the longest first,
+    padded on the right, and cut into blocks of columns."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=device)
+        self.shape = (len(lengths), max(lengths, default=0))
+        self.total = sum(lengths)
+        self.is_full = self.total == self.shape[0] * self.shape[1]
+        self.order = self.lengths.argsort(descending=True, stable=True)  # [n], the sequence of each row
+        self.ranks = torch.empty_like(self.order)  # [n], the row of each sequence
+        self.ranks[self.order] = torch.arange(len(lengths), device=device)
+        self.blocks = [
+            Block(sum(length > start for length in lengths), start, min(start + BLOCK, self.shape[1]))
+            for start in range(0, self.shape[1], BLOCK)
+        ]
+
+    def each(self, values: Tensor) -> Tensor:
+        """[n] → [total], each sequence's for all its tokens."""
+        return values.repeat_interleave(self.lengths, output_size=self.total)
+
+    def pad(self, values: Tensor) -> Tensor:
+        """[heads, total, d] → [n, heads, width, d], 0 where there is no token."""
+        if not self.is_full:
+            rows, columns = self._cells
+            padded = values.new_zeros(len(values), self.shape[0] * self.shape[1], values.shape[-1])
+            values = padded.index_copy(1, rows * self.shape[1] + columns, values)
+        return values.unflatten(1, self.shape).transpose(0, 1)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[total], where each token stands when the elements of all blocks are written one after another."""
+        rows, columns = self._cells
+        starts = torch.tensor([0, *accumulate(prod(block.shape) for block in self.blocks)], device=rows.device)
+        widths = torch.tensor([block.shape[1] for block in self.blocks], dtype=torch.long, device=rows.device)
+        block = columns // BLOCK
+        return starts[block] + rows * widths[block] + columns % BLOCK
+
+    @property
+    def elements(self) -> int:
+        """Of all blocks together."""
+        return sum(prod(block.shape) for block in self.blocks)
+
+    @cached_property
+    def _cells(self) -> tuple[Tensor, Tensor]:
+        """Row and column of each token, [total] each."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        return self.each(self.ranks), torch.arange(self.total, device=starts.device) - self.each(starts)
+
+
+class MaskedBlock(NamedTuple):
+    """A block, and what is added to its scores: [rows or 1, 1, columns, keys]."""
+
+    block: Block
+    mask: Tensor
+
+
+def masked_blocks(ragged: Ragged, mask: Tensor) -> list[MaskedBlock]:
+    """`mask` [n or 1, 1, width, P + width], cut."""
+    before = mask.shape[3] - mask.shape[2]
+    return [
+        MaskedBlock(block, mask[: block.rows, :, block.start : block.end, : before + block.end])
+        for block in ragged.blocks
+    ]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: list[MaskedBlock], options: dict[str, Any]) -> Tensor:
+    """Attention of padded queries [n, heads, S, d] to keys and values [n, key heads, P + S, d], of which those from P
+    on are the queries' own. `options` are SDPA's.
+
+    Returns the elements of all blocks, one block after another: [heads, Σ rows·columns, d].
+    """
+    if len(blocks) == 1 and blocks[0].block.rows == len(query):
+        return in_a_row([F.scaled_dot_product_attention(query, key, value, blocks[0].mask, **options)])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        return _Attend.apply(query, key, value, blocks, options)
+    return in_a_row(
+        [F.scaled_dot_product_attention(*views_of(query, key, value, block), mask, **options) for block, mask in blocks]
+    )
+
+
+def views_of(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """What takes part in a block."""
+    rows, seen = slice(block.rows), slice(key.shape[2] - query.shape[2] + block.end)
+    return query[rows, :, block.start : block.end], key[rows, :, seen], value[rows, :, seen]
+
+
+def in_a_row(outputs: list[Tensor]) -> Tensor:
+    """[rows, heads, columns, d] each → [heads, Σ rows·columns, d]."""
+    flat = [output.transpose(0, 1).flatten(1, 2) for output in outputs]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+
+
+class _Attend(torch.autograd.Function):
+    """Each block has a graph of its own, and adds to the gradients of its keys in place: autograd would make gradients
+    of all keys for the slice of every block."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: list[MaskedBlock],
+        options: dict[str, Any],
+    ) -> Tensor:
+        ctx.inputs, ctx.blocks, ctx.graphs = (query, key, value), [block for block, _ in blocks], []
+        for block, mask in blocks:
+            leaves = [view.detach().requires_grad_() for view in views_of(query, key, value, block)]
+            with torch.enable_grad():
+                ctx.graphs.append((leaves, F.scaled_dot_product_attention(*leaves, mask, **options)))
+        return in_a_row([output.detach() for _, output in ctx.graphs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        totals = [torch.zeros_like(tensor) for tensor in ctx.inputs]
+        parts = gradient.split([prod(block.shape) for block in ctx.blocks], dim=1)
+        for block, (leaves, output), part in zip(ctx.blocks, ctx.graphs, parts, strict=True):
+            of_output = part.unflatten(1, block.shape).transpose(0, 1)
+            of_leaves = torch.autograd.grad(output, leaves, of_output)
+            for total, of_leaf in zip(views_of(*totals, block), of_leaves, strict=True):
+                total += of_leaf
+        ctx.inputs = ctx.graphs = None  # free what they hold
+        return *totals, None, None
