@@ -92,7 +92,8 @@ class Packed:
     def places(self) -> Tensor | None:
         """[T], of each token among the elements of the prompts' blocks and the responses'; None: as they stand."""
         places = torch.cat([self.prompts.places, self.prompts.elements + self.responses.places])
-        return None if torch.equal(places, torch.arange(len(places), device=places.device)) else places
+        stand = torch.arange(self.prompts.elements + self.responses.elements, device=places.device)
+        return None if torch.equal(places, stand) else places
 
     @cached_property
     def masked(self) -> dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]]:
