@@ -36,26 +36,18 @@ def run(config: Config) -> dict[str, float]:
 @users_line_noted()
 def train(config: Config, parts: "Parts") -> dict[str, float]:
     """The part that costs something: starts the workers and runs the loop."""
-    from training.preparation import needs_critic, needs_reference
+    from training.preparation import needed_roles
     from training.ray_trainer import RayPPOTrainer
-    from training.roles import Roles
     from training.validation import Validator
-    from workers.roles import ActorRole, CriticRole, ReferenceRole, RolloutRole
-    from workers.worker_group import start_worker_group, worker_summary
+    from workers.remote_roles import remote_roles
+    from workers.worker_group import distinct_groups, start_pools, worker_summary
 
     print(batch_arithmetic(config))
     print(sampling_summary(config))
     print(worker_summary(config.trainer))
-    with_ref, with_critic = needs_reference(config), needs_critic(config)
-    group = start_worker_group(config, parts.total_steps, with_ref, with_critic)
+    pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
-        roles = Roles(
-            rollout=RolloutRole(group),
-            actor=ActorRole(group, config),
-            ref=ReferenceRole(group) if with_ref else None,
-            critic=CriticRole(group) if with_critic else None,
-            num_workers=group.size,
-        )
+        roles = remote_roles(pools)
         validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
         trainer = RayPPOTrainer(
             config,
@@ -68,7 +60,8 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
         )
         return trainer.fit()
     finally:
-        group.close()
+        for group in distinct_groups(pools):
+            group.close()
 
 
 if __name__ == "__main__":

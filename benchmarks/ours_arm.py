@@ -5,6 +5,7 @@ import configs.process  # noqa: F401  isort: skip  before torch
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.workload import (
     ADAMW,
@@ -23,12 +24,12 @@ from configs.schema import Config
 from data.protocol import DataProto, object_array
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.roles import Roles, SamplingParams
+from training.roles import SamplingParams
 from workers.collectives import rank
 from workers.model_worker import ModelWorker
-from workers.roles import ActorRole, RolloutRole
+from workers.remote_roles import remote_roles
 from workers.rollout import Completion, Rollout
-from workers.worker_group import RayWorkerGroup, start_worker_group
+from workers.worker_group import LocalWorkerGroup, RayWorkerGroup, Resources, uses_ray
 
 
 def main() -> None:
@@ -51,57 +52,77 @@ class OursArm:
         self.workload = workload
         config = config_of(workload, overrides)
         parts = prepare(config)
-        self.group = start_worker_group(config, parts.total_steps, with_ref=False, with_critic=False)
+        self.group = start_group(config, parts.total_steps)
         self.trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,
-            roles=Roles(RolloutRole(self.group), ActorRole(self.group, config), None, None, self.group.size),
+            roles=remote_roles(dict.fromkeys(["actor", "rollout"], self.group)),
             reward=parts.reward,
             train_loader=parts.train_loader,
             validator=None,
             total_steps=parts.total_steps,
         )
         responses = DataProto.from_dict(None, {"responses": object_array(workload.recorded())})
-        self.group.map(equip, responses.chunk_uneven(self.group.size))
+        self.of_meters("record", [(share,) for share in responses.chunk_uneven(self.group.size)])
 
     def step(self, step: int) -> dict[str, float]:
-        self.group.run(start_step, self.workload.is_recorded(step))
+        self.of_meters("start", [(self.workload.is_recorded(step),)] * self.group.size)
         self.trainer.global_step = step + 1
         started, used = time.perf_counter(), cpu_seconds()
         _, metrics = self.trainer.step()
         seconds, used = time.perf_counter() - started, cpu_seconds() - used
         rollout, update = metrics["timing_s/gen"], metrics["timing_s/update_actor"]
-        by_rank = self.group.run(end_step, rollout, update)
+        by_rank = self.of_meters("stop", [(rollout, update)] * self.group.size)
         figures = {name: sum(figures[name] for figures in by_rank) for name in by_rank[0]}
         if isinstance(self.group, RayWorkerGroup):  # then this process is none of the workers'
             figures["cpu_seconds"] += used
         if step == 0:
             file = Path(self.workload.folder) / "ours.pt"
-            self.group.run(save_first_update, file, metrics["actor/grad_norm"])
+            self.of_meters("save_update", [(file, metrics["actor/grad_norm"])] * self.group.size)
         times = {"step": seconds, "rollout": rollout, "update": update, "other": seconds - rollout - update}
         return figures | times
 
-
-def equip(worker: ModelWorker, responses: DataProto) -> None:
-    """Gives a worker a meter, and its share of the recorded batch."""
-    worker.meter = Meter(worker.actor.engine.module)
-    worker.sampled = worker.rollout
-    worker.recorded = RecordedRollout(worker.config.actor_rollout_ref.rollout, worker.tokenizer, None)
-    worker.recorded.responses = list(responses.non_tensor_batch["responses"])
+    def of_meters(self, method: str, shares: list[tuple]) -> list[Any]:
+        """What the workers' meters answer, by rank."""
+        return self.group.submit("meter", method, shares).result()
 
 
-def start_step(worker: ModelWorker, is_recorded: bool) -> None:
-    worker.rollout = worker.recorded if is_recorded else worker.sampled
-    worker.meter.start()
+def start_group(config: Config, total_steps: int) -> LocalWorkerGroup | RayWorkerGroup:
+    resources, roles = Resources.from_config(config.trainer), ["actor", "rollout"]
+    if uses_ray(config.trainer):
+        return RayWorkerGroup(resources, MeteredWorker, config, total_steps, roles)
+    return LocalWorkerGroup(resources.threads, MeteredWorker, config, total_steps, roles)
 
 
-def end_step(worker: ModelWorker, rollout: float, update: float) -> dict[str, float]:
-    return worker.meter.stop(rollout, update)
+class MeteredWorker(ModelWorker):
+    """A worker with a role more: a meter, which can also put the recorded batch in the rollout's place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.roles["meter"] = WorkerMeter(self)
 
 
-def save_first_update(worker: ModelWorker, file: Path, grad_norm: float) -> None:
-    if rank() == 0:
-        save_update(file, worker.actor.engine.module, worker.actor.engine.optimizer, grad_norm)
+class WorkerMeter:
+    def __init__(self, worker: ModelWorker) -> None:
+        self.policy, self.rollout = worker.policy, worker.roles["rollout"]
+        self.meter = Meter(worker.policy.module)
+        self.sampled = self.rollout.engine
+        self.recorded = RecordedRollout(worker.config.actor_rollout_ref.rollout, worker.tokenizer, None)
+
+    def record(self, responses: DataProto) -> None:
+        """Takes this worker's share of the recorded batch."""
+        self.recorded.responses = list(responses.non_tensor_batch["responses"])
+
+    def start(self, is_recorded: bool) -> None:
+        self.rollout.engine = self.recorded if is_recorded else self.sampled
+        self.meter.start()
+
+    def stop(self, rollout: float, update: float) -> dict[str, float]:
+        return self.meter.stop(rollout, update)
+
+    def save_update(self, file: Path, grad_norm: float) -> None:
+        if rank() == 0:
+            save_update(file, self.policy.module, self.policy.optimizer, grad_norm)
 
 
 class RecordedRollout(Rollout):

@@ -2,11 +2,16 @@
 
 Every source of randomness of a run is derived from `trainer.seed` and a name such as ("order", epoch). A stage that
 knows its name and step can remake its generator at any time, so no generator state has to be saved or restored, and
-adding a generator changes no other one. Nothing here touches the global generators of torch, numpy or random.
+adding a generator changes no other one. The global generators of python, numpy and torch are for what users' datasets,
+rewards, engines and losses draw.
 """
 
 import hashlib
 import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,3 +34,45 @@ def torch_generator(seed: int, *names: str | int, device: torch.device | str = "
 def numpy_generator(seed: int, *names: str | int) -> np.random.Generator:
     """A numpy generator for the purpose `names`, freshly seeded at each call."""
     return np.random.default_rng(derive_seed(seed, *names))
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators of python, numpy and torch."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch"))
+
+
+@contextmanager
+def forked_rng(seed: int) -> Iterator[None]:
+    """The global generators seeded for the body, and as they were afterwards.
+
+    A user's engine or loss that draws from them then draws the same in this process and behind Ray, and disturbs
+    nobody else's draws.
+    """
+    before = rng_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of this process's global generators, in plain types."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *position),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts the global generators into a state that `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

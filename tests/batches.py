@@ -5,7 +5,7 @@ from torch import Tensor
 
 from configs.schema import ActorConfig, CriticConfig
 from data.protocol import DataProto
-from training.mini_batches import global_batch_info
+from training.mini_batches import Update, global_batch_info
 from workers.micro_batches import MicroBatchSize
 from workers.rollout import Completion, pad_rollout
 
@@ -45,12 +45,12 @@ def ragged_batch(seed: int = 0) -> DataProto:
     ]:
         column = mean + spread * torch.randn(real.shape, generator=generator)
         columns[name] = torch.where(real.bool(), column, 1e3)
-    return DataProto.from_dict(columns, meta_info={"temperature": TEMPERATURE, "update_index": 0})
+    return DataProto.from_dict(columns)
 
 
-def with_counts(batch: DataProto, config: ActorConfig | CriticConfig) -> DataProto:
-    """`batch` as one mini-batch."""
-    return DataProto(batch.batch, {}, {**batch.meta_info, "global_batch_info": global_batch_info(batch, config)})
+def update_of(batch: DataProto, config: ActorConfig | CriticConfig) -> Update:
+    """What an update is told for which `batch` is one mini-batch."""
+    return Update(step=0, seed=0, temperature=TEMPERATURE, counts=global_batch_info(batch, config))
 
 
 def random_ids(length: int, generator: torch.Generator) -> list[int]:

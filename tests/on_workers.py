@@ -1,32 +1,79 @@
-"""What tests have workers do: in a file that worker processes can import."""
+"""Workers for tests: in a file that worker processes can import."""
 
 import os
-from typing import Any
+import time
+from pathlib import Path
 
 from torch import Tensor
 
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
 
-
-def gathered_ranks(_: Any) -> list[int]:
-    return gather(rank())
+PATIENCE = 60  # seconds
 
 
-def fail_on_the_second(_: Any) -> None:
-    """The first waits for it."""
-    if rank() == 1:
-        raise RuntimeError("only the second")
-    gather(None)
+class Echo:
+    """A role that answers, fails or dies."""
 
+    def __init__(self) -> None:
+        self.heard: list[str] = []
 
-def die_on_the_second(_: Any) -> None:
-    if rank() == 1:
+    def hear(self, text: str) -> list[str]:
+        """What it has heard so far."""
+        self.heard.append(text)
+        return self.heard
+
+    def gathered_ranks(self) -> list[int]:
+        return gather(rank())
+
+    def fail(self) -> None:
+        raise KeyError("missing")
+
+    def fail_on_the_second(self) -> None:
+        """The first waits for the second."""
+        if rank() == 1:
+            raise RuntimeError("only the second")
+        gather(None)
+
+    def die_on_the_second(self) -> None:
+        if rank() == 1:
+            os._exit(1)
+        gather(None)
+
+    def die(self) -> None:
         os._exit(1)
-    gather(None)
+
+    def meet(self, own: Path, other: Path) -> bool:
+        """Whether somebody writes `other` in time, after this one wrote its `own` file."""
+        own.touch()
+        deadline = time.monotonic() + PATIENCE
+        while not other.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return other.exists()
 
 
-def weight_sum(weights: ModelWorker | dict[str, Tensor]) -> float:
-    """Of the actor, or of a file of weights."""
-    weights = weights if isinstance(weights, dict) else weights.actor.engine.module.state_dict()
+class EchoWorker:
+    """A worker of that one role."""
+
+    def __init__(self) -> None:
+        self.roles = {"echo": Echo()}
+
+
+class InspectedWorker(ModelWorker):
+    """A worker with a role more, which adds up the policy's weights."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.roles["inspector"] = Inspector(self)
+
+
+class Inspector:
+    def __init__(self, worker: ModelWorker) -> None:
+        self.worker = worker
+
+    def weight_sum(self) -> float:
+        return weight_sum(self.worker.policy.module.state_dict())
+
+
+def weight_sum(weights: dict[str, Tensor]) -> float:
     return sum(tensor.double().sum().item() for tensor in weights.values())

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
+from data.seeding import seed_everything
 from main import run
 from tests.batches import (
     CUTS,
@@ -24,23 +26,23 @@ from tests.batches import (
     ragged_batch,
     relative_distance,
     unpadded,
-    with_counts,
+    update_of,
 )
 from tests.runs import compose, short_run
 from training.core_algos import (
     LOSS_AGG_MODES,
-    OVER_MINI_BATCH,
-    SILENT_AT_ZERO,
+    POLICY_LOSS_REGISTRY,
     agg_loss,
+    get_policy_loss,
     get_policy_loss_fn,
     kl_penalty,
     register_policy_loss,
 )
+from training.mini_batches import Update, policy_mini_batches, without_zero_advantages
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.roles import ActorRole, without_zero_advantages
 
 ALL_TERMS = ActorConfig(
     entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OptimConfig(lr=1e-3, clip_grad=1e9)
@@ -59,6 +61,10 @@ def make_actor(
     return DataParallelPPOActor(config, engine, size, size)
 
 
+def old_log_probs(policy: PreTrainedModel, batch: DataProto) -> Tensor:
+    return make_actor(policy).compute_log_prob(batch, TEMPERATURE, ["old_log_probs"]).old_log_probs
+
+
 def update(actor: DataParallelPPOActor, batch: DataProto) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
     """(metrics, the gradient that reached the optimiser, the weights after it)."""
     gradient: list[Tensor] = []
@@ -66,7 +72,7 @@ def update(actor: DataParallelPPOActor, batch: DataProto) -> tuple[dict[str, flo
     actor.engine.optimizer.register_step_pre_hook(
         lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
     )
-    metrics = actor.update_policy(with_counts(batch, actor.config))
+    metrics = actor.update_policy(batch, update_of(batch, actor.config))
     return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
 
 
@@ -151,8 +157,8 @@ def test_samples_of_one_token_share_the_forward_pass_of_their_prompt(policy: Pre
 def test_log_probs_and_entropy_are_those_of_each_row_alone(policy: PreTrainedModel):
     batch = ragged_batch()
     for size in CUTS.values():
-        scored = make_actor(policy, size=size).compute_log_prob(batch)
-        reference = ReferencePolicy(copy.deepcopy(policy), size).compute_log_prob(batch)
+        scored = make_actor(policy, size=size).compute_log_prob(batch, TEMPERATURE, ["old_log_probs", "entropys"])
+        reference = ReferencePolicy(copy.deepcopy(policy), size).compute_log_prob(batch, TEMPERATURE, ["ref_log_prob"])
         torch.testing.assert_close(scored.old_log_probs, reference.ref_log_prob, rtol=0, atol=0)
         for row in range(len(batch)):
             ids, prompt = unpadded(batch, row)
@@ -192,9 +198,9 @@ def test_the_first_update_of_a_batch_has_a_ratio_of_exactly_one(
     )
     updating = DataParallelPPOActor.update_policy
 
-    def update_policy(actor: DataParallelPPOActor, batch: DataProto) -> dict[str, float]:
+    def update_policy(actor: DataParallelPPOActor, batch: DataProto, update: Update) -> dict[str, float]:
         largest.append(0.0)
-        return updating(actor, batch)
+        return updating(actor, batch, update)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataParallelPPOActor, "update_policy", update_policy)
@@ -239,7 +245,7 @@ def test_a_loss_of_the_documented_arguments_is_enough(policy: PreTrainedModel):
     batch.batch = batch.batch.exclude("rollout_is_weights")
     config = replace(ALL_TERMS, policy_loss=PolicyLossConfig("reinforce_for_test"), use_kl_loss=False, entropy_coeff=0)
     metrics, _, _ = update(make_actor(policy, config), batch)
-    scored = make_actor(policy).compute_log_prob(batch).old_log_probs
+    scored = old_log_probs(policy, batch)
     mask = batch.batch["response_mask"].bool()
     assert metrics["actor/loss"] == pytest.approx(-(scored * batch.batch["advantages"])[mask].mean().item(), rel=1e-5)
     assert "actor/entropy" not in metrics
@@ -247,11 +253,9 @@ def test_a_loss_of_the_documented_arguments_is_enough(policy: PreTrainedModel):
 
 def test_sum_pi_squared_is_that_of_the_distribution_sampled_from(policy: PreTrainedModel):
     batch = ragged_batch()
-    assert "sum_pi_squared" not in make_actor(policy).compute_log_prob(batch)
-    batch.meta_info["calculate_sum_pi_squared"] = True
     for size in CUTS.values():
-        scored = make_actor(policy, size=size).compute_log_prob(batch)
-        assert scored.sum_pi_squared.dtype == torch.float32 and "old_log_probs" in scored
+        scored = make_actor(policy, size=size).compute_log_prob(batch, TEMPERATURE, ["sum_pi_squared"])
+        assert scored.sum_pi_squared.dtype == torch.float32 and [*scored.batch.keys()] == ["sum_pi_squared"]
         for row in range(len(batch)):
             ids, prompt = unpadded(batch, row)
             with torch.no_grad():
@@ -280,9 +284,9 @@ def whole_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) -
         place = (torch.full_like(columns, row), columns)
         log_probs = log_probs.index_put(place, distributions.gather(1, ids[prompt:, None])[:, 0])
         entropy = entropy.index_put(place, -(distributions.exp() * distributions).sum(-1))
-    columns, counts = batch.batch, with_counts(batch, config).meta_info["global_batch_info"]
+    columns, counts = batch.batch, update_of(batch, config).counts
     mask, mode = columns["response_mask"], config.loss_agg_mode
-    torch.manual_seed(0)  # clip_cov draws
+    seed_everything(update_of(batch, config).seed)  # clip_cov draws
     policy_loss, _ = get_policy_loss_fn(config.policy_loss.loss_mode)(
         *(columns["old_log_probs"], log_probs, columns["advantages"], mask, mode),
         config=SimpleNamespace(**vars(config), global_batch_info=counts),
@@ -307,7 +311,6 @@ def test_a_loss_over_the_mini_batch_is_the_same_in_any_cut(policy: PreTrainedMod
     wanted = [parameter.grad for parameter in twin.parameters()]
     reports = []
     for cut_name, size in CUTS.items():
-        torch.manual_seed(0)
         metrics, gradient, _ = update(make_actor(policy, config, size), ragged_batch())
         assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5), cut_name
         assert metrics["actor/pg_loss"] == pytest.approx(policy_loss.item(), rel=1e-5), cut_name
@@ -328,7 +331,7 @@ def test_a_loss_of_the_users_is_called_once_a_mini_batch_if_it_says_so(policy: P
     settings = PolicyLossConfig("squared_for_test", kwargs={"scale": 3.0})
     config = replace(ALL_TERMS, policy_loss=settings, entropy_coeff=0.0, use_kl_loss=False)
     batch = ragged_batch()
-    scored = make_actor(policy).compute_log_prob(batch).old_log_probs
+    scored = old_log_probs(policy, batch)
     whole = 3 * scored[batch.batch["response_mask"].bool()].mean().item() ** 2
     register_policy_loss("squared_for_test", over_mini_batch=True)(squared)
     metrics, gradient, _ = update(make_actor(policy, config), batch)
@@ -338,7 +341,7 @@ def test_a_loss_of_the_users_is_called_once_a_mini_batch_if_it_says_so(policy: P
     register_policy_loss("squared_for_test")(squared)
     metrics, _, _ = update(make_actor(policy, config), ragged_batch())
     assert calls == [3, 3, 3] and metrics["actor/loss"] < whole * 0.9
-    assert "squared_for_test" not in OVER_MINI_BATCH
+    assert not get_policy_loss("squared_for_test").over_mini_batch
 
 
 def test_a_loss_over_the_mini_batch_that_is_not_finite_leaves_no_trace(policy: PreTrainedModel):
@@ -369,7 +372,7 @@ def test_an_update_leaves_its_batch_as_it_was(policy: PreTrainedModel):
 # Work not done
 
 
-@pytest.mark.parametrize("name", sorted(SILENT_AT_ZERO))
+@pytest.mark.parametrize("name", sorted(name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.silent_at_zero))
 def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy: PreTrainedModel, name: str):
     """The parameters after the step too: momentum and weight decay act as if the whole batch had gone through."""
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), optim=OptimConfig(lr=1e-2, weight_decay=0.1))
@@ -381,9 +384,8 @@ def test_rows_without_advantage_cost_no_forward_and_the_step_is_the_same(policy:
         actor.engine.module.base_model.register_forward_pre_hook(
             lambda *call, seen=seen: seen.append(call[2]["input_ids"].numel()), with_kwargs=True
         )
-        whole = with_counts(batch, config)
         for _ in range(2):
-            actor.update_policy(without_zero_advantages(whole) if skips else whole)
+            actor.update_policy(without_zero_advantages(batch) if skips else batch, update_of(batch, config))
         tokens.append(sum(seen))
         weights.append([parameter.detach() for parameter in actor.engine.module.parameters()])
     assert tokens[1] < 0.7 * tokens[0]
@@ -395,9 +397,9 @@ def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrai
     batch, actor = ragged_batch(), make_actor(policy, config)
     batch.batch["advantages"].zero_()
     before = [parameter.detach().clone() for parameter in actor.engine.module.parameters()]
-    learnt_from = without_zero_advantages(with_counts(batch, config))
+    learnt_from = without_zero_advantages(batch)
     assert len(learnt_from) == 1
-    assert actor.update_policy(learnt_from)["actor/grad_norm"] == 0
+    assert actor.update_policy(learnt_from, update_of(batch, config))["actor/grad_norm"] == 0
     for old, new in zip(before, actor.engine.module.parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old * (1 - 1e-2 * 0.1))  # weight decay alone
 
@@ -414,22 +416,12 @@ def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrai
         (["actor.calculate_entropy=true"], False),
     ],
 )
-def test_all_rows_are_sent_where_something_reads_them(settings: list[str], skips: bool):
+def test_all_rows_are_learnt_from_where_something_reads_them(settings: list[str], skips: bool):
     config = compose(*(f"actor_rollout_ref.{setting}" for setting in ["actor.entropy_coeff=0", *settings]))
-    batch = with_counts(ragged_batch(), config.actor_rollout_ref.actor)
+    batch = ragged_batch()
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
-    group = Recording()
-    ActorRole(group, config).update_policy(batch)
-    [rows] = group.shares
+    batch.batch["loss_mask"] = batch.batch["response_mask"]
+    batch.non_tensor_batch["uid"] = np.arange(len(batch))
+    [(rows, update)] = policy_mini_batches(batch, config, step=1)
     assert len(rows) == len(batch) - 5 * skips  # MASKED_ROW is one of them
-    assert rows.meta_info["global_batch_info"] == batch.meta_info["global_batch_info"]
-
-
-class Recording:
-    """A group of one worker that only keeps what it is given."""
-
-    size = 1
-
-    def map(self, method: Any, shares: list[DataProto]) -> list[dict]:
-        self.shares = shares
-        return [{}]
+    assert update.counts == update_of(batch, config.actor_rollout_ref.actor).counts

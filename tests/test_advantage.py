@@ -11,15 +11,16 @@ from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsCo
 from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (
-    apply_kl_penalty,
-    apply_overlong_penalty,
+    add_columns,
     compute_advantage,
     correct_rollout,
     estimator_needs,
+    kl_in_reward,
     last_token,
+    overlong_in_reward,
     overlong_penalty,
-    set_rewards,
     takes,
+    token_level_rewards,
 )
 from training.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -46,7 +47,9 @@ def estimator():
 
 
 def advantages_of(batch: DataProto, **settings) -> DataProto:
-    return compute_advantage(batch, AlgorithmConfig(**{"adv_estimator": "mine", **settings}))
+    config = AlgorithmConfig(**{"adv_estimator": "mine", **settings})
+    assert add_columns(batch, compute_advantage(batch, config)) == {}
+    return batch
 
 
 def test_an_estimator_gets_exactly_what_it_names(estimator):
@@ -139,7 +142,7 @@ def test_anything_but_two_tensors_of_the_right_shape_is_refused(estimator, resul
 def test_shipped_estimators_are_called_with_the_configs_numbers(name):
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.7, norm_adv_by_std_in_grpo=False)
     values = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3)
-    batch = compute_advantage(make_batch(values=values), config)
+    found, _ = compute_advantage(make_batch(values=values), config)
     index, estimate = ["a", "a", "b"], get_adv_estimator_fn(name)
     expected = {
         "grpo": lambda: estimate(SCORES, MASK, index, norm_adv_by_std_in_grpo=False),
@@ -147,7 +150,7 @@ def test_shipped_estimators_are_called_with_the_configs_numbers(name):
         "gae": lambda: estimate(SCORES, values, MASK, gamma=0.9, lam=0.7),
         "reinforce_plus_plus": lambda: estimate(SCORES, MASK, config=SimpleNamespace(gamma=0.9)),
     }[name]()
-    assert torch.equal(batch.advantages, expected[0]) and torch.equal(batch.returns, expected[1])
+    assert torch.equal(found["advantages"], expected[0]) and torch.equal(found["returns"], expected[1])
 
 
 def test_dones_mark_the_last_token_of_the_policy():
@@ -158,10 +161,12 @@ def test_kl_in_the_reward_by_hand():
     old = torch.tensor([[0.0, -1.0, math.nan, -2.0], [-0.5, math.nan, math.nan, math.nan], [math.nan] * 4])
     ref = torch.tensor([[-1.0, -1.0, 0.0, -5.0], [-0.1, 0.0, 0.0, 0.0], [0.0] * 4])
     batch = make_batch(old_log_probs=old, ref_log_prob=ref)
-    metrics = apply_kl_penalty(batch, FixedKLController(0.1), "kl")
-    expected = torch.tensor([[-0.1, 0.0, 0.0, 1.0 - 0.3], [0.5 + 0.04, 0.0, 0.0, 0.0], [0.0] * 4])
-    torch.testing.assert_close(batch.token_level_rewards, expected)
-    assert torch.equal(batch.token_level_scores, SCORES)
+    penalty, metrics = kl_in_reward(batch, FixedKLController(0.1), "kl")
+    torch.testing.assert_close(penalty, torch.tensor([[0.1, 0.0, 0.0, 0.3], [-0.04, 0.0, 0.0, 0.0], [0.0] * 4]))
+    config = compose("algorithm.use_kl_in_reward=true", name="ppo_trainer")
+    columns, same = token_level_rewards(batch, config, FixedKLController(0.1))
+    torch.testing.assert_close(columns, {"token_level_rewards": SCORES - penalty})
+    assert same == metrics and torch.equal(batch.token_level_scores, SCORES)
     mean_of_rows = ((1.0 + 0.0 + 3.0) / 3 + (-0.4)) / 2  # the failed row is no measurement
     assert metrics == pytest.approx(
         {"actor/reward_kl_penalty": mean_of_rows, "actor/reward_kl_penalty_coeff": 0.1}, abs=1e-6
@@ -171,9 +176,9 @@ def test_kl_in_the_reward_by_hand():
 def test_the_adaptive_coefficient_is_used_first_and_moved_then():
     batch = make_batch(old_log_probs=torch.zeros(3, 4), ref_log_prob=torch.full((3, 4), -1.0))
     controller = AdaptiveKLController(init_kl_coef=0.2, target_kl=0.5, horizon=30)
-    metrics = apply_kl_penalty(batch, controller, "kl")
+    penalty, metrics = kl_in_reward(batch, controller, "kl")
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.2
-    assert batch.token_level_rewards[1, 0].item() == pytest.approx(0.5 - 0.2)
+    assert penalty[1, 0].item() == pytest.approx(0.2)
     assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 3 / 30))  # error 1 / 0.5 - 1 is clipped to 0.2; 3 samples
 
 
@@ -181,7 +186,8 @@ def test_a_batch_of_failures_leaves_the_controller_sane():
     batch = make_batch(old_log_probs=torch.zeros(3, 4), ref_log_prob=torch.ones(3, 4))
     batch.batch["response_mask"] = torch.zeros_like(MASK)
     controller = AdaptiveKLController(init_kl_coef=0.2, target_kl=0.5, horizon=30)
-    assert apply_kl_penalty(batch, controller, "kl")["actor/reward_kl_penalty"] == 0.0
+    penalty, metrics = kl_in_reward(batch, controller, "kl")
+    assert metrics["actor/reward_kl_penalty"] == 0.0 and not penalty.any()
     assert math.isfinite(controller.value)
 
 
@@ -195,10 +201,10 @@ def test_an_estimator_needs_the_arguments_that_have_no_default(estimator):
 
 
 def test_the_configs_kwargs_reach_the_estimator_and_win_over_what_the_run_has(estimator):
-    plain = compute_advantage(make_batch(), AlgorithmConfig(adv_estimator="gpg")).advantages
-    settings = AlgorithmConfig(adv_estimator="gpg", adv_estimator_kwargs={"f_norm": 2.0, "alpha": 3.0})
+    plain = advantages_of(make_batch(), adv_estimator="gpg").advantages
+    changed = advantages_of(make_batch(), adv_estimator="gpg", adv_estimator_kwargs={"f_norm": 2.0, "alpha": 3.0})
     assert plain.any()
-    torch.testing.assert_close(compute_advantage(make_batch(), settings).advantages, plain * 1.5)
+    torch.testing.assert_close(changed.advantages, plain * 1.5)
     given = {}
 
     @estimator
@@ -238,34 +244,46 @@ def test_the_overlong_penalty_is_taken_off_the_last_policy_token_by_hand():
     scores = batch.token_level_scores.clone()
     overrides = ["data.max_response_length=10", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
     factor = "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"
-    metrics = set_rewards(batch, compose(*overrides, factor, name="ppo_trainer"), FixedKLController(0.0))
+    config = compose(*overrides, factor, name="ppo_trainer")
+    columns, metrics = token_level_rewards(batch, config, FixedKLController(0.0))
     expected = scores.clone()
     expected[0, 7] -= 0.5  # observations count as length, and are not paid
     expected[1, 8] -= 0.25
-    torch.testing.assert_close(batch.token_level_rewards, expected)
+    torch.testing.assert_close(columns, {"token_level_rewards": expected})
     assert torch.equal(batch.token_level_scores, scores)
     assert metrics == pytest.approx(
         {"reward/overlong_reward/mean": -0.75 / 4, "reward/overlong/mean": 2 / 4}  # of those that did not fail
     )
 
 
-def test_beyond_the_longest_length_the_penalty_goes_on_and_comes_beside_the_kl():
+def test_beyond_the_longest_length_the_penalty_goes_on():
     batch = long_batch()
-    batch.batch["token_level_rewards"] = batch.token_level_scores - 0.01
     settings = RewardKwargsConfig(max_resp_len=8, overlong_buffer_cfg=OverlongBufferConfig(enable=True, len=4))
-    apply_overlong_penalty(batch, settings)
-    taken = (batch.token_level_scores - 0.01 - batch.token_level_rewards).sum(1)
-    torch.testing.assert_close(taken, torch.tensor([1.5, 1.25, 1.0, 0.0, 0.0]))
-    batch.batch["token_level_rewards"] = batch.token_level_scores
-    apply_overlong_penalty(batch, replace(settings, overlong_buffer_cfg=OverlongBufferConfig(enable=True)))
-    taken = (batch.token_level_scores - batch.token_level_rewards).sum(1)
-    torch.testing.assert_close(taken, torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0]))  # a fifth of 8, rounded down, is 1
+    penalty, _ = overlong_in_reward(batch, settings)
+    torch.testing.assert_close(penalty.sum(1), -torch.tensor([1.5, 1.25, 1.0, 0.0, 0.0]))
+    penalty, _ = overlong_in_reward(batch, replace(settings, overlong_buffer_cfg=OverlongBufferConfig(enable=True)))
+    torch.testing.assert_close(penalty.sum(1), -torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0]))  # a fifth of 8 is 1
+
+
+def test_the_overlong_penalty_comes_beside_the_kl():
+    batch = long_batch()
+    batch.batch["old_log_probs"] = torch.zeros(5, 10)
+    batch.batch["ref_log_prob"] = torch.full((5, 10), -0.5)
+    keys = ["algorithm.use_kl_in_reward=true", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
+    config = compose("data.max_response_length=10", *keys, name="ppo_trainer")
+    columns, metrics = token_level_rewards(batch, config, FixedKLController(0.1))
+    penalty, _ = overlong_in_reward(batch, config.reward.reward_kwargs)
+    torch.testing.assert_close(
+        columns["token_level_rewards"], batch.token_level_scores - 0.05 * batch.response_mask + penalty
+    )
+    assert {"actor/reward_kl_penalty", "reward/overlong/mean"} <= metrics.keys()
 
 
 def test_without_the_overlong_buffer_rewards_are_the_scores():
     batch = long_batch()
-    assert set_rewards(batch, compose("data.max_response_length=10", name="ppo_trainer"), FixedKLController(0)) == {}
-    assert torch.equal(batch.token_level_rewards, batch.token_level_scores)
+    config = compose("data.max_response_length=10", name="ppo_trainer")
+    columns, metrics = token_level_rewards(batch, config, FixedKLController(0))
+    assert torch.equal(columns["token_level_rewards"], batch.token_level_scores) and metrics == {}
 
 
 def test_rollout_correction_keeps_the_batchs_mask_and_hands_out_another():
@@ -273,11 +291,12 @@ def test_rollout_correction_keeps_the_batchs_mask_and_hands_out_another():
     rollout[0, 3] = -math.log(4)  # π_rollout / π_train is a quarter: rejected, and its weight of 4 cut to 2
     batch = make_batch(old_log_probs=old, rollout_log_probs=rollout)
     correction = AlgorithmConfig().rollout_correction
-    kept, metrics = correct_rollout(
+    columns, metrics = correct_rollout(
         batch, replace(correction, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
     )
-    assert kept.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]] and torch.equal(batch.response_mask, MASK)
-    assert batch.rollout_is_weights.tolist() == [[1, 1, 0, 2], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert columns["loss_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert torch.equal(batch.response_mask, MASK)
+    assert columns["rollout_is_weights"].tolist() == [[1, 1, 0, 2], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
     assert metrics["training/rollout_probs_diff_max"] == 0.75
 
@@ -287,13 +306,13 @@ def test_rollout_correction_does_nothing_without_old_log_probs_and_in_bypass_mod
     columns = {} if missing == "old_log_probs" else {"old_log_probs": torch.zeros(3, 4)}
     batch = make_batch(rollout_log_probs=torch.full((3, 4), -9.0), **columns)
     settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token", bypass_mode=missing == "bypass")
-    kept, metrics = correct_rollout(batch, settings)
-    assert torch.equal(kept, MASK) and metrics == {} and "rollout_is_weights" not in batch
+    columns, metrics = correct_rollout(batch, settings)
+    assert columns.keys() == {"loss_mask"} and torch.equal(columns["loss_mask"], MASK) and metrics == {}
 
 
 def test_a_batch_of_failures_has_nothing_to_correct():
     batch = make_batch(old_log_probs=torch.zeros(3, 4), rollout_log_probs=torch.ones(3, 4))
     batch.batch["response_mask"] = torch.zeros_like(MASK)
     settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token")
-    kept, metrics = correct_rollout(batch, settings)
-    assert not kept.any() and metrics == {}
+    columns, metrics = correct_rollout(batch, settings)
+    assert columns.keys() == {"loss_mask"} and not columns["loss_mask"].any() and metrics == {}

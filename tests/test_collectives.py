@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
-from tests.batches import CUTS, ragged_batch, relative_distance, with_counts
+from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from training.mini_batches import Update
 from workers.collectives import (
     BUCKET_BYTES,
     buckets,
@@ -29,7 +30,7 @@ from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm, load_value_model
-from workers.roles import shares_of
+from workers.remote_roles import shares_of
 
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
 LOSSES = {
@@ -82,19 +83,20 @@ def learn(model: Path, batches: dict[str, DataProto]) -> dict[str, Learnt]:
         for name, config in LOSSES.items():
             engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
             actor = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"])
-            found[f"{kind}, {name}"] = updated(actor.update_policy, engine, with_counts(batch, config))
+            found[f"{kind}, {name}"] = updated(actor.update_policy, engine, batch, update_of(batch, config))
         critic_config = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
         module = load_value_model(ModelConfig(path=str(model)), str(model), seed=0)
         engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), "float32")
         critic = DataParallelPPOCritic(critic_config, engine, CUTS["24 tokens"])
-        found[f"{kind}, critic"] = updated(critic.update_critic, engine, with_counts(batch, critic_config))
+        found[f"{kind}, critic"] = updated(critic.update_critic, engine, batch, update_of(batch, critic_config))
     return found
 
 
-def updated(update: Callable[[DataProto], dict[str, float]], engine: TrainEngine, batch: DataProto) -> Learnt:
+def updated(
+    verb: Callable[[DataProto, Update], dict[str, float]], engine: TrainEngine, batch: DataProto, update: Update
+) -> Learnt:
     for _ in range(2):
-        torch.manual_seed(0)  # clip_cov draws tokens, the same ones on every rank
-        metrics = update(shares_of(batch, group_size())[rank()])
+        metrics = verb(shares_of(batch, group_size())[rank()], update)
     return metrics, [parameter.detach() for parameter in engine.module.parameters()]
 
 
@@ -122,7 +124,7 @@ def refuse(model: Path, batch: DataProto) -> tuple[dict[str, float], bool]:
     before = copy.deepcopy(module.state_dict())
     engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), "float32")
     actor = DataParallelPPOActor(ActorConfig(), engine, CUTS["1 row"], CUTS["1 row"])
-    metrics = actor.update_policy(shares_of(with_counts(batch, actor.config), group_size())[rank()])
+    metrics = actor.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, actor.config))
     return metrics, all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 

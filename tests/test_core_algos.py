@@ -97,7 +97,7 @@ class RaggedBatch:
 class TestRegistries:
     @pytest.fixture(autouse=True)
     def restore(self, monkeypatch):
-        for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "OVER_MINI_BATCH", "SILENT_AT_ZERO"):
+        for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
             monkeypatch.setattr(core_algos, name, copy.copy(vars(core_algos)[name]))
 
     def test_enum_members_are_strings_named_by_their_upper_case_form(self):

@@ -20,7 +20,7 @@ from tests.batches import (
     ragged_batch,
     relative_distance,
     unpadded,
-    with_counts,
+    update_of,
 )
 from training.core_algos import LOSS_AGG_MODES
 from workers.dp_critic import DataParallelPPOCritic
@@ -52,7 +52,7 @@ def update(critic: DataParallelPPOCritic, batch: DataProto) -> tuple[dict[str, f
     critic.engine.optimizer.register_step_pre_hook(
         lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
     )
-    metrics = critic.update_critic(with_counts(batch, critic.config))
+    metrics = critic.update_critic(batch, update_of(batch, critic.config))
     return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
 
 

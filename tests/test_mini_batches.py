@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,21 +12,30 @@ from hypothesis import strategies as st
 
 from configs.schema import ActorConfig, CriticConfig
 from data.protocol import DataProto
-from training.mini_batches import mini_batches, rows_after_first
+from tests.runs import compose
+from training.mini_batches import Update, mini_batches, policy_mini_batches
 
+CONFIG = compose("actor_rollout_ref.rollout.temperature=0.7", name="ppo_trainer")
 CRITIC = CriticConfig(ppo_mini_batch_size=None, ppo_epochs=1, shuffle=False)
 
 
 def make_batch(uids: list) -> DataProto:
     rows = len(uids)
+    mask = torch.ones(rows, 3, dtype=torch.int64)
     return DataProto.from_single_dict(
-        {"row": torch.arange(rows), "response_mask": torch.ones(rows, 3, dtype=torch.int64), "uid": uids},
-        {"temperature": 0.7},
+        {"row": torch.arange(rows), "response_mask": mask, "loss_mask": mask, "uid": uids}
     )
 
 
-def rows_of(batches: list[DataProto]) -> list[list[int]]:
-    return [batch.row.tolist() for batch in batches]
+def cut(
+    batch: DataProto, role: ActorConfig | CriticConfig, seed: int = 0, step: int = 1
+) -> list[tuple[DataProto, Update]]:
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, seed=seed))
+    return [*mini_batches(batch, config, role, step)]
+
+
+def rows_of(pairs: Iterable[tuple[DataProto, Update]]) -> list[list[int]]:
+    return [mini_batch.row.tolist() for mini_batch, _ in pairs]
 
 
 @settings(max_examples=50, deadline=None)
@@ -36,15 +47,15 @@ def rows_of(batches: list[DataProto]) -> list[list[int]]:
 )
 def test_every_row_once_an_epoch_and_groups_stay_whole(uids, size, epochs, shuffle):
     config = ActorConfig(ppo_mini_batch_size=size, ppo_epochs=epochs, shuffle=shuffle)
-    batches = [*mini_batches(make_batch(uids), config, seed=5)]
+    pairs = cut(make_batch(uids), config, seed=5)
+    batches = [mini_batch for mini_batch, _ in pairs]
     prompts = len(set(uids))
     assert len(batches) == epochs * math.ceil(prompts / (size or prompts))
-    later = {row for rows in rows_of(batches[1:]) for row in rows}
-    assert rows_after_first(make_batch(uids), config, seed=5) == sorted(later)
     per_epoch = len(batches) // epochs
     for epoch in range(epochs):
-        part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert sorted(row for rows in rows_of(part) for row in rows) == list(range(len(uids)))
+        span = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        part = batches[span]
+        assert sorted(row for rows in rows_of(pairs[span]) for row in rows) == list(range(len(uids)))
         groups_of = [set(batch.uid) for batch in part]
         assert max(Counter(uid for groups in groups_of for uid in groups).values()) == 1
         sizes = [len(groups) for groups in groups_of]
@@ -54,36 +65,75 @@ def test_every_row_once_an_epoch_and_groups_stay_whole(uids, size, epochs, shuff
 
 def test_without_shuffling_prompts_come_in_their_order_and_the_last_mini_batch_may_be_smaller():
     batch = make_batch(["a", "b", "a", "c", "b", "c"])
-    batches = [*mini_batches(batch, ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2), seed=0)]
-    assert rows_of(batches) == [[0, 2, 1, 4], [3, 5]] * 2
+    assert rows_of(cut(batch, ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2))) == [[0, 2, 1, 4], [3, 5]] * 2
 
 
-def test_the_shuffle_depends_on_seed_and_epoch_alone():
+def test_the_shuffle_depends_on_seed_step_and_epoch_alone():
     config = ActorConfig(ppo_mini_batch_size=3, ppo_epochs=2, shuffle=True)
     batch = make_batch(list(range(12)))
-    first = rows_of(mini_batches(batch, config, seed=1))
+    first = rows_of(cut(batch, config, seed=1))
     torch.manual_seed(123)
-    assert rows_of(mini_batches(batch, config, seed=1)) == first
-    assert rows_of(mini_batches(batch, config, seed=2)) != first
+    assert rows_of(cut(batch, config, seed=1)) == first
+    assert rows_of(cut(batch, config, seed=2)) != first
+    assert rows_of(cut(batch, config, seed=1, step=2)) != first
     assert first[:4] != first[4:]
 
 
-def test_each_mini_batch_carries_its_counts_its_seed_and_the_batchs_meta():
+def test_each_update_is_told_its_counts_seed_step_and_temperature():
     batch = make_batch(["a", "a", "b", "b", "c", "c"])
-    batch.batch["response_mask"] = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0]])
-    batches = [*mini_batches(batch, ActorConfig(ppo_mini_batch_size=1), seed=0)]
-    counts = [batch.meta_info["global_batch_info"] for batch in batches]
+    batch.batch["loss_mask"] = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0]])
+    pairs = cut(batch, ActorConfig(ppo_mini_batch_size=1), step=4)
+    updates = [update for _, update in pairs]
     # b's two rows hold 2 and 3 tokens; a has a failed row; c failed whole
-    assert [count["batch_num_tokens"] for count in counts] == [2, 5, 0]
-    assert [count["global_batch_size"] for count in counts] == [1, 2, 0]
-    assert all(count["loss_scale_factor"] == 3 and count["dp_size"] == 1 for count in counts)
-    assert all(batch.meta_info["temperature"] == 0.7 for batch in batches)
-    assert len({batch.meta_info["seed"] for batch in batches}) == 3
-    assert [batch.meta_info["is_first"] for batch in batches] == [True, False, False]
-    assert "global_batch_info" not in batch.meta_info
+    assert [update.counts["batch_num_tokens"] for update in updates] == [2, 5, 0]
+    assert [update.counts["global_batch_size"] for update in updates] == [1, 2, 0]
+    assert all(update.counts["loss_scale_factor"] == 3 and update.counts["dp_size"] == 1 for update in updates)
+    assert {(update.step, update.temperature) for update in updates} == {(3, 0.7)}
+    assert len({update.seed for update in updates}) == 3
 
 
-@pytest.mark.parametrize(("config", "factor"), [(ActorConfig(loss_scale_factor=100.0), 100.0), (CRITIC, 3)])
-def test_the_scale_factor_is_the_actors_setting_or_the_padded_width(config, factor):
-    [batch] = mini_batches(make_batch(["a"]), config, seed=0)
-    assert batch.meta_info["global_batch_info"]["loss_scale_factor"] == factor
+@pytest.mark.parametrize(("role", "factor"), [(ActorConfig(loss_scale_factor=100.0), 100.0), (CRITIC, 3)])
+def test_the_scale_factor_is_the_actors_setting_or_the_padded_width(role, factor):
+    [(_, update)] = cut(make_batch(["a"]), role)
+    assert update.counts["loss_scale_factor"] == factor
+
+
+def test_an_update_sees_the_loss_mask_as_its_response_mask_and_the_batch_keeps_both():
+    batch = make_batch(["a", "b"])
+    batch.batch["loss_mask"] = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    [(mini_batch, _)] = cut(batch, ActorConfig())
+    assert torch.equal(mini_batch.response_mask, batch.loss_mask) and "loss_mask" not in mini_batch
+    assert batch.response_mask.all() and not batch.loss_mask.all()
+
+
+def test_a_drawn_row_brings_all_its_columns_to_the_place_it_was_drawn_for():
+    """Mini-batches are as many and as large as without a draw: the places keep their prompts."""
+    batch = make_batch(["a", "a", "b", "b"])
+    batch.batch["loss_mask"] = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 0]])
+    batch.batch["drawn_row"] = torch.tensor([3, 3, 0, 2])
+    pairs = cut(batch, ActorConfig(ppo_mini_batch_size=1))
+    assert rows_of(pairs) == [[3, 3], [0, 2]]
+    assert [update.counts["batch_num_tokens"] for _, update in pairs] == [2, 4]
+    for mini_batch, _ in pairs:
+        assert torch.equal(mini_batch.response_mask, batch.loss_mask[mini_batch.row])
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_first_update_of_a_batch_goes_without_old_log_probs_unless_they_are_the_rollouts(bypass):
+    preset = ["algorithm.rollout_correction=bypass_ppo_clip"] * bypass
+    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", *preset, name="ppo_trainer")
+    batch = make_batch(["a", "b", "c"])
+    batch.batch["old_log_probs"] = batch.batch["advantages"] = torch.ones(3, 3)
+    pairs = [*policy_mini_batches(batch, config, step=1)]
+    assert ["old_log_probs" in mini_batch for mini_batch, _ in pairs] == [bypass, True, True]
+    assert "old_log_probs" in batch
+
+
+def test_rows_that_teach_nothing_are_left_out_and_the_counts_stay():
+    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=2", name="ppo_trainer")
+    batch = make_batch(["a", "a", "b", "c", "c", "d"])
+    batch.batch["advantages"] = torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 0.0])[:, None].expand(6, 3)
+    pairs = [*policy_mini_batches(batch, config, step=1)]
+    assert rows_of(pairs) == [[1, 2], [3]]  # one row stays where none teaches, so that the optimiser steps
+    assert [update.counts["global_batch_size"] for _, update in pairs] == [3, 3]
+    assert rows_of(mini_batches(batch, config, config.actor_rollout_ref.actor, 1)) == [[0, 1, 2], [3, 4, 5]]

@@ -27,7 +27,7 @@ from transformers import (
 
 from configs.schema import ActorConfig, OptimConfig
 from data.protocol import DataProto
-from tests.batches import random_ids, relative_distance, with_counts
+from tests.batches import random_ids, relative_distance, update_of
 from workers import prefix_attention
 from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
@@ -91,7 +91,7 @@ def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: i
     real = columns["response_mask"].bool()
     for name, mean, spread in [("old_log_probs", -4.6, 0.3), ("ref_log_prob", -4.6, 0.3), ("advantages", 0.0, 1.0)]:
         columns[name] = torch.where(real, mean + spread * torch.randn(real.shape, generator=generator), 1e3)
-    return DataProto.from_dict(columns, meta_info={"temperature": 0.8, "update_index": 0})
+    return DataProto.from_dict(columns)
 
 
 LENGTHS = {
@@ -200,7 +200,7 @@ def test_the_actor_makes_the_same_step_packed_and_padded_in_any_cut(size, terms)
     def gradient(module: PreTrainedModel) -> list[torch.Tensor]:
         engine, seen = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), "float32"), []
         engine.optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in module.parameters()))
-        DataParallelPPOActor(config, engine, size, size).update_policy(with_counts(batch, config))
+        DataParallelPPOActor(config, engine, size, size).update_policy(batch, update_of(batch, config))
         return seen
 
     assert relative_distance(gradient(pack(make("qwen2"), log_probs)), gradient(make("qwen2"))) < 1e-5

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose, learning_metrics, short_run
 from training import ray_trainer
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+from training.mini_batches import Update, log_prob_columns
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward
 from training.roles import Roles
-from training.selection import select_lesson
+from training.selection import draw_rows
 from workers.rollout import Completion, pad_rollout
 
 TOKENIZER = build_tokenizer()
@@ -39,6 +41,7 @@ class Bandit:
         self.table = torch.zeros(len(PROMPTS), len(ARMS), requires_grad=True)
         self.calls: list[str] = []
         self.updates: list[DataProto] = []
+        self.told: list[Update] = []  # beside each of them
         self.skips: list[float] = []  # what the next updates say
 
     def log_probs(self, batch: DataProto) -> Tensor:
@@ -60,7 +63,8 @@ class Bandit:
         self.calls.append("reward")
         return pull(data)
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        assert columns == ["old_log_probs"] and temperature == 1.0
         self.calls.append("old_log_prob")
         return DataProto.from_dict({"old_log_probs": self.log_probs(batch).detach()})
 
@@ -68,22 +72,21 @@ class Bandit:
         self.calls.append("values")
         return DataProto.from_dict({"values": torch.full(batch.responses.shape, 0.5)})
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
+    def update_critic(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
         self.calls.append("update_critic")
         return {"critic/vf_loss": 0.25}
 
-    def update_policy(self, batch: DataProto) -> dict[str, float]:
+    def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
         self.calls.append("update_actor")
-        self.updates.append(batch)
-        loss = (
-            -(self.log_probs(batch) * batch.advantages).sum() / batch.meta_info["global_batch_info"]["batch_num_tokens"]
-        )
+        self.updates.append(mini_batch)
+        self.told.append(update)
+        loss = -(self.log_probs(mini_batch) * mini_batch.advantages).sum() / update.counts["batch_num_tokens"]
         [gradient] = torch.autograd.grad(loss, self.table)
         self.table = (self.table - gradient).detach().requires_grad_()
         skipped = self.skips.pop(0) if self.skips else 0.0
         return {"actor/pg_loss": loss.item(), "actor/skipped_updates": skipped, "actor/ratio_max": len(self.updates)}
 
-    def update_weights(self, step: int) -> None:
+    def update_weights(self, version: int) -> None:
         self.calls.append("update_weights")
 
 
@@ -91,7 +94,8 @@ class ToyReference:
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        assert columns == ["ref_log_prob"]
         self.calls.append("ref")
         return DataProto.from_dict({"ref_log_prob": torch.full(batch.responses.shape, math.log(0.5))})
 
@@ -240,8 +244,8 @@ def test_samples_of_a_prompt_share_a_uid_and_every_step_has_its_own_seed(tmp_pat
     uids = [[*update.uid] for update in bandit.updates]
     assert uids[0] == [uid for place in range(4) for uid in [f"1-0-{place}"] * 4]
     assert not set(uids[0]) & set(uids[1])
-    assert [update.meta_info["update_index"] for update in bandit.updates] == [0, 1]
-    assert len({update.meta_info["seed"] for update in bandit.updates}) == 2
+    assert [update.step for update in bandit.told] == [0, 1]
+    assert len({update.seed for update in bandit.told}) == 2
 
 
 def test_the_sampler_hears_of_every_step_with_rewards(tmp_path):
@@ -334,48 +338,56 @@ class Drifting(Bandit):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "needed"),
+    ("overrides", "columns"),
     [
-        ([], False),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], False),
-        (["actor_rollout_ref.actor.use_kl_loss=true"], False),
-        (["algorithm.use_kl_in_reward=true"], True),
-        ([f"{CORRECTION}.rollout_is=sequence"], True),
-        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"], True),
-        ([f"{CORRECTION}.rollout_is_threshold=3.0"], False),
-        (["algorithm.adv_estimator=optimal_token_baseline"], True),
-        (["algorithm.use_pf_ppo=true"], False),
+        ([], []),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], ["old_log_probs"]),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], []),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], []),  # of this step
+        (["actor_rollout_ref.actor.use_kl_loss=true"], []),
+        (["algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
+        (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
+        ([f"{CORRECTION}.rollout_is=sequence"], ["old_log_probs"]),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"], ["old_log_probs"]),
+        ([f"{CORRECTION}.rollout_is_threshold=3.0"], []),
+        (["algorithm.adv_estimator=optimal_token_baseline"], ["old_log_probs", "sum_pi_squared"]),
+        (["algorithm.use_pf_ppo=true"], []),
     ],
 )
-def test_old_log_probs_of_all_rows_are_computed_only_where_something_reads_them(tmp_path, overrides, needed):
-    trainer, _ = make_trainer(tmp_path, *overrides)
-    assert trainer.reads_old_log_probs() is needed
+def test_the_log_prob_pass_is_made_where_something_reads_it_and_for_that_alone(overrides, columns):
+    config = compose("data.train_batch_size=4", "algorithm.adv_estimator=grpo", *overrides, name="ppo_trainer")
+    assert log_prob_columns(config, step=1) == columns
+
+
+def test_an_estimator_that_names_the_entropy_has_it_computed():
+    @register_adv_est("curious_for_test")
+    def curious(rewards, entropys):
+        return rewards, entropys
+
+    try:
+        config = compose("data.train_batch_size=4", "algorithm.adv_estimator=curious_for_test", name="ppo_trainer")
+        assert log_prob_columns(config, step=1) == ["entropys"]
+    finally:
+        ADV_ESTIMATOR_REGISTRY.pop("curious_for_test")
 
 
 @pytest.mark.parametrize("shuffle", ["false", "true"])
-@pytest.mark.parametrize(
-    ("mini_batch", "epochs", "scored"), [(4, 1, None), (3, 1, 4), (2, 1, 8), (1, 1, 12), (4, 2, 16), (2, 2, 16)]
-)
-def test_old_log_probs_are_those_of_the_later_mini_batches_alone(tmp_path, mini_batch, epochs, scored, shuffle):
-    """4 prompts of 4 rows. Whatever is left out, no update meets a number that is missing."""
-
-    class Counting(Bandit):
-        def compute_log_prob(self, batch: DataProto) -> DataProto:
-            self.calls.append(len(batch))
-            return super().compute_log_prob(batch)
-
+@pytest.mark.parametrize(("mini_batch", "epochs"), [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2), (2, 2)])
+def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, epochs, shuffle):
+    scored = (mini_batch, epochs) != (4, 1)
     actor = "actor_rollout_ref.actor"
     settings = (
         f"{actor}.ppo_mini_batch_size={mini_batch}",
         f"{actor}.ppo_epochs={epochs}",
         f"{actor}.shuffle={shuffle}",
     )
-    trainer, bandit = make_trainer(tmp_path, *settings, bandit=Counting())
+    trainer, bandit = make_trainer(tmp_path, *settings)
     trainer.global_step = 1
     _, metrics = trainer.step()
-    assert [call for call in bandit.calls if isinstance(call, int)] == ([scored] if scored else [])
-    assert ("training/rollout_probs_diff_mean" in metrics) is bool(scored)
-    assert ("timing_s/old_log_prob" in metrics) is bool(scored)
+    assert bandit.calls.count("old_log_prob") == scored
+    assert ("training/rollout_probs_diff_mean" in metrics) is scored
+    assert ("timing_s/old_log_prob" in metrics) is scored
     first, *later = bandit.updates
     assert "old_log_probs" not in first.batch
     for update in later:
@@ -406,11 +418,11 @@ def test_weights_and_rejection_reach_the_update_and_leave_statistics_and_transcr
     assert 0 < right.sum() < 16 and torch.equal(batch.responses, same.responses)
     assert batch.response_mask.all()  # a rejected token is still the policy's
     assert torch.equal(batch.advantages, same.advantages)  # and was measured
-    for update, before in zip(drifting.updates, exact.updates, strict=True):
+    for update, told, before in zip(drifting.updates, drifting.told, exact.updates, strict=True):
         rejected = update.responses == ARMS[1]
         assert torch.equal(update.response_mask.bool(), ~rejected) and before.response_mask.all()
         assert torch.equal(update.rollout_is_weights, torch.where(rejected, 2.0, 1.0))
-        counts = update.meta_info["global_batch_info"]
+        counts = told.counts
         assert counts["batch_num_tokens"] == counts["global_batch_size"] == int((~rejected).sum())
         assert "rollout_is_weights" not in before.batch
     rows = [json.loads(line) for line in (tmp_path / "rollouts/1.jsonl").read_text().splitlines()]
@@ -527,7 +539,7 @@ def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_u
 
 def test_pf_ppo_draws_anew_in_every_step(tmp_path, monkeypatch):
     seeds = []
-    monkeypatch.setattr(ray_trainer, "select_lesson", lambda *args: [seeds.append(args[-1]), select_lesson(*args)][1])
+    monkeypatch.setattr(ray_trainer, "draw_rows", lambda *args: [seeds.append(args[-1]), draw_rows(*args)][1])
     for seed in (0, 1):
         trainer, _ = make_trainer(tmp_path / str(seed), "algorithm.use_pf_ppo=true", f"trainer.seed={seed}", steps=2)
         trainer.fit()

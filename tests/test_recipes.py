@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 import main
 from configs.loader import options
 from tests.runs import compose, learning_metrics, short_run
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, OVER_MINI_BATCH, POLICY_LOSS_REGISTRY, AdvantageEstimator
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator, get_policy_loss
 from training.preparation import needs_critic, needs_reference
 
 # Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.
@@ -22,7 +23,9 @@ def compute_reward(prompt, response, ground_truth):
     score = sum(map(ord, response)) % 97 / 97
     return {"score": score, "even": score * 97 % 2, "short": -len(set(response))}
 """
-SHIPPED_LOSSES = [name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.__module__ == "training.core_algos"]
+SHIPPED_LOSSES = [
+    name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.function.__module__ == "training.core_algos"
+]
 NEEDED = {
     "algorithm.adv_estimator=gdpo": ["algorithm.gdpo_reward_keys=[even,short]"],
     "actor_rollout_ref.actor.policy_loss.loss_mode=dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.05"],
@@ -116,9 +119,10 @@ def test_the_pairs_below_hold_every_name_that_is_shipped():
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_every_estimator_and_every_loss_trains(two_steps, monkeypatch, estimator, loss):
     calls = Counter()
-    for registry, name in ((ADV_ESTIMATOR_REGISTRY, estimator), (POLICY_LOSS_REGISTRY, loss)):
-        monkeypatch.setitem(registry, name, counted(registry[name], calls, name))
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, estimator, counted(ADV_ESTIMATOR_REGISTRY[estimator], calls, estimator))
+    record = get_policy_loss(loss)
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, loss, replace(record, function=counted(record.function, calls, loss)))
     chosen = [f"algorithm.adv_estimator={estimator}", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"]
     cut = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"  # two forward passes an update
     assert_learnt(*two_steps(cut, *chosen, *(more for choice in chosen for more in NEEDED.get(choice, []))))
-    assert calls == {estimator: 2, loss: 4 if loss in OVER_MINI_BATCH else 8}
+    assert calls == {estimator: 2, loss: 4 if get_policy_loss(loss).over_mini_batch else 8}

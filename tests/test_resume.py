@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
 from tests.runs import compose, learning_metrics, run_main, short_run
-from training.checkpoint import rng_state, set_rng_state
+from data.seeding import forked_rng, rng_state, set_rng_state
 from training.ray_trainer import RayPPOTrainer
 from training.reports import read_metrics
 from training.roles import SamplingParams
 from training.tracking import Tracking
 from training.validation import Validator
-from workers.model_worker import ModelWorker, forked_rng
+from workers.model_worker import ModelWorker
 
 # Scores that differ between samples, and that move every global generator a user may draw from.
 REWARD = """
@@ -251,10 +251,10 @@ def draw() -> list[float]:
 
 
 def test_a_worker_restores_the_generators_of_its_own_process(settings, tmp_path):
-    worker = ModelWorker(compose(*settings(tmp_path)), total_steps=5, with_ref=False, with_critic=False)
-    worker.save_actor(tmp_path)
+    worker = ModelWorker(compose(*settings(tmp_path)), total_steps=5, roles=["actor"])
+    worker.roles["actor"].save(tmp_path, ["model", "optimizer", "extra"])
     drawn = draw()
-    worker.load_actor(tmp_path)
+    worker.roles["actor"].load(tmp_path)
     assert draw() == drawn
 
 

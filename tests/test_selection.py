@@ -6,12 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from configs.schema import AlgorithmConfig, PFPPOConfig
 from data.protocol import DataProto
 from training.core_algos import pf_ppo_weights
-from training.selection import compute_pf_ppo_reweight_data, rows_with_signal, select_lesson
+from training.selection import draw_rows, rows_with_signal
 
 
 def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:
@@ -90,10 +89,15 @@ METHODS = {  # of the four rows that did not fail, by hand
 }
 
 
-def drawn(method: str, seed: int) -> list[int]:
-    batch = scored(SCORES, "aabbb", FAILED)
-    generator = torch.Generator().manual_seed(seed)
-    return compute_pf_ppo_reweight_data(batch, method, generator=generator).batch["number"].tolist()
+def drawn(method: str, seed: int, batch: DataProto | None = None) -> list[int]:
+    batch = scored(SCORES, "aabbb", FAILED) if batch is None else batch
+    return pf_ppo(batch, seed, reweight_method=method)
+
+
+def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
+    columns, metrics = draw_rows(batch, AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(**settings)), seed)
+    assert columns.keys() == {"drawn_row"} and columns["drawn_row"].dtype == torch.int64 and metrics == {}
+    return columns["drawn_row"].tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -114,70 +118,27 @@ def test_rows_are_drawn_as_often_as_their_weights_say(method):
 
 def test_the_exponent_is_the_settings():
     batch = scored([1.0, 2.0], "ab")
-    count = Counter()
-    for seed in range(500):
-        generator = torch.Generator().manual_seed(seed)
-        count.update(compute_pf_ppo_reweight_data(batch, "pow", 3.0, generator=generator).batch["number"].tolist())
+    count = Counter(row for seed in range(500) for row in pf_ppo(batch, seed, weight_pow=3.0))
     assert count[1] / 1000 == pytest.approx(8 / 9, abs=0.04)  # four standard deviations
 
 
 def test_rows_whose_scores_are_all_zero_are_drawn_alike():
-    rows = [row for seed in range(300) for row in pf_ppo_rows([0.0, 0.0, 0.0], seed)]
+    batch = scored([0.0, 0.0, 0.0], "abc")
+    rows = [row for seed in range(300) for row in pf_ppo(batch, seed)]
     assert all(abs(rows.count(row) - 300) < 60 for row in range(3))
 
 
-def pf_ppo_rows(scores: list[float], seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return compute_pf_ppo_reweight_data(scored(scores, "abc"), generator=generator).batch["number"].tolist()
-
-
-def test_a_drawn_row_brings_all_its_columns_and_takes_the_uid_of_its_place():
-    batch = scored(SCORES, "aabbc", FAILED, acc=[10, 11, 12, 13, 14])
-    result = compute_pf_ppo_reweight_data(batch, generator=torch.Generator().manual_seed(0))
-    rows = result.batch["number"].tolist()
-    assert rows != list(range(5))
-    for name in ("token_level_scores", "response_mask"):
-        assert torch.equal(result.batch[name], batch.batch[name][rows])
-    assert result.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
-    assert result.non_tensor_batch["acc"].tolist() == [10 + row for row in rows]
-    assert result.non_tensor_batch["uid"].tolist() == list("aabbc")
-    assert batch.batch["number"].tolist() == list(range(5)) and batch.non_tensor_batch["uid"].tolist() == list("aabbc")
-
-
-def test_draws_follow_from_the_seed():
+def test_draws_follow_from_the_seed_and_the_batch_stays():
     assert drawn("pow", 1) == drawn("pow", 1)
     assert len({tuple(drawn("pow", seed)) for seed in range(10)}) > 5
-    with pytest.raises(ValueError, match="reweight_method is 'best'"):
-        drawn("best", 0)
+    batch = scored(SCORES, "aabbb", FAILED)
+    drawn("pow", 1, batch)
+    assert batch.batch["number"].tolist() == list(range(5)) and "drawn_row" not in batch
 
 
-def test_if_all_failed_the_batch_stays():
-    batch = scored([1.0, 2.0], "ab", failed=(0, 1))
-    assert compute_pf_ppo_reweight_data(batch).batch["number"].tolist() == [0, 1]
+def test_if_all_failed_each_row_stays():
+    assert pf_ppo(scored([1.0, 2.0], "ab", failed=(0, 1)), seed=0) == [0, 1]
 
 
-# The lesson
-
-
-def lesson_of(batch: DataProto, mask: Tensor, seed: int = 0, **settings) -> DataProto:
-    return select_lesson(batch, mask, AlgorithmConfig(**settings), seed)
-
-
-def test_without_pf_ppo_the_lesson_is_the_batch_under_another_mask():
-    batch = scored([1.0, 2.0], "ab")
-    mask = torch.tensor([[0, 1], [1, 0]])
-    lesson = lesson_of(batch, mask)
-    assert torch.equal(lesson.batch["response_mask"], mask) and lesson.batch["number"].tolist() == [0, 1]
-    assert batch.batch["response_mask"].all()  # the batch keeps its own
-
-
-def test_pf_ppo_draws_by_the_settings_and_the_mask_goes_with_its_row():
-    batch = scored(SCORES, "aabbc")
-    mask = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1], [0, 1]])
-    settings = {"use_pf_ppo": True, "pf_ppo": PFPPOConfig(reweight_method="max_min")}
-    rows = []
-    for seed in range(20):
-        lesson = lesson_of(batch, mask, seed, **settings)
-        rows += lesson.batch["number"].tolist()
-        assert torch.equal(lesson.batch["response_mask"], mask[lesson.batch["number"]])
-    assert set(rows) == {1, 2}
+def test_without_pf_ppo_nothing_is_drawn():
+    assert draw_rows(scored([1.0, 2.0], "ab"), AlgorithmConfig(), seed=0) == ({}, {})

@@ -1,6 +1,5 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +9,19 @@ import torch
 
 from configs.schema import Config
 from main import run
-from tests.on_workers import die_on_the_second, fail_on_the_second, gathered_ranks, weight_sum
+from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from workers import worker_group
 from workers.hf_rollout import HFRollout
-from workers.model_worker import ModelWorker, load_rollout_class
+from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,
     Resources,
     WorkerError,
     check_resources,
-    start_worker_group,
+    distinct_groups,
+    start_pools,
     worker_summary,
 )
 
@@ -32,8 +32,8 @@ from workers import worker_group
 from workers.hf_rollout import HFRollout
 
 class MyRollout(HFRollout):
-    def generate_sequences(self, batch):
-        data = super().generate_sequences(batch)
+    def generate_sequences(self, *args):
+        data = super().generate_sequences(*args)
         data.batch["rollout_log_probs"] += torch.rand(1)
         data.non_tensor_batch["end_reason"][:] = "mine"
         return data
@@ -133,28 +133,46 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, tmp_
         assert other[step] == pytest.approx(one[step], rel=2e-3, abs=1e-5), step
         assert resumed.get(step, one[step]) == pytest.approx(one[step], rel=2e-3, abs=1e-5), step
 
-    group = start_worker_group(two, total_steps=5, with_ref=False, with_critic=True)
+    group = RayWorkerGroup(Resources.from_config(two.trainer), InspectedWorker, two, 5, ["actor"])
     try:
-        group.run(ModelWorker.load_actor, saved / "actor")
-        assert group.run(weight_sum) == [weight_sum(torch.load(saved / "actor" / "model_world_size_1_rank_0.pt"))] * 2
+        group.submit("actor", "load", [(saved / "actor",)] * 2).result()
+        saved_sum = weight_sum(torch.load(saved / "actor" / "model_world_size_1_rank_0.pt"))
+        assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()
 
 
 @pytest.mark.slow
 def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None):
-    group = RayWorkerGroup(Resources(workers=2, threads=1, gpus=0), dict)
+    group = RayWorkerGroup(Resources(workers=2, threads=1, gpus=0), EchoWorker)
     try:
-        assert group.map(dict.__contains__, ["first", "second"]) == [False, False]
-        assert group.map(dict.__contains__, ["first alone"]) == [False]
-        assert group.run(gathered_ranks) == [[0, 1], [0, 1]]
+        first = group.submit("echo", "hear", [("a",), ("b",)])
+        second = group.submit("echo", "hear", [("c",), ("d",)])  # before the first is asked for its results
+        assert second.result() == [["a", "c"], ["b", "d"]] and first.result() == [["a"], ["b"]]
+        with pytest.raises(AssertionError, match="1 shares for 2 workers: each gets one, if need be without rows"):
+            group.submit("echo", "hear", [("alone",)])
+        assert group.submit("echo", "gathered_ranks", [()] * 2).result() == [[0, 1], [0, 1]]
         with pytest.raises(WorkerError, match=r"(?s)worker rank 1 failed.*only the second"):
-            group.run(fail_on_the_second)
+            group.submit("echo", "fail_on_the_second", [()] * 2).result()
         # The first, in the midst of a message, fails at once; that the second is gone is noticed later, and is why.
         with pytest.raises(WorkerError, match="worker rank 1 died"):
-            group.run(die_on_the_second)
+            group.submit("echo", "die_on_the_second", [()] * 2).result()
     finally:
         group.close()
+
+
+@pytest.mark.slow
+def test_calls_to_two_groups_overlap(cluster: None, tmp_path: Path):
+    """Each waits for what the other does in its call: as trainer and rollout will, when they are apart."""
+    groups = [RayWorkerGroup(Resources(workers=1, threads=1, gpus=0), EchoWorker) for _ in range(2)]
+    files = [tmp_path / "one", tmp_path / "other"]
+    try:
+        calls = zip(groups, [files, files[::-1]], strict=True)
+        pending = [group.submit("echo", "meet", [tuple(pair)]) for group, pair in calls]
+        assert [each.result() for each in pending] == [[True], [True]]
+    finally:
+        for group in groups:
+            group.close()
 
 
 @pytest.mark.slow
@@ -176,13 +194,13 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
         tiny_model, tmp_path, "trainer.executor=ray", "trainer.n_threads=2", "critic.model.path=/nowhere"
     )
     with pytest.raises(WorkerError, match=r"critic\.model\.path=/nowhere"):
-        start_worker_group(missing, total_steps=5, with_ref=False, with_critic=True)
+        start_pools(missing, total_steps=5, roles=["actor", "rollout", "critic"])
 
     # And a third needs what the second had, and can still say where its process died.
-    group = RayWorkerGroup(Resources(workers=1, threads=2, gpus=0), int, 1)
-    assert group.run(int.__add__, 2) == [3]
+    group = RayWorkerGroup(Resources(workers=1, threads=2, gpus=0), EchoWorker)
+    assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
     with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
-        group.run(os._exit)
+        group.submit("echo", "die", [()]).result()
     group.close()
     assert ray.is_initialized(), "it was the caller who started Ray"
 
@@ -190,7 +208,7 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
 @pytest.mark.slow
 def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None):
     with pytest.raises(ValueError, match=r"asked Ray for \{'CPU': 64.0\}, the cluster has \{'CPU': 2.0\}.*n_threads"):
-        RayWorkerGroup(Resources(workers=32, threads=2, gpus=0), dict)
+        RayWorkerGroup(Resources(workers=32, threads=2, gpus=0), EchoWorker)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +225,10 @@ def test_each_resource_is_compared(present: dict[str, float], missing: str | Non
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):
-    group = LocalWorkerGroup(1, dict)
+    group = LocalWorkerGroup(1, EchoWorker)
+    assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
     with pytest.raises(KeyError, match="missing"):
-        group.run(dict.__getitem__, "missing")
+        group.submit("echo", "fail", [()])
 
 
 def test_a_rollout_of_the_users_is_used(tiny_model: Path, tmp_path: Path):
@@ -236,7 +255,10 @@ def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tm
     torch.manual_seed(0)
     expected_draw = torch.rand(3)
     torch.manual_seed(0)
-    start_worker_group(full_run(tiny_model, tmp_path), total_steps=5, with_ref=True, with_critic=True)
+    pools = start_pools(full_run(tiny_model, tmp_path), total_steps=5, roles=["actor", "rollout", "ref", "critic"])
+    assert [*pools] == ["actor", "rollout", "ref", "critic"] and len(distinct_groups(pools)) == 1
+    [group] = distinct_groups(pools)
+    assert group.worker.roles.keys() == pools.keys()
     assert torch.equal(torch.rand(3), expected_draw)
 
 
@@ -262,4 +284,4 @@ def test_a_run_says_where_its_worker_is():
 )
 def test_workers_threads_and_gpus(monkeypatch: pytest.MonkeyPatch, settings: list[str], wanted: Resources):
     monkeypatch.setattr(worker_group, "available_cores", lambda: 8)
-    assert Resources.of(compose(*settings).trainer) == wanted
+    assert Resources.from_config(compose(*settings).trainer) == wanted

@@ -1,10 +1,15 @@
-"""From scores to advantages: what the driver computes between the rollout and the update (pure tensors on the CPU)."""
+"""From scores to advantages: what the driver computes between the rollout and the updates (pure tensors on the CPU).
+
+Each call of the stage reads a batch and returns new columns and metrics; `add_columns` puts the columns beside those
+that are there. The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).
+"""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
@@ -15,42 +20,53 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
-from training.rollout_correction import compute_rollout_correction_and_add_to_batch, compute_rollout_probs_diff
+from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
 from training.torch_functional import masked_mean, zero_masked
 
-OF_LOG_PROB_PASS = {"old_log_probs", "entropys", "sum_pi_squared"}  # columns of Actor.compute_log_prob
+Columns = dict[str, Tensor]
+Metrics = dict[str, float]
+
+LOG_PROB_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # what Actor.compute_log_prob can be asked for
 
 
-def set_rewards(
-    batch: DataProto, config: Config, kl_ctrl: AdaptiveKLController | FixedKLController
-) -> dict[str, float]:
-    """Column token_level_rewards: the scores, less the KL to the reference and the overlong penalty if asked for."""
-    metrics: dict[str, float] = {}
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    if config.algorithm.use_kl_in_reward:
-        metrics |= apply_kl_penalty(batch, kl_ctrl, config.algorithm.kl_penalty)
-    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
-        metrics |= apply_overlong_penalty(batch, config.reward.reward_kwargs)
+def add_columns(batch: DataProto, found: tuple[Columns, Metrics]) -> Metrics:
+    """Adds the new columns to `batch`; the metrics."""
+    columns, metrics = found
+    batch.batch.update(columns)
     return metrics
 
 
-def apply_kl_penalty(
+def token_level_rewards(
+    batch: DataProto, config: Config, kl_ctrl: AdaptiveKLController | FixedKLController
+) -> tuple[Columns, Metrics]:
+    """Column token_level_rewards, [B, R]: the scores, less the KL to the reference and the overlong penalty if asked
+    for."""
+    rewards, metrics = batch.batch["token_level_scores"], {}
+    if config.algorithm.use_kl_in_reward:
+        penalty, found = kl_in_reward(batch, kl_ctrl, config.algorithm.kl_penalty)
+        rewards, metrics = rewards - penalty, metrics | found
+    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        penalty, found = overlong_in_reward(batch, config.reward.reward_kwargs)
+        rewards, metrics = rewards + penalty, metrics | found
+    return {"token_level_rewards": rewards}, metrics
+
+
+def kl_in_reward(
     batch: DataProto, kl_ctrl: AdaptiveKLController | FixedKLController, kind: str
-) -> dict[str, float]:
-    """token_level_rewards := token_level_scores − β·KL(old ‖ ref) per token, with β from before this step.
+) -> tuple[Tensor, Metrics]:
+    """β·KL(old ‖ ref) of each token, [B, R], with β from before this step.
 
     The controller then sees the mean over the rows that did not fail of each row's mean KL, in nats a token.
     """
     mask = batch.batch["response_mask"]
     kl = zero_masked(kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind), mask)
     beta = kl_ctrl.value
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"] - beta * kl
     current_kl = masked_mean(masked_mean(kl, mask, axis=-1), mask.any(1)).item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(batch))
-    return {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+    return beta * kl, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
 
-def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor: float) -> torch.Tensor:
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """DAPO's soft punishment (arXiv:2503.14476, section 3.4) of responses of `lengths` [B] tokens: [B], at most 0.
 
     It falls from 0 at `max_length` - `buffer` to -`factor` at `max_length`, and on beyond. No buffer, no penalty.
@@ -60,8 +76,8 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor
     return -factor * ((lengths - (max_length - buffer)) / buffer).clamp(min=0)
 
 
-def apply_overlong_penalty(batch: DataProto, config: RewardKwargsConfig) -> dict[str, float]:
-    """token_level_rewards less `overlong_penalty`, on each row's last policy token; failed rows have none.
+def overlong_in_reward(batch: DataProto, config: RewardKwargsConfig) -> tuple[Tensor, Metrics]:
+    """`overlong_penalty` on each row's last policy token, [B, R]; failed rows have none.
 
     A response's length is that of its attention mask, so that what an environment said counts as well.
     """
@@ -69,29 +85,27 @@ def apply_overlong_penalty(batch: DataProto, config: RewardKwargsConfig) -> dict
     lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(1)
     buffer = config.max_resp_len // 5 if settings.len is None else settings.len  # a fifth: the paper's 4096 of 20480
     penalty = overlong_penalty(lengths, config.max_resp_len, buffer, settings.penalty_factor)
-    batch.batch["token_level_rewards"] = batch.batch["token_level_rewards"] + penalty[:, None] * last_token(mask)
-    valid = mask.any(1)
-    return {
-        "reward/overlong_reward/mean": masked_mean(penalty, valid).item(),
-        "reward/overlong/mean": masked_mean((penalty < 0).float(), valid).item(),
+    completed = mask.any(1)
+    return penalty[:, None] * last_token(mask), {
+        "reward/overlong_reward/mean": masked_mean(penalty, completed).item(),
+        "reward/overlong/mean": masked_mean((penalty < 0).float(), completed).item(),
     }
 
 
-def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """(the response_mask of what is learnt from, metrics); adds rollout_is_weights to `batch` if they are asked for.
+def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[Columns, Metrics]:
+    """Columns loss_mask, response_mask without the rejected tokens, and, if asked for, rollout_is_weights; [B, R].
 
-    Needs old_log_probs beside rollout_log_probs: without, or in bypass mode, where the loss corrects, it does nothing.
-    The batch keeps its own mask: a rejected token is not learnt from, but what it led to was measured, so it stays in
-    the group's statistics, and an outcome that was paid on it is not lost.
+    Needs old_log_probs beside rollout_log_probs: without, or in bypass mode, where the loss corrects, nothing is
+    rejected. A rejected token is not learnt from, but what it led to was measured, so it stays in the group's
+    statistics, and an outcome that was paid on it is not lost: the advantages go by response_mask.
     """
-    columns = batch.batch
-    mask = columns["response_mask"]
-    if config.bypass_mode or "old_log_probs" not in columns:
-        return mask, {}
-    drift = compute_rollout_probs_diff(columns["old_log_probs"], columns["rollout_log_probs"], mask)
-    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
-    kept, columns["response_mask"] = columns["response_mask"], mask
-    return kept, metrics | drift
+    mask = batch.batch["response_mask"]
+    if config.bypass_mode or "old_log_probs" not in batch or not mask.any():
+        return {"loss_mask": mask}, {}
+    log_probs = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
+    weights, kept, metrics = correct_log_probs(*log_probs, mask, config)
+    columns = {"loss_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights})
+    return columns, metrics | compute_rollout_probs_diff(*log_probs, mask)
 
 
 def estimator_needs(name: str) -> set[str]:
@@ -107,8 +121,8 @@ def takes(function: Callable, argument: str) -> bool:
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    """`batch` with the columns advantages and returns, by the estimator that `config.adv_estimator` names.
+def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
+    """Columns advantages and returns, [B, R], by the estimator that `config.adv_estimator` names; no metrics.
 
     The estimator is given exactly what it names among `estimator_arguments`; one with **kwargs is given all of it.
 
@@ -127,14 +141,13 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     result = estimator(**{argument: value for argument, value in present.items() if takes(estimator, argument)})
     shape = batch.batch["response_mask"].shape
     pair = result if isinstance(result, tuple | list) else (result,)
-    found = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in pair]
+    found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
     if found != [tuple(shape)] * 2:
         raise ValueError(
             f"algorithm.adv_estimator={name} returned {found}; it must return advantages and returns, both tensors of "
             f"shape {tuple(shape)}."
         )
-    batch.batch["advantages"], batch.batch["returns"] = pair
-    return batch
+    return dict(zip(("advantages", "returns"), pair, strict=True)), {}
 
 
 def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
@@ -156,6 +169,6 @@ def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
     }
 
 
-def last_token(mask: torch.Tensor) -> torch.Tensor:
+def last_token(mask: Tensor) -> Tensor:
     """1.0 on each row's last policy token: where the episode is done. [B, R] float32."""
     return ((mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()).float()

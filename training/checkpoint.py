@@ -10,7 +10,6 @@ generators), config.yaml.
 import json
 import os
 import pickle
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
@@ -135,26 +133,6 @@ def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) 
 def unreadable(path: Path, error: Exception) -> ValueError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "it is cut short"
     return ValueError(f"checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}). {START_AFRESH}")
-
-
-def rng_state() -> dict[str, Any]:
-    """State of this process's global generators, in plain types. The run's own are derived from its seed and need
-    none; these are for what users' datasets, rewards and engines draw."""
-    name, keys, *position = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *position),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def config_yaml(config: Config) -> str:

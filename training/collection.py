@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
@@ -32,7 +31,7 @@ class Collector:
         self.rollout = rollout
         self.reward = reward
         self.loader = loader
-        self.needs = estimator_needs(config.algorithm.adv_estimator)
+        self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
 
     def collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """Scored responses to the prompts of `step`, and metrics of them; the seconds go to `timing`.
@@ -40,7 +39,7 @@ class Collector:
         With algorithm.filter_groups, as many rows, of groups whose samples differ, from further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
-        batch = self.respond(self.next_prompts(step, 0), timing)
+        batch = self.draw(step, 0, timing)
         metrics = reward_metrics(batch)
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
@@ -48,44 +47,35 @@ class Collector:
         wanted, draws = len(batch), 1
         has_signal = rows_with_signal(batch, settings.metric)
         while has_signal.sum() < wanted and draws != settings.max_num_gen_batches:
-            batch = DataProto.concat([batch, self.respond(self.next_prompts(step, draws), timing)])
+            batch = DataProto.concat([batch, self.draw(step, draws, timing)])
             has_signal = rows_with_signal(batch, settings.metric)
             draws += 1
         metrics |= {"train/num_gen_batches": draws, "group/kept_frac": has_signal.float().mean().item()}
         informative_first = (~has_signal).int().argsort(stable=True)
         return batch.select_idxs(informative_first[:wanted]), metrics
 
-    def respond(self, prompts: DataProto, timing: dict[str, float]) -> DataProto:
-        """The policy's responses with their scores and, for ReMax, those of its greedy responses."""
-        firsts = prompts[:: self.config.actor_rollout_ref.rollout.n]  # before the engine, which may fill the prompts
+    def draw(self, step: int, number: int, timing: dict[str, float]) -> DataProto:
+        """Scored responses to the next prompts, the draw of this number in the step.
+
+        For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = SamplingParams.of(rollout, rollout.response_length)
+        seed = derive_seed(self.config.trainer.seed, "rollout", step, number)
+        prompts = self.next_prompts(step, number)
         with timer("gen", timing):
-            batch = self.rollout.generate_sequences(prompts)
+            batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
         with timer("reward", timing):
             batch = add_scores(batch, self.reward, self.tokenizer)
-        if "reward_baselines" in self.needs:
+        if self.needs_greedy_scores:
             with timer("gen_max", timing):
-                batch.batch["reward_baselines"] = self.greedy_scores(firsts)
-        batch.meta_info.pop("seed")
+                greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
+                scores = add_scores(greedy, self.reward, self.tokenizer).batch["token_level_scores"].sum(1)
+            batch.batch["reward_baselines"] = scores.repeat_interleave(rollout.n)
         return batch
 
-    def greedy_scores(self, prompts: DataProto) -> torch.Tensor:
-        """The scores of the greedy responses to `prompts`, each for all the samples of its prompt: [B]."""
-        greedy = replace(prompts.meta_info["sampling"], do_sample=False)
-        prompts.meta_info = {**prompts.meta_info, "sampling": greedy}
-        scored = add_scores(self.rollout.generate_sequences(prompts), self.reward, self.tokenizer)
-        return scored.batch["token_level_scores"].sum(1).repeat_interleave(self.config.actor_rollout_ref.rollout.n)
-
-    def next_prompts(self, step: int, draw: int) -> DataProto:
-        """The next prompts, each `rollout.n` times in a row under one uid."""
+    def next_prompts(self, step: int, number: int) -> DataProto:
+        """The next prompts of the data, each under a uid of its own."""
         prompts = DataProto.from_single_dict(self.loader.next_batch())
-        uids = [f"{step}-{draw}-{place}" for place in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        rollout = self.config.actor_rollout_ref.rollout
-        prompts.meta_info = {
-            "sampling": SamplingParams.of(rollout, rollout.response_length),
-            "temperature": rollout.temperature,
-            "seed": derive_seed(self.config.trainer.seed, "rollout", step, draw),
-            "update_index": step - 1,
-            "calculate_sum_pi_squared": "sum_pi_squared" in self.needs,
-        }
-        return prompts.repeat(rollout.n, interleave=True)
+        uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
+        return prompts.union(DataProto.from_single_dict({"uid": uids}))

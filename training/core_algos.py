@@ -13,6 +13,7 @@ Left out: whatever needs a batch object, a device or a process group.
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -42,9 +43,23 @@ AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
-POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
-OVER_MINI_BATCH: set[str] = set()  # the policy losses that are called once a mini-batch
-SILENT_AT_ZERO: set[str] = set()  # those to which a row adds nothing whose advantages are all 0
+POLICY_LOSS_REGISTRY: dict[str, "PolicyLoss"] = {}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, and what those who call it have to know.
+
+    Attributes:
+        function: the loss, with the arguments of `compute_policy_loss_vanilla`.
+        over_mini_batch: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
+            once for all of them, not for each micro-batch; that costs a forward pass more.
+        silent_at_zero: a row whose advantages are all 0 adds nothing to loss or gradient, so it may be left out.
+    """
+
+    function: PolicyLossFn
+    over_mini_batch: bool = False
+    silent_at_zero: bool = False
 
 
 class AdvantageEstimator(StrEnum):
@@ -113,27 +128,25 @@ def _registry_key(name_or_enum: str | Enum) -> str:
 def register_policy_loss(
     name: str, *, over_mini_batch: bool = False, silent_at_zero: bool = False
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that adds a policy loss, replacing any of the same name.
-
-    `over_mini_batch`: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
-    once for all of them, not for each micro-batch; that costs a forward pass more.
-    `silent_at_zero`: a row whose advantages are all 0 adds nothing to loss or gradient, so the actor may leave it out.
-    """
+    """Decorator that adds a policy loss, replacing any of the same name; `PolicyLoss` says what the marks mean."""
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSS_REGISTRY[name] = fn
-        for marked, mark in ((OVER_MINI_BATCH, over_mini_batch), (SILENT_AT_ZERO, silent_at_zero)):
-            (marked.add if mark else marked.discard)(name)
+        POLICY_LOSS_REGISTRY[name] = PolicyLoss(fn, over_mini_batch, silent_at_zero)
         return fn
 
     return register
 
 
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
+def get_policy_loss(name: str) -> PolicyLoss:
     """The policy loss registered under this exact name; raises ValueError if there is none."""
     if name not in POLICY_LOSS_REGISTRY:
         raise ValueError(f"Unsupported loss mode: {name}. Supported modes are: {list(POLICY_LOSS_REGISTRY)}")
     return POLICY_LOSS_REGISTRY[name]
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The function of a registered policy loss, as verl returns it; raises ValueError if there is none."""
+    return get_policy_loss(name).function
 
 
 class Groups:

@@ -99,11 +99,10 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """Tokens of the step, its seconds, and tokens per second and device; the name is verl's, typo included.
 
-    Reads `meta_info["global_token_num"]` (tokens of each row) and `timing_raw["step"]`. `n_gpus` counts whatever the
-    step ran on: without GPUs, the workers.
+    Reads attention_mask and `timing_raw["step"]`. `n_gpus` counts whatever the step ran on: without GPUs, the workers.
     """
     assert n_gpus > 0, f"n_gpus is {n_gpus}: throughput is per device, so without GPUs pass the number of workers"
-    num_tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
+    num_tokens, seconds = int(batch.attention_mask.sum()), timing_raw["step"]
     return {
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": seconds,

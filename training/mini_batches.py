@@ -1,67 +1,135 @@
-"""How often the optimiser steps: a batch of rollouts cut into mini-batches of whole prompts, with their counts."""
+"""What one update sees: which rows, with which counts, and whether it is on-policy.
+
+A batch of rollouts is cut into mini-batches of whole prompts, each for one step of the optimiser. Everything that
+decides what such a step learns from is here; how a mini-batch is cut again to fit memory is the workers' business.
+"""
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from configs.schema import ActorConfig, CriticConfig
+from configs.checks import policy_loss_name
+from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed, numpy_generator
+from training.advantage import LOG_PROB_COLUMNS, estimator_needs
+from training.core_algos import get_policy_loss
 
 
-def mini_batches(batch: DataProto, config: ActorConfig | CriticConfig, seed: int) -> Iterator[DataProto]:
-    """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time; the samples of a prompt stay together.
+@dataclass(frozen=True)
+class Update:
+    """What one step of the optimiser is told beside its rows."""
 
-    Each mini-batch carries in `meta_info` what its update needs: `global_batch_info`, a `seed` of its own, and
-    `is_first` of its batch.
+    step: int  # of the learning-rate schedule, from 0
+    seed: int  # for losses that draw
+    temperature: float  # at which the responses were sampled
+    counts: dict[str, Any]  # the whole mini-batch's, by which every loss is divided: keyword arguments of `agg_loss`
+
+
+def log_prob_columns(config: Config, step: int) -> list[str]:
+    """What the log-prob pass before the updates of a step (from 1) is asked for; [] where there is no such pass.
+
+    Old log-probs are needed by every update but a batch's first, whose ratio is 1, and by whatever reads them before
+    the updates: the KL in the reward, rollout correction, an estimator that names them or another column of the pass.
+    In bypass mode the rollout's own stand in for them.
     """
-    for epoch, start, rows in mini_batch_rows(batch, config, seed):
-        mini_batch = batch.select_idxs(rows)
-        mini_batch.meta_info = {
-            **batch.meta_info,
-            "global_batch_info": global_batch_info(mini_batch, config),
-            "seed": derive_seed(seed, "mini_batch", epoch, start),
-            "is_first": epoch == start == 0,
-        }
-        yield mini_batch
+    algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
+    correction = algorithm.rollout_correction
+    if correction.bypass_mode:
+        return []
+    several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
+    updates_follow = several_updates and step > config.trainer.critic_warmup
+    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
+    read = estimator_needs(algorithm.adv_estimator) & set(LOG_PROB_COLUMNS)
+    if updates_follow or algorithm.use_kl_in_reward or corrects:
+        read |= {"old_log_probs"}
+    return sorted(read)
 
 
-def mini_batch_rows(
-    batch: DataProto, config: ActorConfig | CriticConfig, seed: int
+def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator[tuple[DataProto, Update]]:
+    """`mini_batches` for the policy.
+
+    The first update of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they are the
+    rollout's, and stay. Rows that cannot change the gradient are left out, the counts stay.
+    """
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    skips_silent = skips_zero_advantages(config)
+    pairs = mini_batches(batch, config, config.actor_rollout_ref.actor, step)
+    for number, (mini_batch, update) in enumerate(pairs):
+        if number == 0 and not bypass and "old_log_probs" in mini_batch:
+            mini_batch.pop(["old_log_probs"])
+        yield without_zero_advantages(mini_batch) if skips_silent else mini_batch, update
+
+
+def mini_batches(
+    batch: DataProto, config: Config, role: ActorConfig | CriticConfig, step: int
+) -> Iterator[tuple[DataProto, Update]]:
+    """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time, the samples of a prompt together.
+
+    The response_mask of a mini-batch is the loss_mask of `batch`; with PF-PPO each row is the one that was drawn for
+    its place (column drawn_row). `step` counts from 1.
+    """
+    seed = derive_seed(config.trainer.seed, "update", step)
+    for epoch, start, places in mini_batch_places(batch, role, seed):
+        mini_batch = batch.select_idxs(batch.drawn_row[places] if "drawn_row" in batch else places)
+        mini_batch.batch["response_mask"] = mini_batch.batch.pop("loss_mask")
+        yield (
+            mini_batch,
+            Update(
+                step=step - 1,
+                seed=derive_seed(seed, "mini_batch", epoch, start),
+                temperature=config.actor_rollout_ref.rollout.temperature,
+                counts=global_batch_info(mini_batch, role),
+            ),
+        )
+
+
+def mini_batch_places(
+    batch: DataProto, role: ActorConfig | CriticConfig, seed: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(epoch, place of its first prompt in the epoch, rows) of each mini-batch."""
+    """(epoch, number of its first prompt in the epoch, places of its rows) of each mini-batch."""
     groups = rows_by_prompt(batch)
-    size = config.ppo_mini_batch_size or len(groups)
-    for epoch in range(config.ppo_epochs):
+    size = role.ppo_mini_batch_size or len(groups)
+    for epoch in range(role.ppo_epochs):
         order = np.arange(len(groups))
-        if config.shuffle:
+        if role.shuffle:
             order = numpy_generator(seed, "shuffle", epoch).permutation(order)
         for start in range(0, len(groups), size):
             yield epoch, start, np.concatenate([groups[place] for place in order[start : start + size]])
 
 
-def rows_after_first(batch: DataProto, config: ActorConfig | CriticConfig, seed: int) -> list[int]:
-    """The rows of every mini-batch but the first: they are learnt from by weights that they were not drawn with."""
-    _, *later = (rows for _, _, rows in mini_batch_rows(batch, config, seed))
-    return np.unique(np.concatenate(later)).tolist() if later else []
-
-
 def rows_by_prompt(batch: DataProto) -> list[list[int]]:
-    """The rows of each uid, in order of its first."""
+    """The rows of each uid, in the order in which the uids first appear."""
     rows: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):
         rows.setdefault(uid, []).append(row)
     return list(rows.values())
 
 
-def global_batch_info(mini_batch: DataProto, config: ActorConfig | CriticConfig) -> dict[str, Any]:
+def global_batch_info(mini_batch: DataProto, role: ActorConfig | CriticConfig) -> dict[str, Any]:
     """The one denominator of every loss of a mini-batch: its tokens and its rows that have any (agg_loss's names)."""
     mask = mini_batch.batch["response_mask"]
-    scale = config.loss_scale_factor if isinstance(config, ActorConfig) else None
+    scale = role.loss_scale_factor if isinstance(role, ActorConfig) else None
     return {
         "dp_size": 1,
         "batch_num_tokens": int(mask.sum()),
         "global_batch_size": int(mask.any(1).sum()),
         "loss_scale_factor": scale or mask.shape[1],
     }
+
+
+def skips_zero_advantages(config: Config) -> bool:
+    """Whether a row whose advantages are all 0 can change nothing: neither through the loss nor by entropy or KL."""
+    actor = config.actor_rollout_ref.actor
+    reads_all_rows = actor.entropy_coeff or actor.calculate_entropy or actor.use_kl_loss
+    loss = get_policy_loss(policy_loss_name(actor.policy_loss, config.algorithm.rollout_correction))
+    return loss.silent_at_zero and not reads_all_rows
+
+
+def without_zero_advantages(mini_batch: DataProto) -> DataProto:
+    """The rows with an advantage other than 0; one row if there is none, so that the optimiser steps all the same."""
+    counts = ((mini_batch.advantages != 0) & mini_batch.response_mask.bool()).any(1)
+    return mini_batch.select_idxs(counts if counts.any() else torch.tensor([0]))

@@ -1,11 +1,9 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -16,9 +14,9 @@ from configs.schema import Config, DataConfig
 from data.import_utils import load_extern_object, load_module, load_modules
 from data.rl_dataset import create_rl_dataset, get_dataset_class
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
-from data.seeding import derive_seed
+from data.seeding import derive_seed, seed_everything
 from data.tokenizer import check_model_path, load_tokenizer
-from training.advantage import OF_LOG_PROB_PASS, estimator_needs, takes
+from training.advantage import LOG_PROB_COLUMNS, estimator_needs, takes
 from training.checkpoint import find_checkpoint
 from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
 from training.reward import RewardManager, load_reward_manager
@@ -62,13 +60,6 @@ def prepare(config: Config) -> Parts:
     )
 
 
-def seed_everything(seed: int) -> None:
-    """The global generators, for users' code that draws from them; the run's own derive theirs by name."""
-    random.seed(derive_seed(seed, "python"))
-    np.random.seed(derive_seed(seed, "numpy") % 2**32)
-    torch.manual_seed(derive_seed(seed, "torch"))
-
-
 def check_files_of_workers(config: Config) -> None:
     """What workers will load is there: models, a rollout engine of the user's, the checkpoint to resume from.
 
@@ -87,6 +78,12 @@ def check_files_of_workers(config: Config) -> None:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but torch sees no GPU in this process: "
             + ("Ray has to find one." if trainer.executor == "ray" else "the run trains on the CPU.")
         )
+
+
+def needed_roles(config: Config) -> list[str]:
+    """The roles that a run has workers for: actor and rollout, and ref and critic where the algorithm needs them."""
+    optional = {"ref": needs_reference(config), "critic": needs_critic(config)}
+    return ["actor", "rollout", *(role for role, needed in optional.items() if needed)]
 
 
 def needs_critic(config: Config) -> bool:
@@ -133,7 +130,7 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
             "choose an estimator without a critic, e.g. grpo."
         )
-    absent = estimator_needs(name) & OF_LOG_PROB_PASS - {"old_log_probs"}
+    absent = estimator_needs(name) & set(LOG_PROB_COLUMNS) - {"old_log_probs"}
     if absent and algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
             f"algorithm.adv_estimator={name} needs {sorted(absent)}, which come with the old log-probs, and algorithm."

@@ -5,7 +5,7 @@ run nor what runs there.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import ActorConfig, Config, CriticConfig
+from configs.schema import Config
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from data.seeding import derive_seed
-from training.advantage import OF_LOG_PROB_PASS, compute_advantage, correct_rollout, estimator_needs, set_rewards
+from data.seeding import derive_seed, rng_state, set_rng_state
+from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
 from training.checkpoint import (
     WRITE_ERRORS,
     config_drift,
     config_yaml,
     find_checkpoint,
     read_part,
-    rng_state,
     save_checkpoint,
-    set_rng_state,
 )
 from training.collection import Collector
 from training.core_algos import get_kl_controller
@@ -38,11 +36,12 @@ from training.metric_utils import (
     reduce_metrics,
     timer,
 )
-from training.mini_batches import mini_batches, rows_after_first
+from training.mini_batches import Update, log_prob_columns, mini_batches, policy_mini_batches
 from training.reports import dump_jsonl, nothing_left
 from training.reward import RewardManager
 from training.roles import Roles
-from training.selection import select_lesson
+from training.selection import draw_rows
+from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
 from training.validation import Validator, sample_rows
 
@@ -83,13 +82,17 @@ class RayPPOTrainer:
         self.train_loader = train_loader
         self.validator = validator
         self.total_steps = total_steps
-        self.needs = estimator_needs(config.algorithm.adv_estimator)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
-        self.metrics: Metrics = {}  # of the last step
-        self.validation: Metrics = {}  # the last one's
-        self.skipped_in_a_row = 0
+        self.metrics: Metrics = {}  # the last step's
+        self.validation: Metrics = {}  # the last validation's
         self.folder = Path(config.trainer.default_local_dir)
+        self.skipped_updates = SkippedUpdates(
+            config.trainer.max_skipped_updates,
+            "trainer.max_skipped_updates",
+            f"The batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
+            "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
+        )
 
     def fit(self) -> Metrics:
         """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
@@ -114,7 +117,7 @@ class RayPPOTrainer:
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
-                self.refuse_lasting_nonsense(self.metrics)
+                self.skipped_updates.check(self.metrics)
         return self.validation
 
     def validate(self) -> Metrics:
@@ -123,74 +126,48 @@ class RayPPOTrainer:
 
     def step(self) -> tuple[DataProto, Metrics]:
         """One step of the algorithm: the finished batch, and what is worth logging about it."""
-        algorithm, timing = self.config.algorithm, {}
+        config, algorithm, timing = self.config, self.config.algorithm, {}
+        temperature = config.actor_rollout_ref.rollout.temperature
         with timer("step", timing):
             batch, metrics = self.collector.collect(self.global_step, timing)
             if algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-            elif self.reads_old_log_probs():
+            elif columns := log_prob_columns(config, self.global_step):
                 with timer("old_log_prob", timing):
-                    batch = batch.union(self.actor.compute_log_prob(batch))
+                    batch = batch.union(self.actor.compute_log_prob(batch, temperature, columns))
             if self.ref:
                 with timer("ref", timing):
-                    batch = batch.union(self.ref.compute_log_prob(batch))
+                    batch = batch.union(self.ref.compute_log_prob(batch, temperature, ["ref_log_prob"]))
             if self.critic:
                 with timer("values", timing):
                     batch = batch.union(self.critic.compute_values(batch))
             with timer("adv", timing):
-                metrics |= set_rewards(batch, self.config, self.kl_ctrl)
-                learnt_mask, drift = correct_rollout(batch, algorithm.rollout_correction)
-                batch = compute_advantage(batch, algorithm)
-                lesson = select_lesson(batch, learnt_mask, algorithm, self.seed_of("pf_ppo"))
+                metrics |= add_columns(batch, token_level_rewards(batch, config, self.kl_ctrl))
+                metrics |= add_columns(batch, correct_rollout(batch, algorithm.rollout_correction))
+                metrics |= add_columns(batch, compute_advantage(batch, algorithm))
+                metrics |= add_columns(batch, draw_rows(batch, algorithm, self.seed_of("pf_ppo")))
             if self.critic:
                 with timer("update_critic", timing):
-                    metrics |= self.update(self.critic.update_critic, lesson, self.config.critic)
-            if self.global_step > self.config.trainer.critic_warmup:
-                later = rows_after_first(lesson, self.config.actor_rollout_ref.actor, self.seed_of("update"))
-                if later and "old_log_probs" not in lesson.batch:
-                    with timer("old_log_prob", timing):
-                        drift |= self.add_old_log_probs(lesson, later)
+                    parts = mini_batches(batch, config, config.critic, self.global_step)
+                    metrics |= self.learn(self.critic.update_critic, parts)
+            if self.global_step > config.trainer.critic_warmup:
                 with timer("update_actor", timing):
-                    metrics |= self.update(self.update_actor, lesson, self.config.actor_rollout_ref.actor)
+                    parts = policy_mini_batches(batch, config, self.global_step)
+                    metrics |= self.learn(self.actor.update_policy, parts)
                 with timer("update_weights", timing):
                     self.rollout.update_weights(self.global_step)
-        return batch, metrics | drift | self.describe(batch, timing)
+        return batch, metrics | self.describe(batch, timing)
 
     def seed_of(self, purpose: str) -> int:
         return derive_seed(self.config.trainer.seed, purpose, self.global_step)
 
-    def reads_old_log_probs(self) -> bool:
-        """Whether anybody reads them before the updates: the KL in the reward, rollout correction, the estimator."""
-        algorithm = self.config.algorithm
-        correction = algorithm.rollout_correction
-        corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-        return algorithm.use_kl_in_reward or corrects or bool(self.needs & OF_LOG_PROB_PASS)
-
-    def add_old_log_probs(self, lesson: DataProto, rows: list[int]) -> Metrics:
-        """Column old_log_probs of `lesson`, of these rows; how far they are from what the rollout engine said."""
-        scored = lesson.select_idxs(rows)
-        scored = scored.union(self.actor.compute_log_prob(scored))
-        column = torch.full(lesson.batch["response_mask"].shape, torch.nan)  # nobody reads the others
-        column[rows] = scored.batch["old_log_probs"]
-        lesson.batch["old_log_probs"] = column
-        _, drift = correct_rollout(scored, self.config.algorithm.rollout_correction)  # there is none: it only measures
-        return drift
-
-    def update_actor(self, mini_batch: DataProto) -> Metrics:
-        """One update. The first of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they
-        are the rollout's, and stay."""
-        bypass = self.config.algorithm.rollout_correction.bypass_mode
-        if mini_batch.meta_info["is_first"] and "old_log_probs" in mini_batch.batch and not bypass:
-            mini_batch.batch = mini_batch.batch.exclude("old_log_probs")
-        return self.actor.update_policy(mini_batch)
-
-    def update(
-        self, update: Callable[[DataProto], Metrics], batch: DataProto, config: ActorConfig | CriticConfig
+    def learn(
+        self, verb: Callable[[DataProto, Update], Metrics], mini_batches: Iterable[tuple[DataProto, Update]]
     ) -> Metrics:
-        """All mini-batches through `update`; their metrics averaged. A batch that was refused is kept for study."""
+        """All mini-batches through `verb`; their metrics averaged. A batch that was refused is kept for study."""
         collected: dict[str, list[float]] = {}
-        for mini_batch in mini_batches(batch, config, self.seed_of("update")):
-            metrics = update(mini_batch)
+        for mini_batch, update in mini_batches:
+            metrics = verb(mini_batch, update)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
                 mini_batch.save_to_disk(self.folder / f"refused_update_step_{self.global_step}.pkl")
             for name, value in metrics.items():
@@ -199,7 +176,6 @@ class RayPPOTrainer:
 
     def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         """Metrics of the data, of time and of throughput."""
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(1).tolist()
         return {
             "training/global_step": self.global_step,
             "training/epoch": (self.global_step - 1) // len(self.train_loader),
@@ -211,18 +187,6 @@ class RayPPOTrainer:
 
     def is_due(self, frequency: int) -> bool:
         return frequency > 0 and (self.global_step % frequency == 0 or self.global_step == self.total_steps)
-
-    def refuse_lasting_nonsense(self, metrics: Metrics) -> None:
-        """Ends the run when several steps in a row had an update that was not finite."""
-        skipped = any(value > 0 for name, value in metrics.items() if name.endswith("/skipped_updates"))
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
-            raise RuntimeError(
-                f"the loss or gradient was not finite in {self.skipped_in_a_row} steps in a row "
-                f"(trainer.max_skipped_updates={self.config.trainer.max_skipped_updates}). The weights are as before "
-                f"them; the batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
-                "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size."
-            )
 
     def dump_rollouts(self, batch: DataProto) -> None:
         settings = self.config.trainer
@@ -254,9 +218,12 @@ class RayPPOTrainer:
         return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
 
     def write_state(self, folder: Path) -> None:
-        self.actor.save(folder.resolve() / "actor")
-        if self.critic:
-            self.critic.save(folder.resolve() / "critic")
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        trained = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        for name, role in trained.items():
+            role.save(folder.resolve() / name, contents)
+            if "hf_model" in contents:
+                self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {
             "global_step": self.global_step,

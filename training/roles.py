@@ -1,14 +1,16 @@
-"""What the training loop asks of its workers: four roles of a few verbs each.
+"""What the training loop asks of its workers: a few roles of a few verbs each.
 
 `training/` knows only these; `workers/` implements them, in this process or behind Ray.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from configs.schema import RolloutConfig, SamplingConfig
 from data.protocol import DataProto
+from training.mini_batches import Update
 
 
 @dataclass(frozen=True)
@@ -28,47 +30,50 @@ class SamplingParams:
 
 
 class Rollout(Protocol):
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout.
+    """Samples responses from the policy."""
 
-        `meta_info["sampling"]` holds the `SamplingParams` and `meta_info["seed"]` the seed of this call.
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its own."""
+
+    def update_weights(self, version: int) -> None:
+        """Makes the engine sample from the actor's present weights, which have this number."""
+
+
+class Scorer(Protocol):
+    """A policy that scores responses: the one in training, or the frozen reference."""
+
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        """The asked of old_log_probs (under the reference's role: ref_log_prob), entropys and sum_pi_squared.
+
+        All are [B, R] float32 and 0 after a response's end.
         """
 
-    def update_weights(self, step: int) -> None:
-        """Makes the engine sample from the actor's present weights."""
 
+class Trained(Protocol):
+    """A model in training, which is part of every checkpoint."""
 
-class Actor(Protocol):
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Columns old_log_probs and entropys, [B, R] float32."""
-
-    def update_policy(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one mini-batch, and its metrics."""
-
-    def save(self, folder: Path) -> None:
-        """Writes the role's part of a checkpoint."""
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Writes the parts named in `contents` (model, optimizer, extra, hf_model) into `folder`."""
 
     def load(self, folder: Path) -> None:
-        """Restores it."""
+        """Restores what `save` wrote; raises ValueError if a part is missing or unreadable."""
 
 
-class Reference(Protocol):
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Column ref_log_prob, [B, R] float32."""
+class Actor(Scorer, Trained, Protocol):
+    """The policy in training."""
+
+    def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
+        """One optimiser step, and its metrics."""
 
 
-class Critic(Protocol):
+class Critic(Trained, Protocol):
+    """The value model in training."""
+
     def compute_values(self, batch: DataProto) -> DataProto:
         """Column values, [B, R] float32."""
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """One optimiser step on one mini-batch, and its metrics."""
-
-    def save(self, folder: Path) -> None:
-        """Writes the role's part of a checkpoint."""
-
-    def load(self, folder: Path) -> None:
-        """Restores it."""
+    def update_critic(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
+        """One optimiser step, and its metrics."""
 
 
 @dataclass
@@ -77,6 +82,6 @@ class Roles:
 
     rollout: Rollout
     actor: Actor
-    ref: Reference | None
-    critic: Critic | None
+    ref: Scorer | None = None
+    critic: Critic | None = None
     num_workers: int = 1  # over which throughput is divided

@@ -1,4 +1,4 @@
-"""Which rollouts are learnt from: dynamic sampling (DAPO), re-sampling by score (PF-PPO).
+"""Which rollouts are learnt from: dynamic sampling (DAPO), rows drawn by their score (PF-PPO).
 
 Pure functions of a batch; the trainer decides when.
 """
@@ -11,16 +11,6 @@ from data.protocol import DataProto
 from training.core_algos import Groups, pf_ppo_weights
 
 TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
-
-
-def select_lesson(batch: DataProto, learnt_mask: Tensor, config: AlgorithmConfig, seed: int) -> DataProto:
-    """What the updates learn from: `batch` under `learnt_mask` [B, R]; with PF-PPO its rows are drawn anew."""
-    lesson = DataProto(batch.batch.copy(), batch.non_tensor_batch, batch.meta_info)
-    lesson.batch["response_mask"] = learnt_mask
-    if not config.use_pf_ppo:
-        return lesson
-    settings, generator = config.pf_ppo, torch.Generator().manual_seed(seed)
-    return compute_pf_ppo_reweight_data(lesson, settings.reweight_method, settings.weight_pow, generator=generator)
 
 
 def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
@@ -36,6 +26,7 @@ def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
 
 
 def metric_of_rows(batch: DataProto, metric: str) -> Tensor:
+    """[B] float32, the numbers that `rows_with_signal` compares."""
     if metric in ("score", "reward"):
         return batch.batch["token_level_scores"].sum(1)
     key = f"algorithm.filter_groups.metric={metric}"
@@ -49,24 +40,19 @@ def metric_of_rows(batch: DataProto, metric: str) -> Tensor:
         raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
 
 
-def compute_pf_ppo_reweight_data(
-    batch: DataProto,
-    reweight_method: str = "pow",
-    weight_pow: float = 2.0,
-    *,
-    generator: torch.Generator | None = None,
-) -> DataProto:
-    """PF-PPO (arXiv:2409.06957): as many rows as `batch`, drawn with replacement by `pf_ppo_weights` of their scores.
+def draw_rows(batch: DataProto, config: AlgorithmConfig, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Column drawn_row with `use_pf_ppo` (arXiv:2409.06957), [B] int64: the row that is learnt from in each place.
 
-    Failed rows are never drawn; if all failed, the batch stays. The drawn rows take the uids of the places they go
-    to, so that mini-batches are as many and as large as without. Raises ValueError on an unknown method.
+    Rows are drawn with replacement, each as often as `pf_ppo_weights` of its score says. Failed rows are never drawn;
+    if all failed, each stays. Places keep their uids, so mini-batches are as many and as large as without. No metrics.
     """
+    if not config.use_pf_ppo:
+        return {}, {}
     completed = batch.batch["response_mask"].any(1).nonzero()[:, 0]
     if len(completed) == 0:
-        return batch
-    weights = pf_ppo_weights(batch.batch["token_level_scores"].sum(1)[completed], reweight_method, weight_pow)
-    drawn = completed[torch.multinomial(weights, len(batch), replacement=True, generator=generator)]
-    resampled = batch.select_idxs(drawn)
-    if "uid" in batch.non_tensor_batch:
-        resampled.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
-    return resampled
+        return {"drawn_row": torch.arange(len(batch))}, {}
+    scores, settings = batch.batch["token_level_scores"].sum(1)[completed], config.pf_ppo
+    weights = pf_ppo_weights(scores, settings.reweight_method, settings.weight_pow)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
+    return {"drawn_row": completed[drawn]}, {}

@@ -24,6 +24,7 @@ from data.sft_dataset import SFTDataset
 from data.tokenizer import load_tokenizer
 from training.checkpoint import save_checkpoint
 from training.metric_utils import timer
+from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
 from workers.cpu import start_process
 from workers.engine import TrainEngine
@@ -69,7 +70,11 @@ class SFTTrainer:
         self.engine = TrainEngine(module, config.optim, self.total_steps, device, config.fsdp_config.dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
         self.folder = Path(config.trainer.default_local_dir)
-        self.skipped_in_a_row = 0
+        self.skipped_updates = SkippedUpdates(
+            MAX_SKIPPED_UPDATES,
+            None,
+            "Often: a learning rate too high (optim.lr), or weights that are already broken.",
+        )
 
     def build_loader(self, files: str | list[str], train: bool) -> PromptLoader:
         data = self.config.data
@@ -97,7 +102,7 @@ class SFTTrainer:
                 if self.val_loader and (last or (settings.test_freq > 0 and step % settings.test_freq == 0)):
                     metrics["val/loss"] = self.validate()
                 tracking.log(step, metrics)
-                self.refuse_lasting_nonsense(metrics)
+                self.skipped_updates.check(metrics)
         save_checkpoint(self.folder, self.total_steps, self.write_state, keep=None)
         return self.folder / f"global_step_{self.total_steps}" / "huggingface"
 
@@ -120,14 +125,6 @@ class SFTTrainer:
             "train/tokens": tokens,
             "timing_s/step": timing["step"],
         }
-
-    def refuse_lasting_nonsense(self, metrics: dict[str, float]) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["train/skipped_updates"] else 0
-        if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
-            raise RuntimeError(
-                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row; the weights are as before "
-                "them. Often: a learning rate too high (optim.lr), or weights that are already broken."
-            )
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -156,7 +153,8 @@ class SFTTrainer:
         return DataProto.from_dict(columns)
 
     def write_state(self, folder: Path) -> None:
-        self.engine.save(folder, ["hf_model"], self.tokenizer)
+        self.engine.save(folder, ["hf_model"])
+        self.tokenizer.save_pretrained(folder / "huggingface")
 
 
 if __name__ == "__main__":

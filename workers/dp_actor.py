@@ -1,5 +1,8 @@
 """The policy in training, and the frozen reference policy."""
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,9 @@ from configs.checks import policy_loss_name
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
-from training.core_algos import OVER_MINI_BATCH, agg_loss, get_policy_loss_fn, kl_penalty
+from data.seeding import forked_rng
+from training.core_algos import agg_loss, get_policy_loss, kl_penalty
+from training.mini_batches import Update
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
@@ -44,54 +49,56 @@ class DataParallelPPOActor:
         self.engine = engine
         self.update_size = update_size
         self.log_prob_size = log_prob_size
-        name = policy_loss_name(config.policy_loss, rollout_correction)
-        self.policy_loss = get_policy_loss_fn(name)
-        self.loss_over_mini_batch = name in OVER_MINI_BATCH
+        self.policy_loss = get_policy_loss(policy_loss_name(config.policy_loss, rollout_correction))
         policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Columns old_log_probs and entropys, [B, R] float32, 0 after a response's end; sum_pi_squared too if
-        `meta_info["calculate_sum_pi_squared"]` is set."""
-        with_squares = batch.meta_info.get("calculate_sum_pi_squared", False)
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        """The `columns` asked for (old_log_probs, entropys, sum_pi_squared), [B, R] float32, 0 after a response."""
         with self.engine.autocast():
-            scores = score(self.engine.module, batch, self.log_prob_size, True, with_squares)
-        columns = {"old_log_probs": scores.log_probs, "entropys": scores.entropy}
-        return DataProto.from_dict(columns | ({"sum_pi_squared": scores.sum_pi_squared} if with_squares else {}))
+            return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
 
-    def update_policy(self, batch: DataProto) -> dict[str, float]:
+    def update_policy(self, batch: DataProto, update: Update) -> dict[str, float]:
         """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
 
-        L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch: `meta_info` carries its
-        `global_batch_info` (counts of tokens and sequences), `temperature` and `update_index` (the schedule's step).
+        L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch by `update.counts`.
         A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient.
         """
         metrics = PooledMetrics()
-        if self.loss_over_mini_batch:
-            gradient = self.policy_gradient(batch, metrics)
-            batch = DataProto(batch.batch.copy(), {}, batch.meta_info).union(gradient)
-        wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
-        columns = [name for name in wanted if name in batch.batch]
-        micro_batches = cut(batch, self.update_size, columns, self.engine.module)
-        losses = (self.micro_batch_loss(micro, batch.meta_info, metrics) for micro in micro_batches)
-        stepped = self.engine.update(losses, batch.meta_info["update_index"])
+        with forked_rng(update.seed):  # for losses that draw
+            if self.policy_loss.over_mini_batch:
+                gradient = self.policy_gradient(batch, update, metrics)
+                batch = DataProto(batch.batch.copy()).union(gradient)
+            wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
+            columns = [name for name in wanted if name in batch.batch]
+            micro_batches = cut(batch, self.update_size, columns, self.engine.module)
+            losses = (self.micro_batch_loss(micro, update, metrics) for micro in micro_batches)
+            stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
 
-    def policy_gradient(self, batch: DataProto, metrics: PooledMetrics) -> DataProto:
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Writes the parts of the policy named in `contents`."""
+        self.engine.save(folder, contents)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+        self.engine.load(folder)
+
+    def policy_gradient(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> DataProto:
         """Column policy_gradient, [B, R] float32: the policy loss of the whole mini-batch, by each token's log-prob.
 
         The gradient by the weights is then a sum over tokens, so that a loss in which the tokens of a mini-batch
         depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
         """
         with self.engine.autocast():
-            scores = score(self.engine.module, batch, self.log_prob_size, False)
+            scores = score(self.engine.module, batch, self.log_prob_size, update.temperature, False)
         columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
         shares = gather({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         log_probs = whole.pop("log_probs").requires_grad_()
-        of_one_rank = metrics if rank() == 0 else PooledMetrics()  # all ranks compute the same, and it counts once
-        loss = self.policy_term(whole, log_probs, batch.meta_info["global_batch_info"], of_one_rank)
-        of_one_rank.add_sum("actor/loss", loss)
+        counted_once = metrics if rank() == 0 else PooledMetrics()  # all ranks compute the same
+        loss = self.policy_term(whole, log_probs, update.counts, counted_once)
+        counted_once.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
         own = gradient.split([len(share["log_probs"]) for share in shares])[rank()]
         return DataProto.from_dict({"policy_gradient": own})
@@ -103,7 +110,7 @@ class DataParallelPPOActor:
         mask = columns["response_mask"]
         # Passed on only where there are any, so that a loss of five arguments and a config is enough.
         weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
-        loss, loss_metrics = self.policy_loss(
+        loss, loss_metrics = self.policy_loss.function(
             columns.get("old_log_probs", log_probs.detach()),
             log_probs,
             columns["advantages"],
@@ -118,14 +125,14 @@ class DataParallelPPOActor:
             metrics.add_mean(name, value, int(mask.sum()))
         return loss
 
-    def micro_batch_loss(self, micro: MicroBatch, meta: dict[str, Any], metrics: PooledMetrics) -> Tensor:
+    def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:
         """The micro-batch's share of the mini-batch's loss."""
         config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
-        counts, weight = meta["global_batch_info"], int(mask.sum())
+        counts, weight = update.counts, int(mask.sum())
         with self.engine.autocast():
             with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-            log_probs, entropy, _ = token_scores(self.engine.module, micro, meta["temperature"], with_entropy)
-        if self.loss_over_mini_batch:
+            log_probs, entropy, _ = token_scores(self.engine.module, micro, update.temperature, with_entropy)
+        if self.policy_loss.over_mini_batch:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
         else:
@@ -147,15 +154,44 @@ class DataParallelPPOActor:
 
 
 class ReferencePolicy:
-    """A frozen policy that only scores."""
+    """A frozen policy that only scores.
 
-    def __init__(self, module: PreTrainedModel, log_prob_size: MicroBatchSize) -> None:
+    Args:
+        module: its model.
+        log_prob_size: what a forward pass may hold.
+        autocast: the actor's precision, so that equal weights have no KL.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        log_prob_size: MicroBatchSize,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.log_prob_size = log_prob_size
+        self.autocast = autocast
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Column ref_log_prob, [B, R] float32, 0 after a response's end."""
-        return DataProto.from_dict({"ref_log_prob": score(self.module, batch, self.log_prob_size, False).log_probs})
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        """The `columns` asked for: ref_log_prob, [B, R] float32, 0 after a response's end."""
+        with self.autocast():
+            return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
+
+
+COLUMNS = {  # of a log-prob pass, and which of the scores each is
+    "old_log_probs": "log_probs",
+    "ref_log_prob": "log_probs",
+    "entropys": "entropy",
+    "sum_pi_squared": "sum_pi_squared",
+}
+
+
+def score_columns(
+    module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
+) -> DataProto:
+    """The `columns` of a log-prob pass over `batch`, [B, R] float32, 0 after a response's end."""
+    scores = score(module, batch, size, temperature, "entropys" in columns, "sum_pi_squared" in columns)
+    return DataProto.from_dict({column: getattr(scores, COLUMNS[column]) for column in columns})
 
 
 @torch.no_grad()
@@ -163,15 +199,16 @@ def score(
     module: PreTrainedModel,
     batch: DataProto,
     size: MicroBatchSize,
+    temperature: float,
     with_entropy: bool,
     with_sum_pi_squared: bool = False,
 ) -> TokenScores:
-    """Of every response token of `batch`, [B, R] float32 on the CPU, 0 after a response's end."""
+    """Scores of every response token of `batch`, [B, R] float32 on the CPU, 0 after a response's end."""
     shape = batch.batch["responses"].shape
     asked = (True, with_entropy, with_sum_pi_squared)
     placed = TokenScores(*(torch.zeros(shape) if wanted else None for wanted in asked))
     for micro in cut(batch, size, [], module):
-        found = token_scores(module, micro, batch.meta_info["temperature"], with_entropy, with_sum_pi_squared)
+        found = token_scores(module, micro, temperature, with_entropy, with_sum_pi_squared)
         for values, into in zip(found, placed, strict=True):
             if into is not None:
                 micro.place(values, into)

@@ -1,5 +1,7 @@
 """The value model in training (PPO)."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ import torch
 from configs.schema import CriticConfig
 from data.protocol import DataProto
 from training.core_algos import compute_value_loss
+from training.mini_batches import Update
 from training.torch_functional import masked_mean
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
@@ -30,17 +33,24 @@ class DataParallelPPOCritic:
                 micro.place(token_values(self.engine.module, micro), values)
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
+    def update_critic(self, batch: DataProto, update: Update) -> dict[str, float]:
         """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
 
         The loss is the clipped value loss, normalised by the whole mini-batch's counts.
         """
         metrics = PooledMetrics()
         micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
-        counts = batch.meta_info["global_batch_info"]
-        losses = (self.micro_batch_loss(micro, counts, metrics) for micro in micro_batches)
-        stepped = self.engine.update(losses, batch.meta_info["update_index"])
+        losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
+        stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"critic/{name}": value for name, value in stepped.items()}
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Writes the parts of the critic named in `contents`."""
+        self.engine.save(folder, contents)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+        self.engine.load(folder)
 
     def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
         """The micro-batch's share of the mini-batch's loss."""

@@ -7,17 +7,18 @@ each has a share of the micro-batches, and all take the step of their summed gra
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from configs.schema import OptimConfig
-from training.checkpoint import read_part, rng_state, set_rng_state
+from data.seeding import rng_state, set_rng_state
+from training.checkpoint import read_part
 from training.torch_functional import (
     constant_schedule_multiplier,
     cosine_schedule_multiplier,
@@ -112,9 +113,13 @@ class TrainEngine:
         self.memory.step_done()
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
-    def save(self, folder: Path, contents: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of every weight for a rollout engine, tied ones under each of their names."""
+        yield from self.module.state_dict().items()
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the
-        same, and the first writes it."""
+        same, and the first writes it. The tokenizer, beside the model in huggingface/, is the caller's."""
         if rank() > 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,6 @@ class TrainEngine:
                 torch.save(parts[name][0](), folder / part_file(name))
         if "hf_model" in contents:
             self.module.save_pretrained(folder / "huggingface")
-            tokenizer.save_pretrained(folder / "huggingface")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.

@@ -1,22 +1,21 @@
-"""Everything that lives in one worker process: actor, rollout engine, reference and critic, on one device.
+"""One worker process: the roles it was told to play, on one device.
 
-They are colocated because the rollout samples from the actor's own weights. Its methods are the roles' verbs.
+Actor and rollout share a process because the rollout samples from the actor's own weights.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from configs.schema import ActorConfig, Config, CriticConfig, RefConfig, RolloutConfig
 from data.import_utils import load_module, load_modules
 from data.protocol import DataProto
-from data.seeding import derive_seed
+from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
-from training.checkpoint import rng_state, set_rng_state
-from training.preparation import seed_everything
+from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
@@ -27,97 +26,73 @@ from workers.rollout import Rollout
 
 
 class ModelWorker:
-    """One process's share of the run; of several workers each holds all models and gets some rows of every batch.
+    """One process's share of the run; of several workers each holds whole models and gets some rows of every batch.
 
     Args:
         config: the whole run's.
         total_steps: length of the run, for the learning-rate schedules.
-        with_ref, with_critic: whether those roles are needed.
+        roles: what this worker plays: actor, rollout, ref, critic.
+
+    Attributes:
+        roles: by name, the objects whose methods `WorkerGroup.submit` calls.
     """
 
-    def __init__(self, config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> None:
+    def __init__(self, config: Config, total_steps: int, roles: Collection[str]) -> None:
         policy = config.actor_rollout_ref
         load_modules(policy.model.external_lib)
         load_modules(files_of_rows(config))
-        device = training_device(config.trainer.n_gpus_per_node)
         self.config = config
+        self.total_steps = total_steps
+        self.device = training_device(config.trainer.n_gpus_per_node)
         self.tokenizer = load_tokenizer(policy.model)
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
             module = load_causal_lm(policy.model)
-        self.ref = ReferencePolicy(copy.deepcopy(module).to(device), log_prob_size(policy.ref)) if with_ref else None
-        engine = TrainEngine(module, policy.actor.optim, total_steps, device, policy.actor.fsdp_config.dtype)
-        self.actor = DataParallelPPOActor(
-            policy.actor,
-            engine,
-            update_size(policy.actor),
-            log_prob_size(policy.rollout),
-            config.algorithm.rollout_correction,
-        )
-        self.critic = self._build_critic(total_steps, device) if with_critic else None
-        self.rollout = self._build_rollout()
+        reference = copy.deepcopy(module).to(self.device) if "ref" in roles else None
+        self.policy = self._train(module, policy.actor)
+        builders = {
+            "actor": self._build_actor,
+            "rollout": self._build_rollout,
+            "ref": lambda: ReferencePolicy(reference, log_prob_size(policy.ref), self.policy.autocast),
+            "critic": self._build_critic,
+        }
+        self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
 
-    def _build_critic(self, total_steps: int, device: torch.device) -> DataParallelPPOCritic:
-        config, policy = self.config.critic, self.config.actor_rollout_ref
-        module = load_value_model(policy.model, config.model.path, self.config.trainer.seed)
-        engine = TrainEngine(module, config.optim, total_steps, device, policy.actor.fsdp_config.dtype)
-        return DataParallelPPOCritic(config, engine, update_size(config))
+    def _train(self, module: torch.nn.Module, config: ActorConfig | CriticConfig) -> TrainEngine:
+        dtype = self.config.actor_rollout_ref.actor.fsdp_config.dtype
+        return TrainEngine(module, config.optim, self.total_steps, self.device, dtype)
 
-    def _build_rollout(self) -> Rollout:
-        config, module = self.config.actor_rollout_ref.rollout, self.actor.engine.module
-        if config.name == "hf":
-            return HFRollout(config, self.tokenizer, module)
-        return load_rollout_class(config.name)(config, self.tokenizer, module)
+    def _build_actor(self) -> DataParallelPPOActor:
+        policy = self.config.actor_rollout_ref
+        sizes = update_size(policy.actor), log_prob_size(policy.rollout)
+        return DataParallelPPOActor(policy.actor, self.policy, *sizes, self.config.algorithm.rollout_correction)
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        with forked_rng(prompts.meta_info["seed"]), self.actor.engine.autocast():
-            return self.rollout.generate_sequences(prompts)
+    def _build_critic(self) -> DataParallelPPOCritic:
+        config = self.config.critic
+        model = self.config.actor_rollout_ref.model
+        module = load_value_model(model, config.model.path, self.config.trainer.seed)
+        return DataParallelPPOCritic(config, self._train(module, config), update_size(config))
 
-    def update_weights(self, step: int) -> None:
-        self.rollout.update_weights(step)
-
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        return self.actor.compute_log_prob(batch)
-
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        with self.actor.engine.autocast():  # the actor's precision, so that equal weights have no KL
-            return self.ref.compute_log_prob(batch)
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        return self.critic.compute_values(batch)
-
-    def update_policy(self, batch: DataProto) -> dict[str, float]:
-        with forked_rng(batch.meta_info["seed"]):
-            return self.actor.update_policy(batch)
-
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        with forked_rng(batch.meta_info["seed"]):
-            return self.critic.update_critic(batch)
-
-    def save_actor(self, folder: Path) -> None:
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        self.actor.engine.save(folder, contents, self.tokenizer)
-
-    def load_actor(self, folder: Path) -> None:
-        self.actor.engine.load(folder)
-
-    def save_critic(self, folder: Path) -> None:
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        self.critic.engine.save(folder, contents, self.tokenizer)
-
-    def load_critic(self, folder: Path) -> None:
-        self.critic.engine.load(folder)
+    def _build_rollout(self) -> "ColocatedRollout":
+        config, module = self.config.actor_rollout_ref.rollout, self.policy.module
+        engine_class = HFRollout if config.name == "hf" else load_rollout_class(config.name)
+        return ColocatedRollout(engine_class(config, self.tokenizer, module), self.policy)
 
 
-@contextmanager
-def forked_rng(seed: int) -> Iterator[None]:
-    """The global generators (python, numpy, torch) seeded for one call, and as they were afterwards: an engine or loss
-    that draws random numbers draws the same ones in this process and behind Ray, and disturbs nobody's."""
-    before = rng_state()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        set_rng_state(before)
+@dataclass
+class ColocatedRollout:
+    """A rollout engine beside the policy in training, whose weights and precision it has."""
+
+    engine: Rollout
+    policy: TrainEngine
+
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
+        """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch."""
+        with forked_rng(seed), self.policy.autocast():
+            return self.engine.generate_sequences(prompts, sampling, seed, first_row)
+
+    def update_weights(self, version: int) -> None:
+        """Has the engine sample from the policy's present weights."""
+        self.engine.load_weights(self.policy.weights(), version)
 
 
 def files_of_rows(config: Config) -> list[str]:

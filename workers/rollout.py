@@ -49,20 +49,21 @@ class Rollout(ABC):
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
         """One completion per prompt, in order. Equal prompts may be computed once; a row's draws depend on its seed."""
 
-    def update_weights(self, step: int) -> None:
+    def load_weights(self, weights, version: int) -> None:
         """The actor's weights changed: whatever was cached under the old ones must go."""
-        self.weight_version = step
+        self.weight_version = version
 
-    def generate_sequences(self, batch: DataProto) -> DataProto:
+    def generate_sequences(
+        self, batch: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
+    ) -> DataProto:
         """`batch` (column raw_prompt_ids; meta_info sampling, seed) with the columns of a rollout.
 
         Prompts are left-padded to P = prompt_length, responses right-padded to R = response_length. `first_row` in
         meta_info says which row of its whole the first one is, if other workers have rows of it as well.
         """
-        prompts, meta = [list(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]], batch.meta_info
-        first = meta.get("first_row", 0)
-        seeds = [derive_seed(meta["seed"], "row", first + place) for place in range(len(prompts))]
-        completions = self.generate(prompts, meta["sampling"], seeds)
+        prompts = [list(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]]
+        seeds = [derive_seed(seed, "row", first_row + place) for place in range(len(prompts))]
+        completions = self.generate(prompts, sampling, seeds)
         columns = pad_rollout(
             prompts, completions, self.config.prompt_length, self.config.response_length, self.pad_token_id
         )

@@ -1,13 +1,14 @@
 """Where the workers run: one in this process, or any number as Ray actors in a placement group. One interface, one
 behaviour.
 
-`run` has every worker do the same; `map` gives each its share. The roles of `workers/roles.py` are thin faces over the
-two that say which method each verb is, and who gets what.
+A group is asked for things by `submit`, which gives every worker its share of a call to one of its roles, and answered
+by `Pending.result`. Who gets which rows is workers/remote_roles.py's business. Calls to a group are carried out in the
+order in which they were submitted; calls to two groups overlap.
 """
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Resources:
     gpus: int
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> "Resources":
+    def from_config(cls, trainer: TrainerConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
         threads = trainer.n_threads or max(1, available_cores() // workers_a_node)
@@ -50,19 +51,33 @@ class Resources:
         return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
+class Pending(Protocol):
+    """A call that workers are busy with."""
+
+    def result(self) -> list[Any]:
+        """Waits for what the workers return, by rank; raises what the first to fail raised."""
+
+
 class WorkerGroup(Protocol):
-    """`size` workers, called by rank; an exception in any of them is raised here."""
+    """`size` workers, each an object with `roles`: its name for each thing it plays, and the object that plays it."""
 
     size: int
 
-    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """`method(worker, *args)` of every worker."""
-
-    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        """`method(worker, share)` of the first workers, each with its share."""
+    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Pending:
+        """Calls `roles[role].method(*share)` in every worker, with the share of its rank."""
 
     def close(self) -> None:
         """Gives the workers' resources back."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The `Pending` of a call that is over."""
+
+    results: list[Any]
+
+    def result(self) -> list[Any]:
+        return self.results
 
 
 class LocalWorkerGroup:
@@ -74,11 +89,9 @@ class LocalWorkerGroup:
         start_process(n_threads)
         self.worker = worker_class(*args)
 
-    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        return [method(self.worker, *args)]
-
-    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        return [method(self.worker, share) for share in shares]
+    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
+        check_shares(shares, self.size)
+        return Done([call_role(self.worker, role, method, share) for share in shares])
 
     def close(self) -> None:
         pass
@@ -106,43 +119,56 @@ class RayWorkerGroup:
                 taken.callback(ray.kill, worker)
                 self.workers.append(worker)
             if self.size > 1:
-                [address] = self._results([self.workers[0].open_store.remote(self.size)])
+                [address] = RayPending([self.workers[0].open_store.remote(self.size)]).result()
                 joined = enumerate(self.workers)
-                self._results([worker.join.remote(address, place, self.size) for place, worker in joined])
-            self._results([worker.build.remote(worker_class, *args) for worker in self.workers])
+                RayPending([worker.join.remote(address, place, self.size) for place, worker in joined]).result()
+            RayPending([worker.build.remote(worker_class, *args) for worker in self.workers]).result()
             self.taken = taken.pop_all()
 
-    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._results([worker.run.remote(method, *args) for worker in self.workers])
+    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> "RayPending":
+        check_shares(shares, self.size)
+        calls = zip(self.workers, shares, strict=True)
+        return RayPending([worker.call.remote(role, method, share) for worker, share in calls])
 
-    def map(self, method: Callable[[Any, Any], Any], shares: Sequence[Any]) -> list[Any]:
-        assert len(shares) <= self.size, f"{len(shares)} shares for {self.size} workers"
-        return self._results([self.workers[place].run.remote(method, share) for place, share in enumerate(shares)])
+    def close(self) -> None:
+        self.taken.close()
 
-    def _results(self, calls: list[ray.ObjectRef]) -> list[Any]:
-        """By rank. The first failure ends the wait, as the others may wait for the rank that failed."""
-        results, pending = {}, calls
+
+@dataclass(frozen=True)
+class RayPending:
+    """The `Pending` of calls to Ray actors, in the order of their ranks."""
+
+    calls: list[ray.ObjectRef]
+
+    def result(self) -> list[Any]:
+        """What the workers return, by rank. The first failure ends the wait: others may wait for the rank that failed.
+
+        Raises:
+            WorkerError: a worker failed or died.
+        """
+        results, pending = {}, self.calls
         while pending:
             [done], pending = ray.wait(pending)
-            place = calls.index(done)
+            place = self.calls.index(done)
             try:
                 results[place] = ray.get(done)
             except ray.exceptions.RayActorError as error:
                 raise self._death(place, error) from error
             except ray.exceptions.RayTaskError as error:
-                self._look_for_deaths(calls)
+                self._look_for_deaths()
                 # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
                 raise WorkerError(f"worker rank {place} failed:\n{COLOUR.sub('', str(error))}") from None
-        return [results[place] for place in range(len(calls))]
+        return [results[place] for place in range(len(self.calls))]
 
-    def _look_for_deaths(self, calls: list[ray.ObjectRef]) -> None:
-        """What failed may have failed because another rank is gone, which Ray notices a little later."""
-        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=DEATH_SECONDS if len(calls) > 1 else 0)
+    def _look_for_deaths(self) -> None:
+        """Raises if another rank is gone, which may be why this one failed, and which Ray notices a little later."""
+        several = len(self.calls) > 1
+        ended, _ = ray.wait(self.calls, num_returns=len(self.calls), timeout=DEATH_SECONDS if several else 0)
         for call in ended:
             try:
                 ray.get(call)
             except ray.exceptions.RayActorError as error:
-                raise self._death(calls.index(call), error) from None
+                raise self._death(self.calls.index(call), error) from None
             except ray.exceptions.RayTaskError:
                 continue
 
@@ -150,26 +176,41 @@ class RayWorkerGroup:
     def _death(place: int, error: Exception) -> "WorkerError":
         return WorkerError(f"worker rank {place} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
 
-    def close(self) -> None:
-        self.taken.close()
 
+def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, WorkerGroup]:
+    """The group of workers that plays each of `roles`, where trainer.executor says.
 
-def start_worker_group(config: Config, total_steps: int, with_ref: bool, with_critic: bool) -> WorkerGroup:
-    """The run's workers, where trainer.executor says (null: one worker in this process, several as Ray actors)."""
-    resources = Resources.of(config.trainer)
-    arguments = (ModelWorker, config, total_steps, with_ref, with_critic)
+    Today one group plays them all: rollouts are drawn from the actor's own weights.
+    """
+    resources = Resources.from_config(config.trainer)
+    arguments = (ModelWorker, config, total_steps, tuple(roles))
     if uses_ray(config.trainer):
-        return RayWorkerGroup(resources, *arguments)
-    return LocalWorkerGroup(resources.threads, *arguments)
+        group: WorkerGroup = RayWorkerGroup(resources, *arguments)
+    else:
+        group = LocalWorkerGroup(resources.threads, *arguments)
+    return dict.fromkeys(roles, group)
+
+
+def distinct_groups(pools: Mapping[str, WorkerGroup]) -> list[WorkerGroup]:
+    """The groups behind some roles, each once."""
+    return list({id(group): group for group in pools.values()}.values())
+
+
+def check_shares(shares: Sequence[tuple], size: int) -> None:
+    assert len(shares) == size, f"{len(shares)} shares for {size} workers: each gets one, if need be without rows"
+
+
+def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
+    return getattr(worker.roles[role], method)(*share)
 
 
 def uses_ray(trainer: TrainerConfig) -> bool:
-    return trainer.executor == "ray" or Resources.of(trainer).workers > 1
+    return trainer.executor == "ray" or Resources.from_config(trainer).workers > 1
 
 
 def worker_summary(trainer: TrainerConfig) -> str:
     """One line: where the workers run, and on what."""
-    resources = Resources.of(trainer)
+    resources = Resources.from_config(trainer)
     having = f"with {resources.threads} thread{'s'[: resources.threads > 1]} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
         return (
@@ -202,8 +243,8 @@ class RemoteWorker:
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return method(self.worker, *args)
+    def call(self, role: str, method: str, share: tuple) -> Any:
+        return call_role(self.worker, role, method, share)
 
 
 def remote_class(resources: Resources, placement: PlacementGroup, place: int) -> Any:

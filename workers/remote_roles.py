@@ -1,0 +1,95 @@
+"""The roles of training/roles.py, played by groups of workers: which rows each worker gets, and how answers join.
+
+A role names the worker's role and method, and nothing forwards in between: `ModelWorker.roles[role].method(*share)`.
+Every worker gets a share of every call, if need be one without rows, as it may have to take part in a sum over all of
+them. Rows go out as neighbours, so that the samples of a prompt stay together as far as the shares allow, and results
+come back in the rows' order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from data.protocol import DataProto
+from data.seqlen_balancing import calculate_workload, neighbour_shares
+from training.mini_batches import Update
+from training.roles import Roles, SamplingParams
+from workers.micro_batches import repeats_prompt
+from workers.worker_group import WorkerGroup, distinct_groups
+
+
+def remote_roles(pools: Mapping[str, WorkerGroup]) -> Roles:
+    """What the loop speaks to: a role for each of `pools`, which names the group that plays it."""
+    return Roles(
+        rollout=RemoteRollout(pools["rollout"], "rollout"),
+        actor=RemoteActor(pools["actor"], "actor"),
+        ref=RemoteScorer(pools["ref"], "ref") if "ref" in pools else None,
+        critic=RemoteCritic(pools["critic"], "critic") if "critic" in pools else None,
+        num_workers=sum(group.size for group in distinct_groups(pools)),
+    )
+
+
+@dataclass
+class RemoteRole:
+    """A role of `group`'s workers, under the name that it has there."""
+
+    group: WorkerGroup
+    name: str
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What every worker answers to the same call, by rank."""
+        return self.group.submit(self.name, method, [arguments] * self.group.size).result()
+
+    def share_out(self, method: str, batch: DataProto, *arguments: Any) -> list[Any]:
+        """What every worker answers when it is given its rows of `batch`, by rank."""
+        shares = [(share, *arguments) for share in shares_of(batch, self.group.size)]
+        return self.group.submit(self.name, method, shares).result()
+
+
+class RemoteRollout(RemoteRole):
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        parts = prompts.chunk_uneven(self.group.size)
+        first_rows = accumulate(map(len, parts), initial=0)
+        shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
+        return DataProto.concat(self.group.submit(self.name, "generate_sequences", shares).result())
+
+    def update_weights(self, version: int) -> None:
+        self.call("update_weights", version)
+
+
+class RemoteScorer(RemoteRole):
+    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
+        return DataProto.concat(self.share_out("compute_log_prob", batch, temperature, columns))
+
+
+class RemoteTrained(RemoteRole):
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        self.call("save", folder, contents)
+
+    def load(self, folder: Path) -> None:
+        self.call("load", folder)
+
+
+class RemoteActor(RemoteScorer, RemoteTrained):
+    def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
+        return self.share_out("update_policy", mini_batch, update)[0]
+
+
+class RemoteCritic(RemoteTrained):
+    def compute_values(self, batch: DataProto) -> DataProto:
+        return DataProto.concat(self.share_out("compute_values", batch))
+
+    def update_critic(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
+        return self.share_out("update_critic", mini_batch, update)[0]
+
+
+def shares_of(batch: DataProto, count: int) -> list[DataProto]:
+    """The tensors of `batch` in `count` shares of about equal work; a prompt that the row before has too is free."""
+    prompt_width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
+    mask = batch.batch["attention_mask"].clone()
+    mask[repeats_prompt(batch), :prompt_width] = 0
+    workloads = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]
+    tensors = batch.select(non_tensor_batch_keys=[], meta_info_keys=[])
+    return [tensors[rows] for rows in neighbour_shares(workloads, count)]
