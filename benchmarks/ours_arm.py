@@ -1,6 +1,9 @@
 """Our side of benchmarks/vs_trl.py: RayPPOTrainer's step, its worker in this process, or several of them behind Ray."""
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import json
 import time
@@ -28,7 +31,7 @@ from workers.collectives import rank
 from workers.model_worker import ModelWorker
 from workers.roles import ActorRole, RolloutRole
 from workers.rollout import Completion, Rollout
-from workers.worker_group import RayWorkerGroup, start_worker_group
+from workers.worker_group import RayWorkerGroup, start_command, start_worker_group
 
 
 def main() -> None:
@@ -51,6 +54,7 @@ class OursArm:
         self.workload = workload
         config = config_of(workload, overrides)
         parts = prepare(config)
+        start_command(config)
         self.group = start_worker_group(config, parts.total_steps, with_ref=False, with_critic=False)
         self.trainer = RayPPOTrainer(
             config,

@@ -16,7 +16,8 @@ from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut, token_scores
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut_share
+from workers.scoring_model import score
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -54,8 +55,9 @@ class DataParallelPPOActor:
         """Columns old_log_probs and entropys, [B, R] float32, 0 after a response's end; sum_pi_squared too if
         `meta_info["calculate_sum_pi_squared"]` is set."""
         with_squares = batch.meta_info.get("calculate_sum_pi_squared", False)
+        ask = ["log_probs", "entropy", *(["sum_pi_squared"] if with_squares else [])]
         with self.engine.autocast():
-            scores = score(self.engine.module, batch, self.log_prob_size, True, with_squares)
+            scores = score(self.engine.module, batch, self.log_prob_size, batch.meta_info["temperature"], ask)
         columns = {"old_log_probs": scores.log_probs, "entropys": scores.entropy}
         return DataProto.from_dict(columns | ({"sum_pi_squared": scores.sum_pi_squared} if with_squares else {}))
 
@@ -72,7 +74,7 @@ class DataParallelPPOActor:
             batch = DataProto(batch.batch.copy(), {}, batch.meta_info).union(gradient)
         wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
         columns = [name for name in wanted if name in batch.batch]
-        micro_batches = cut(batch, self.update_size, columns, self.engine.module)
+        micro_batches = cut_share(batch, self.update_size, columns, self.engine.module)
         losses = (self.micro_batch_loss(micro, batch.meta_info, metrics) for micro in micro_batches)
         stepped = self.engine.update(losses, batch.meta_info["update_index"])
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
@@ -84,7 +86,7 @@ class DataParallelPPOActor:
         depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
         """
         with self.engine.autocast():
-            scores = score(self.engine.module, batch, self.log_prob_size, False)
+            scores = score(self.engine.module, batch, self.log_prob_size, batch.meta_info["temperature"])
         columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
         shares = gather({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
@@ -120,11 +122,14 @@ class DataParallelPPOActor:
 
     def micro_batch_loss(self, micro: MicroBatch, meta: dict[str, Any], metrics: PooledMetrics) -> Tensor:
         """The micro-batch's share of the mini-batch's loss."""
+        if micro.is_dummy:
+            with self.engine.autocast():
+                return 0 * self.engine.module.token_scores(micro, meta["temperature"]).log_probs.sum()
         config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
         counts, weight = meta["global_batch_info"], int(mask.sum())
         with self.engine.autocast():
-            with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-            log_probs, entropy, _ = token_scores(self.engine.module, micro, meta["temperature"], with_entropy)
+            ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
+            log_probs, entropy, *_ = self.engine.module.token_scores(micro, meta["temperature"], ask)
         if self.loss_over_mini_batch:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
@@ -155,24 +160,5 @@ class ReferencePolicy:
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Column ref_log_prob, [B, R] float32, 0 after a response's end."""
-        return DataProto.from_dict({"ref_log_prob": score(self.module, batch, self.log_prob_size, False).log_probs})
-
-
-@torch.no_grad()
-def score(
-    module: PreTrainedModel,
-    batch: DataProto,
-    size: MicroBatchSize,
-    with_entropy: bool,
-    with_sum_pi_squared: bool = False,
-) -> TokenScores:
-    """Of every response token of `batch`, [B, R] float32 on the CPU, 0 after a response's end."""
-    shape = batch.batch["responses"].shape
-    asked = (True, with_entropy, with_sum_pi_squared)
-    placed = TokenScores(*(torch.zeros(shape) if wanted else None for wanted in asked))
-    for micro in cut(batch, size, [], module):
-        found = token_scores(module, micro, batch.meta_info["temperature"], with_entropy, with_sum_pi_squared)
-        for values, into in zip(found, placed, strict=True):
-            if into is not None:
-                micro.place(values, into)
-    return placed
+        scores = score(self.module, batch, self.log_prob_size, batch.meta_info["temperature"])
+        return DataProto.from_dict({"ref_log_prob": scores.log_probs})

@@ -24,7 +24,6 @@ from training.torch_functional import (
     wsd_schedule_multiplier,
 )
 from workers.collectives import gather, rank, sum_gradients
-from workers.cpu import KeptMemory
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -57,7 +56,6 @@ class TrainEngine:
         self.device = device
         self.compute_dtype = compute_dtype(dtype, device)
         self.multiplier = learning_rate_multiplier(optim, total_steps)
-        self.memory = KeptMemory()
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
         )
@@ -109,7 +107,6 @@ class TrainEngine:
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.memory.step_done()
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def save(self, folder: Path, contents: list[str], tokenizer: PreTrainedTokenizerBase) -> None:

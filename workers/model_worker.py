@@ -19,7 +19,7 @@ from training.checkpoint import rng_state, set_rng_state
 from training.preparation import seed_everything
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
-from workers.engine import TrainEngine
+from workers.engine import TrainEngine, compute_dtype
 from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
@@ -40,11 +40,13 @@ class ModelWorker:
         load_modules(policy.model.external_lib)
         load_modules(files_of_rows(config))
         device = training_device(config.trainer.n_gpus_per_node)
+        dtype = compute_dtype(policy.actor.fsdp_config.dtype, device)
+        longest = config.data.max_prompt_length + policy.rollout.response_length
         self.config = config
         self.tokenizer = load_tokenizer(policy.model)
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
-            module = load_causal_lm(policy.model)
-        self.ref = ReferencePolicy(copy.deepcopy(module).to(device), log_prob_size(policy.ref)) if with_ref else None
+            module = load_causal_lm(policy.model, device, dtype, longest)
+        self.ref = ReferencePolicy(copy.deepcopy(module), log_prob_size(policy.ref)) if with_ref else None
         engine = TrainEngine(module, policy.actor.optim, total_steps, device, policy.actor.fsdp_config.dtype)
         self.actor = DataParallelPPOActor(
             policy.actor,
