@@ -3,10 +3,10 @@
 import sys
 from typing import TYPE_CHECKING
 
-import configs.process  # noqa: F401  before torch
 from configs.checks import batch_arithmetic, check_config, sampling_summary
 from configs.errors import refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
+from configs.process import set_environment
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
+    set_environment()
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "ppo_trainer", __doc__)
     with refusals():
         config = load_config(arguments, Config)
@@ -23,6 +24,9 @@ def main(argv: list[str] | None = None) -> None:
         from training.preparation import prepare
 
         parts = prepare(config)
+    from workers.worker_group import start_command
+
+    start_command(config)
     train(config, parts)
 
 

@@ -14,8 +14,6 @@ from statistics import median
 import torch
 from transformers import PretrainedConfig
 
-from workers.cpu import linear
-
 BYTES = 4  # of a float32
 
 
@@ -101,8 +99,11 @@ def measure_machine(shape: Shape) -> Machine:
 
 def products_of(m: int, k: int, n: int) -> list[Callable[[], torch.Tensor]]:
     left, right, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
-    weight = right.T.contiguous()
-    return [lambda: torch.mm(left, right, out=out), lambda: linear(left, weight)]
+    products = [lambda: torch.mm(left, right, out=out)]
+    if torch.backends.mkldnn.is_available():
+        weight = right.T.contiguous()
+        products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, weight, None, "none", [], ""))
+    return products
 
 
 def best_seconds(run: Callable[[], object], repeats: int = 15) -> float:

@@ -1,6 +1,9 @@
 """Our side of benchmarks/vs_trl.py: RayPPOTrainer's step, its worker in this process, or several of them behind Ray."""
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import json
 import time
@@ -29,7 +32,7 @@ from workers.collectives import rank
 from workers.model_worker import ModelWorker
 from workers.remote_roles import remote_roles
 from workers.rollout import Completion, Rollout
-from workers.worker_group import LocalWorkerGroup, RayWorkerGroup, Resources, uses_ray
+from workers.worker_group import LocalWorkerGroup, RayWorkerGroup, Resources, start_command, uses_ray
 
 
 def main() -> None:
@@ -52,6 +55,7 @@ class OursArm:
         self.workload = workload
         config = config_of(workload, overrides)
         parts = prepare(config)
+        start_command(config)
         self.group = start_group(config, parts.total_steps)
         self.trainer = RayPPOTrainer(
             config,

@@ -4,12 +4,16 @@ Llamas with random weights of the sizes of benchmarks/vs_trl.py, which generate 
 prints where the time goes: prompts, weights laid out for the CPU's products, one-token steps, and sampling.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,11 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.models import SHAPES, numbers_tokenizer
 from benchmarks.workload import VOCABULARY
-from configs.schema import RolloutConfig
+from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from training.roles import SamplingParams
-from workers import decoding, hf_rollout, prefix_attention
-from workers.cpu import start_process, use_onednn
+from workers import hf_rollout
+from workers.kernels import start_process
+from workers.scoring_model import scoring_model
 
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -75,10 +80,8 @@ def random_llama(size: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Ll
     shape = SHAPES.get(size, SMOLLM2)
     stop = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = LlamaConfig(**shape, **stop, vocab_size=VOCABULARY[size], tie_word_embeddings=True)
-    config._attn_implementation = prefix_attention.NAME  # as the actor's
-    module = LlamaForCausalLM(config)
-    use_onednn(module)
-    return module
+    longest = 1  # whatever the run's: a Llama attends to all that is before
+    return scoring_model(LlamaForCausalLM(config), ModelConfig(), torch.device("cpu"), torch.float32, longest)
 
 
 def make_prompts(arguments: argparse.Namespace) -> list[list[int]]:
@@ -93,12 +96,12 @@ def time_phases() -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     phases = {
         "prompts": (hf_rollout.Batch, "_prefill"),
-        "weights": (decoding, "pack"),
         "steps": (hf_rollout.Batch, "_forward"),
         "sampling": (hf_rollout.Batch, "_draw"),
     }
     for phase, (holder, name) in phases.items():
         setattr(holder, name, timed(getattr(holder, name), phase, seconds))
+    hf_rollout.decoding = timed_entry(hf_rollout.decoding, "weights", seconds)
     return seconds
 
 
@@ -109,6 +112,17 @@ def timed(function: Callable, phase: str, seconds: dict[str, float]) -> Callable
             return function(*args, **kwargs)
         finally:
             seconds[phase] += perf_counter() - start
+
+    return wrapper
+
+
+def timed_entry(manager: Callable[..., AbstractContextManager], phase: str, seconds: dict[str, float]) -> Callable:
+    """The context manager, with the time that it takes to enter."""
+
+    @contextmanager
+    def wrapper(*args: Any) -> Iterator[Any]:
+        with ExitStack() as stack:
+            yield timed(stack.enter_context, phase, seconds)(manager(*args))
 
     return wrapper
 

@@ -5,7 +5,10 @@ folder. Prints the median seconds of each phase over K steps; a first step, whic
 a step does not need are not there: old_log_prob comes with actor_rollout_ref.actor.ppo_mini_batch_size=32.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import json
@@ -19,6 +22,7 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from custom.tiny_model import save_tiny_model
 from training.reports import read_metrics
+from workers.worker_group import start_command
 
 
 def main() -> None:
@@ -44,6 +48,7 @@ def measure(steps: int, overrides: list[str]) -> dict:
         own += ["trainer.val_before_train=false", "trainer.logger=[]"]
         config = load_config(Arguments("frozenlake", CONFIG_DIR, own + overrides, print_config=False), Config)
         check_config(config)
+        start_command(config)
         save_tiny_model(f"{folder}/model", config.trainer.seed)
         rl.run(config)
         counted = [entry["data"] for entry in read_metrics(f"{folder}/metrics.jsonl")][1:]

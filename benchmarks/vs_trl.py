@@ -11,7 +11,10 @@ speed (benchmarks/floor.py), the median of what is measured between the turns: a
 the time. Anything else that runs on the machine disturbs the seconds; its load is recorded.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import json
@@ -34,7 +37,7 @@ from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typical, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
 from configs.process import VARIABLES, available_cores
-from workers.cpu import start_process
+from workers.kernels import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "vs_trl"

@@ -1,4 +1,4 @@
-"""Environment variables that have to be set before torch is loaded; importing this module sets them.
+"""The process: how many cores it may use, and environment variables that have to be set before torch is loaded.
 
 A thread that waits for work spins a while before it sleeps. A small model has work for it every few microseconds, and
 waking it takes longer: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
@@ -22,5 +22,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-for _name, _value in VARIABLES.items():
-    os.environ.setdefault(_name, _value)
+def set_environment() -> None:
+    """Sets the variables that the user has not set. For commands, whose process it is, before they load torch."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)

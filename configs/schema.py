@@ -85,6 +85,11 @@ class ModelConfig(Frozen):
     use_remove_padding: bool = setting(
         True, "Pack the sequences of a forward pass without padding, a prompt once for all its samples; false: pad."
     )
+    kernels: str = setting(
+        "auto",
+        "auto: whatever workers/kernels/ has to make this machine faster; off: PyTorch's and transformers' own alone.",
+        choices=("auto", "off"),
+    )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")
 
 

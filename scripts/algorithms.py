@@ -6,7 +6,10 @@ Writes outputs/algorithms/table.md (success before and after, seconds a step), r
 that is asked for replaces its earlier result; the others stay.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import json
@@ -21,6 +24,7 @@ from configs.recipes import options
 from configs.schema import Config
 from scripts.quickstart import SUCCESS, compose, warm_start
 from training.reports import plot_curves, read_curve
+from workers.worker_group import start_command
 
 FOLDER = Path("outputs/algorithms")
 
@@ -34,6 +38,7 @@ def main() -> None:
     recipes = arguments.recipes.split(",")
     with refusals():
         configs = {name: recipe_config(name, arguments.seed, arguments.overrides) for name in recipes}
+    start_command(configs[recipes[0]])
     print("a tiny model learns to imitate a careful wanderer, who does not know the goal")
     warm_start(configs[recipes[0]], FOLDER)
     for number, (name, config) in enumerate(configs.items(), start=1):

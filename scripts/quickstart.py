@@ -8,7 +8,10 @@
 Success on 200 held-out maps is measured before and after 3, in whole episodes of the real environment.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import dataclasses
@@ -29,6 +32,7 @@ from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
 from training.preparation import build_environment
 from training.reports import dump_jsonl, plot_metric, read_metrics
+from workers.worker_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"
 DEMONSTRATIONS = 12800
@@ -42,6 +46,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     with refusals():
         config = rl_config(arguments.config_name, arguments.seed, arguments.overrides)
+    start_command(config)
     summary = quickstart(config)
     print(
         f"success on 200 held-out maps: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
@@ -86,6 +91,7 @@ def warm_start(config: Config, folder: Path) -> None:
             f"trainer.seed={seed}",
             f"data.train_files={folder}/demonstrations.jsonl",
             f"model.path={folder}/random_model",
+            f"model.kernels={config.actor_rollout_ref.model.kernels}",
             f"trainer.default_local_dir={folder}/sft",
         ],
     )

@@ -10,7 +10,10 @@ Weights of each token do not help, as none of the tokens before a slip is to bla
 sequence do. Writes outputs/rollout_drift/table.md and curves.png.
 """
 
-import configs.process  # noqa: F401  isort: skip  before torch
+from configs.process import set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import argparse
 import shutil
@@ -25,6 +28,7 @@ from data.seeding import derive_seed
 from scripts.quickstart import compose
 from training import sft_trainer
 from training.reports import dump_jsonl, plot_curves, read_curve
+from workers.worker_group import start_command
 
 FOLDER = Path("outputs/rollout_drift")
 COUNT = "1234567"
@@ -48,9 +52,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, noise, sampling")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    warm_start(arguments.seed)
     with refusals():
         configs = {name: run_config(name, arguments.seed, arguments.overrides) for name in RUNS}
+    start_command(configs["exact rollouts"])
+    warm_start(arguments.seed)
     for name, config in configs.items():
         print(name)
         rl.run(config)

@@ -1,20 +1,24 @@
-"""Shared by all tests: a tiny model, made once."""
-
-import configs.process  # noqa: F401  isort: skip  before torch
+"""Shared by all tests: the environment of a command, and a tiny model, made once."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
-from custom.tiny_model import save_tiny_model
+from configs.process import set_environment
 
-torch.set_num_threads(2)
+
+def pytest_configure() -> None:
+    set_environment()  # before torch is loaded
+    import torch
+
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: character tokenizer, random Llama of one narrow layer."""
+    from custom.tiny_model import save_tiny_model
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder, seed=0, hidden_size=32, layers=1)
     return folder

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.cpu import HAS_ONEDNN
+from workers.kernels.products import HAS_ONEDNN
 
 needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN for this CPU")
 

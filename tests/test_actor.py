@@ -57,7 +57,7 @@ def policy(tiny_model: Path) -> PreTrainedModel:
 def make_actor(
     policy: PreTrainedModel, config: ActorConfig = ALL_TERMS, size: MicroBatchSize = CUTS["3 rows"]
 ) -> DataParallelPPOActor:
-    engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
+    engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), torch.float32)
     return DataParallelPPOActor(config, engine, size, size)
 
 

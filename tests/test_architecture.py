@@ -18,6 +18,8 @@ EXEMPT = {
         "training/sft_trainer.py": "an entry point of its own, like main.py: it wires the engine that the actor uses",
     },
     "quarantine": {},
+    "kernels": {},
+    "patches": {},
     "cycles": {},
     "custom": {},
     "size": {
@@ -88,9 +90,40 @@ def custom(trees: dict[str, ast.Module]) -> Iterator[Finding]:
             yield from ((file, f"imports {name}") for name in imported(tree) if name.split(".")[0] == "custom")
 
 
+def kernels(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+    """What is inside workers/kernels/ is known to its door alone."""
+    inside = {module_of(file) for file in trees if file.startswith("workers/kernels/")} - {"workers.kernels"}
+    for file, tree in trees.items():
+        if not file.startswith("workers/kernels/"):
+            yield from ((file, f"imports {name}") for name in imported(tree) if name in inside)
+
+
+def patches(trees: dict[str, ast.Module]) -> Iterator[Finding]:
+    """Classes are exchanged, hooks set and attention registered inside workers/kernels/ alone."""
+    for file, tree in trees.items():
+        if not file.startswith("workers/kernels/"):
+            yield from ((file, f"line {node.lineno}") for node in ast.walk(tree) if is_patch(node))
+
+
+def is_patch(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        sets_class = node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+        return sets_class or is_patching_name(node.attr)
+    return isinstance(node, ast.alias) and is_patching_name(node.name)
+
+
+def is_patching_name(name: str) -> bool:
+    sets_hook = name.startswith("register_") and name.endswith("hook")
+    return sets_hook or name in ("AttentionInterface", "AttentionMaskInterface")
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def cycles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """No module imports itself through others, not even lazily."""
-    modules = {file.removesuffix(".py").replace("/", "."): file for file in trees}
+    modules = {module_of(file): file for file in trees}
     edges = {file: {modules[name] for name in imported(tree) if name in modules} for file, tree in trees.items()}
     for file in trees:
         reached, frontier = set(), [file]
@@ -139,6 +172,8 @@ def catches_everything(node: ast.AST) -> bool:
 FENCES = {
     "layers": layers,
     "quarantine": quarantine,
+    "kernels": kernels,
+    "patches": patches,
     "cycles": cycles,
     "custom": custom,
     "size": size,
@@ -165,6 +200,16 @@ VIOLATIONS = [
     ("layers", {"custom/x.py": "from workers.engine import TrainEngine"}),
     ("quarantine", {"training/x.py": "def f():\n    from ray.util import placement_group"}),
     ("quarantine", {"workers/hf_rollout.py": "import vllm"}),
+    ("kernels", {"workers/x.py": "from workers.kernels.norms import rms_norm", "workers/kernels/norms.py": "x = 1"}),
+    ("kernels", {"workers/x.py": "from workers.kernels import norms", "workers/kernels/norms.py": "x = 1"}),
+    ("kernels", {"main.py": "def f():\n    import workers.kernels.norms", "workers/kernels/norms.py": "x = 1"}),
+    ("patches", {"workers/x.py": "layer.__class__ = Faster"}),
+    ("patches", {"workers/x.py": "layer.name, layer.__class__ = name, Faster"}),
+    ("patches", {"workers/x.py": "module.register_forward_pre_hook(f)"}),
+    ("patches", {"workers/x.py": "from torch.optim.optimizer import register_optimizer_step_post_hook"}),
+    ("patches", {"workers/x.py": "from transformers import AttentionInterface"}),
+    ("patches", {"workers/x.py": "import transformers\ntransformers.AttentionMaskInterface.register(name, mask)"}),
+    ("cycles", {"workers/k/__init__.py": "from workers.k.a import f", "workers/k/a.py": "from workers.k import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "def f():\n    from data.a import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "from data import c", "data/c.py": "import data.a"}),
     ("custom", {"training/x.py": "from custom.env_wrapper import make_env"}),
@@ -191,6 +236,9 @@ ALLOWED = {
     "training/advantage.py": "import torch",
     "main.py": "import ray\nfrom workers.engine import TrainEngine",
     "data/protocol.py": "def f(self, a, b, *, c, d, e, g, h):\n    return getattr(self, a)",
+    "workers/x.py": "from workers.kernels import prepare\nassert layer.__class__ is Linear",
+    "workers/kernels/__init__.py": "from workers.kernels.norms import use_fast_norms",
+    "workers/kernels/norms.py": "layer.__class__ = Faster\nmodule.register_forward_hook(f)",
     "custom/x.py": "from custom.y import z",
     "custom/y.py": "try:\n    f()\nexcept ValueError:\n    raise",
 }

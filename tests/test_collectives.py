@@ -81,12 +81,12 @@ def learn(model: Path, batches: dict[str, DataProto]) -> dict[str, Learnt]:
     found = {}
     for kind, batch in batches.items():
         for name, config in LOSSES.items():
-            engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
+            engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), torch.float32)
             actor = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"])
             found[f"{kind}, {name}"] = updated(actor.update_policy, engine, batch, update_of(batch, config))
         critic_config = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
         module = load_value_model(ModelConfig(path=str(model)), str(model), seed=0)
-        engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), "float32")
+        engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), torch.float32)
         critic = DataParallelPPOCritic(critic_config, engine, CUTS["24 tokens"])
         found[f"{kind}, critic"] = updated(critic.update_critic, engine, batch, update_of(batch, critic_config))
     return found
@@ -122,7 +122,7 @@ def refuse(model: Path, batch: DataProto) -> tuple[dict[str, float], bool]:
     """An update in which the last row's loss is not finite; whether the weights stayed."""
     module = load_causal_lm(ModelConfig(path=str(model)))
     before = copy.deepcopy(module.state_dict())
-    engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), "float32")
+    engine = TrainEngine(module, OPTIM, 10, torch.device("cpu"), torch.float32)
     actor = DataParallelPPOActor(ActorConfig(), engine, CUTS["1 row"], CUTS["1 row"])
     metrics = actor.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, actor.config))
     return metrics, all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())

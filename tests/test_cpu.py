@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
-from workers.cpu import Linear, is_for_onednn, linear, onednn_linear, pack, start_process, use_onednn
+from workers.kernels import start_process
+from workers.kernels.products import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,7 +121,7 @@ def test_memory_that_was_freed_is_not_given_back_to_the_kernel():
     code = """
 import resource, sys, torch
 if sys.argv[1] == "ours":
-    from workers.cpu import start_process
+    from workers.kernels import start_process
     start_process(1)
 def faults(megabytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -147,14 +148,15 @@ def test_a_process_that_has_grown_gives_back_what_is_free():
     """The first steps say what is needed, the next is more than 1 GiB beyond it, and one after it may be again."""
     code = """
 import torch
-from workers.cpu import KeptMemory, resident_bytes, start_process
+from workers.kernels import start_process
+from workers.kernels.memory import resident_bytes
 start_process(1)
-memory, base = KeptMemory(), resident_bytes()
+optimiser, base = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), resident_bytes()
 for megabytes in (100, 100, 300, 1500, 10, 1500):
     tensors = [torch.ones(2**18) for _ in range(megabytes)]
     del tensors
     before = resident_bytes()
-    memory.step_done()
+    optimiser.step()
     print((before - base) >> 20, (resident_bytes() - base) >> 20)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

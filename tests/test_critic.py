@@ -41,7 +41,7 @@ def value_model(tiny_model: Path) -> PreTrainedModel:
 def make_critic(
     value_model: PreTrainedModel, config: CriticConfig = CONFIG, size: MicroBatchSize = CUTS["3 rows"]
 ) -> DataParallelPPOCritic:
-    engine = TrainEngine(copy.deepcopy(value_model), config.optim, 10, torch.device("cpu"), "float32")
+    engine = TrainEngine(copy.deepcopy(value_model), config.optim, 10, torch.device("cpu"), torch.float32)
     return DataParallelPPOCritic(config, engine, size)
 
 

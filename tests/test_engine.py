@@ -141,7 +141,7 @@ def test_the_huggingface_folder_loads_with_from_pretrained(tiny_model: Path, tmp
 
 def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp_path: Path):
     module = load_value_model(ModelConfig(), str(tiny_model), seed=0)
-    engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), "float32")
+    engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     engine.save(tmp_path, ["hf_model"], AutoTokenizer.from_pretrained(tiny_model))
     loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "huggingface")
     assert equal(loaded.state_dict(), module.state_dict())

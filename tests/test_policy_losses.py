@@ -645,7 +645,7 @@ def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, m
     config = replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, loss_mode=name.split()[0]), loss_agg_mode=mode)
     gradients = []
     for cut in ("all rows", "24 tokens"):
-        engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), "float32")
+        engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), torch.float32)
         correction = BYPASS.get(name, RolloutCorrectionConfig())
         actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut], correction)
         parameters = list(engine.module.parameters())

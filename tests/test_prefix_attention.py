@@ -25,18 +25,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from configs.schema import ActorConfig, OptimConfig
+from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import random_ids, relative_distance, update_of
-from workers import prefix_attention
-from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.micro_batches import MicroBatchSize, cut, token_scores, token_values
-from workers.models import log_probs, pack
-from workers.prefix_attention import is_packed
-from workers.ragged import Ragged, in_a_row
+from workers.kernels import packed_attention
+from workers.kernels.packed_attention import is_packed
+from workers.kernels.ragged import Ragged, in_a_row
+from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
 from workers.rollout import Completion, pad_rollout
+from workers.scoring_model import scoring_model
 
 SHAPE = {
     "vocab_size": 102,
@@ -73,10 +72,22 @@ def with_lora(module: PreTrainedModel, targets: str | list[str]) -> PreTrainedMo
 
 def make(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    module = MODELS[name]()
-    use_onednn(module)
-    module.config.pad_token_id = 0
-    return module
+    model = MODELS[name]()
+    model.config.pad_token_id = 0
+    return model
+
+
+def packed(model: PreTrainedModel, longest: int = 1000) -> PreTrainedModel:
+    return scoring_model(model, ModelConfig(), torch.device("cpu"), torch.float32, longest)
+
+
+def padded(model: PreTrainedModel) -> PreTrainedModel:
+    settings = ModelConfig(use_remove_padding=False)
+    return scoring_model(model, settings, torch.device("cpu"), torch.float32, longest=1000)
+
+
+def log_probs(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
+    return model.token_scores(micro, temperature=1.0).log_probs
 
 
 def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: int = 0) -> DataProto:
@@ -110,19 +121,18 @@ LENGTHS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
     batch = groups(*LENGTHS[lengths])
-    padded = make(name).train()
-    packed = pack(copy.deepcopy(padded), log_probs)
-    assert is_packed(packed) and not is_packed(padded)
+    models = padded(make(name)).train(), packed(make(name)).train()
+    assert [is_packed(model) for model in models] == [False, True]
     found = []
-    for module in (padded, packed):
+    for module in models:
         [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], module)
-        scores = token_scores(module, micro, 0.8, with_entropy=True, with_sum_pi_squared=True)
+        scores = module.token_scores(micro, 0.8, ["log_probs", "entropy", "sum_pi_squared"])
         weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_real
         loss = (torch.where(micro.is_real, scores.log_probs + scores.entropy, 0.0) * weights).sum()
         loss.backward()
         found.append(
             (
-                [torch.where(micro.is_real, one, 0.0) for one in scores],
+                [torch.where(micro.is_real, one, 0.0) for one in scores[:3]],
                 [p.grad for p in module.parameters() if p.requires_grad],
             )
         )
@@ -139,18 +149,19 @@ def test_attention_of_a_gpu_is_that_of_a_cpu(name, lengths, dtype, monkeypatch):
     """By FlexAttention's own arithmetic on the CPU, where it has no backward; bfloat16 as autocast brings it."""
 
     def eager(module, query, key, value, mask, scaling):
+        masks.append(mask)
         grouped = query.shape[1] != key.shape[1]
         output = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped)
         return output.transpose(1, 2), None
 
-    module = pack(make(name), log_probs)
+    module, masks = packed(make(name)), []
     [micro] = cut(groups(*LENGTHS[lengths]), MicroBatchSize(99, 0), [], module)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         wanted = log_probs(module, micro)
-        monkeypatch.setattr(prefix_attention, "flex_attention_forward", eager)
-        monkeypatch.setattr(prefix_attention, "takes_flex", lambda query: True)
+        monkeypatch.setattr(packed_attention, "flex_attention_forward", eager)
+        monkeypatch.setattr(packed_attention, "takes_flex", lambda query: True)
         found = log_probs(module, micro)
-    assert "block_masks" in vars(micro.packed)
+    assert len(masks) == len(module.base_model.layers if name != "gpt2" else module.base_model.h)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
@@ -169,7 +180,7 @@ def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():
 def test_blocks_may_be_computed_again_for_the_backward():
     batch, gradients = groups(*LENGTHS["long responses"]), []
     for checkpointing in (False, True):
-        module = pack(make("llama, tied head"), log_probs).train()
+        module = packed(make("llama, tied head")).train()
         if checkpointing:
             module.gradient_checkpointing_enable()
         [micro] = cut(batch, MicroBatchSize(99, 0), [], module)
@@ -180,14 +191,17 @@ def test_blocks_may_be_computed_again_for_the_backward():
 
 def test_values_too():
     torch.manual_seed(0)
-    padded = LlamaForTokenClassification(LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0))
-    packed = pack(copy.deepcopy(padded), token_values)
-    assert is_packed(packed)
+    value_model = LlamaForTokenClassification(
+        LlamaConfig(**SHAPE, num_labels=1, classifier_dropout=0.0, pad_token_id=0)
+    )
+    models = padded(copy.deepcopy(value_model)), packed(value_model)
+    assert [is_packed(model) for model in models] == [False, True]
     gradients = []
-    for module in (padded, packed):
+    for module in models:
         [micro] = cut(groups(*LENGTHS["ragged groups"]), MicroBatchSize(99, 0), [], module)
-        values = torch.where(micro.is_real, token_values(module, micro), 0.0)
-        values.square().sum().backward()
+        scores = module.token_scores(micro, temperature=1.0, ask=["values"])
+        assert scores == TokenScores(values=scores.values)
+        torch.where(micro.is_real, scores.values, 0.0).square().sum().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert relative_distance(*gradients) < 1e-5
 
@@ -198,20 +212,20 @@ def test_the_actor_makes_the_same_step_packed_and_padded_in_any_cut(size, terms)
     batch, config = groups([3, 9, 1], [[4, 1, 6, 2], [5, 5], [1, 3, 3]]), ActorConfig(**terms)
 
     def gradient(module: PreTrainedModel) -> list[torch.Tensor]:
-        engine, seen = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), "float32"), []
+        engine, seen = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32), []
         engine.optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in module.parameters()))
         DataParallelPPOActor(config, engine, size, size).update_policy(batch, update_of(batch, config))
         return seen
 
-    assert relative_distance(gradient(pack(make("qwen2"), log_probs)), gradient(make("qwen2"))) < 1e-5
+    assert relative_distance(gradient(packed(make("qwen2"))), gradient(padded(make("qwen2")))) < 1e-5
 
 
 def test_a_prompt_is_computed_once_for_all_samples_that_fit_the_budget():
-    module, seen = pack(make("llama, tied head"), log_probs), []
+    module, seen = packed(make("llama, tied head")), []
     module.base_model.register_forward_pre_hook(lambda *c: seen.append(c[2]["input_ids"].numel()), with_kwargs=True)
     batch = groups([10, 6], [[5, 5, 5, 5], [5, 5]])
     [micro] = cut(batch, MicroBatchSize(None, 1000), [], module)
-    token_scores(module, micro, 1.0, False)
+    log_probs(module, micro)
     assert seen == [10 + 4 * 4 + 6 + 2 * 4]  # a response's last token is not forwarded
     micros = list(cut(batch, MicroBatchSize(None, 20), [], module))  # a prompt of 10 and two responses fill a pass
     assert sorted(len(micro.rows) for micro in micros) == [2, 2, 2]
@@ -223,13 +237,13 @@ def test_a_model_that_cannot_be_packed_says_so_and_is_padded(capsys):
     module.base_model.register_forward_pre_hook(  # as a model does that keeps keyword arguments from its attention
         lambda _, args, kwargs: (args, {**kwargs, "packed": None}), with_kwargs=True
     )
-    assert not is_packed(pack(module, log_probs))
+    assert not is_packed(packed(module))
     assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
     [micro] = cut(groups([3], [[2, 4]]), MicroBatchSize(9, 0), [], module)
-    assert token_scores(module, micro, 1.0, False).log_probs.isfinite().all()
+    assert log_probs(module, micro).isfinite().all()
 
 
 def test_a_head_with_an_adapter_is_not_mistaken_for_its_weight(capsys):
     module = with_lora(make("qwen2"), ["q_proj", "lm_head"])
-    assert not is_packed(pack(module, log_probs))
+    assert not is_packed(packed(module))
     assert "not a linear layer" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from configs.schema import ModelConfig
 from tests.operations import Operations
+from workers.kernels.norms import RMSNorm, use_fast_norms
 from workers.models import load_causal_lm
-from workers.rms_norm import RMSNorm, use_fast_norms
 
 EPSILON = 1e-2  # large enough to be seen
 FAST = "aten.native_layer_norm_backward"

@@ -27,14 +27,16 @@ from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from tests.operations import Operations, needs_onednn
 from training.roles import SamplingParams
-from workers.cpu import use_onednn
-from workers.decoding import PackedProduct, groups_to_pack
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.hf_rollout import HFRollout, sample
+from workers.kernels.decode import PackedProduct, groups_to_pack
+from workers.kernels.packed_attention import is_packed
+from workers.kernels.products import use_onednn
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Rollout, stop_token_ids
+from workers.scoring_model import scoring_model
 
 P, R = 9, 12
 PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [33, 34, 35, 36, 37]]
@@ -188,7 +190,7 @@ def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(
 ):
     rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
     batch = rollout.generate_sequences(batch_of(PROMPTS * 4, sampling(temperature=temperature)))
-    engine = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), "float32")
+    engine = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     size = MicroBatchSize(3, 0)
     scored = DataParallelPPOActor(ActorConfig(), engine, size, size).compute_log_prob(batch)
     mask = batch.batch["response_mask"].bool()
@@ -261,16 +263,24 @@ EXTREMES = (0.0, 5e-324, 0.5, 1 - 2**-53)  # of the uniform numbers in [0, 1)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def random_model(family: str, attention: str) -> PreTrainedModel:
+FORWARDS = {
+    "kernels off": ModelConfig(kernels="off"),
+    "padded": ModelConfig(use_remove_padding=False),
+    "packed": ModelConfig(),
+}
+
+
+def random_model(family: str, forward: str) -> PreTrainedModel:
     config = copy.deepcopy(FAMILIES[family])
     shape = {} if isinstance(config, GPT2Config) else SHAPE
     config.update({**shape, "vocab_size": 300, "eos_token_id": None, "bos_token_id": None})
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    use_onednn(model)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
             matrix.mul_(8)
+    model = scoring_model(model, FORWARDS[forward], torch.device("cpu"), torch.float32, longest=P + R)
+    assert model.shares_prompts == (forward == "packed")
     return model
 
 
@@ -291,15 +301,15 @@ def naive_rollout(
     return Completion(tokens, log_probs, "length", 0)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "prefix_packed"])
+@pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
-    tokenizer: PreTrainedTokenizerBase, family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase, family: str, forward: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Ragged and equal prompts, ends at several steps, three places for 15 rows, and all at once; fresh memory is NaN,
     which no mask keeps out of a sum."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
-    model = random_model(family, attention).eval()
+    model = random_model(family, forward).eval()
     prompts = [PROMPTS[place] for place in (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)]
     uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(prompts))]
     for params in (replace(GREEDY, temperature=1.0), sampling(temperature=0.8)):
@@ -319,13 +329,13 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase):
     """Not even when it fails: its attention, its weights and its mode are those of before."""
-    model = random_model("Llama, untied", "prefix_packed").train()
+    model = random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
     generate(rollout, PROMPTS, GREEDY)
     with pytest.raises(IndexError):
         generate(rollout, [[5], [10**6], [5], [5]], GREEDY)
     assert model.training
-    assert model.config._attn_implementation == "prefix_packed"
+    assert is_packed(model)
     assert all("stand_in" not in vars(layer) for layer in model.modules())
 
 
@@ -357,7 +367,7 @@ def test_siblings_of_other_inputs_are_packed_alone():
 
 
 def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):
-    model = random_model("Llama, untied", "sdpa")
+    model = random_model("Llama, untied", "padded")
     rollout = make_rollout(model, tokenizer)
     before = ids(generate(rollout, PROMPTS, GREEDY))
     with torch.no_grad():

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import ModelConfig
 from tests.operations import Operations, needs_onednn
-from workers.cpu import Linear, use_onednn
+from workers.kernels.products import Linear, use_onednn
+from workers.kernels.siblings import join_siblings
 from workers.models import load_causal_lm
-from workers.siblings import join_siblings
 
 QKV = ("q_proj", "k_proj", "v_proj")
 WIDTHS = (6, 2, 3)

@@ -4,7 +4,10 @@ The loss is the mean negative log-likelihood of response tokens; prompts are rea
 own, it wires the same engine and forward pass that the actor uses.
 """
 
-from configs.process import available_cores  # isort: skip  before torch
+from configs.process import available_cores, set_environment  # isort: skip
+
+if __name__ == "__main__":
+    set_environment()  # before torch is loaded
 
 import sys
 from dataclasses import asdict
@@ -26,9 +29,9 @@ from training.checkpoint import save_checkpoint
 from training.metric_utils import timer
 from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
-from workers.cpu import start_process
-from workers.engine import TrainEngine
-from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_scores
+from workers.engine import TrainEngine, compute_dtype
+from workers.kernels import start_process
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut
 from workers.models import load_causal_lm, training_device
 from workers.rollout import Completion, pad_rollout, template_terminator
 
@@ -44,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
+        start_process(n_threads(config), config.model.kernels)
         trainer = SFTTrainer(config)
     trainer.fit()
 
@@ -53,21 +57,26 @@ def run(config: SFTConfig) -> Path:
     return SFTTrainer(config).fit()
 
 
+def n_threads(config: SFTConfig) -> int:
+    return config.trainer.n_threads or available_cores()
+
+
 class SFTTrainer:
     """Supervised training of one model in this process."""
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         seed = config.trainer.seed
-        start_process(config.trainer.n_threads or available_cores())
+        torch.set_num_threads(n_threads(config))
         self.tokenizer = load_tokenizer(config.model, "model")
         self.train_loader = self.build_loader(config.data.train_files, train=True)
         self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or len(self.train_loader) * config.trainer.total_epochs
         torch.manual_seed(derive_seed(seed, "worker"))
         device = training_device(n_gpus=None)
-        module = load_causal_lm(config.model)
-        self.engine = TrainEngine(module, config.optim, self.total_steps, device, config.fsdp_config.dtype)
+        dtype = compute_dtype(config.fsdp_config.dtype, device)
+        module = load_causal_lm(config.model, device, dtype, config.data.max_length)
+        self.engine = TrainEngine(module, config.optim, self.total_steps, device, dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
         self.folder = Path(config.trainer.default_local_dir)
         self.skipped_updates = SkippedUpdates(
@@ -140,7 +149,7 @@ class SFTTrainer:
     def negative_log_likelihood(self, micro: MicroBatch) -> Tensor:
         """Σ −log p over the response tokens of a micro-batch."""
         with self.engine.autocast():
-            log_probs = token_scores(self.engine.module, micro, temperature=1.0, with_entropy=False).log_probs
+            log_probs = self.engine.module.token_scores(micro, temperature=1.0).log_probs
         return -(log_probs * micro.columns["response_mask"]).sum()
 
     def pad(self, rows: dict) -> DataProto:

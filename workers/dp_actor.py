@@ -21,7 +21,8 @@ from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut, token_scores
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut_share
+from workers.scoring_model import score
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -71,7 +72,7 @@ class DataParallelPPOActor:
                 batch = DataProto(batch.batch.copy()).union(gradient)
             wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
             columns = [name for name in wanted if name in batch.batch]
-            micro_batches = cut(batch, self.update_size, columns, self.engine.module)
+            micro_batches = cut_share(batch, self.update_size, columns, self.engine.module)
             losses = (self.micro_batch_loss(micro, update, metrics) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
@@ -91,7 +92,7 @@ class DataParallelPPOActor:
         depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
         """
         with self.engine.autocast():
-            scores = score(self.engine.module, batch, self.log_prob_size, update.temperature, False)
+            scores = score(self.engine.module, batch, self.log_prob_size, update.temperature)
         columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
         shares = gather({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
@@ -127,11 +128,14 @@ class DataParallelPPOActor:
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:
         """The micro-batch's share of the mini-batch's loss."""
+        if micro.is_dummy:
+            with self.engine.autocast():
+                return 0 * self.engine.module.token_scores(micro, update.temperature).log_probs.sum()
         config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
         counts, weight = update.counts, int(mask.sum())
         with self.engine.autocast():
-            with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-            log_probs, entropy, _ = token_scores(self.engine.module, micro, update.temperature, with_entropy)
+            ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
+            log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
         if self.policy_loss.over_mini_batch:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
@@ -178,7 +182,7 @@ class ReferencePolicy:
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
 
-COLUMNS = {  # of a log-prob pass, and which of the scores each is
+SCORE_OF = {  # column of a log-prob pass → name in TokenScores
     "old_log_probs": "log_probs",
     "ref_log_prob": "log_probs",
     "entropys": "entropy",
@@ -189,27 +193,6 @@ COLUMNS = {  # of a log-prob pass, and which of the scores each is
 def score_columns(
     module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
 ) -> DataProto:
-    """The `columns` of a log-prob pass over `batch`, [B, R] float32, 0 after a response's end."""
-    scores = score(module, batch, size, temperature, "entropys" in columns, "sum_pi_squared" in columns)
-    return DataProto.from_dict({column: getattr(scores, COLUMNS[column]) for column in columns})
-
-
-@torch.no_grad()
-def score(
-    module: PreTrainedModel,
-    batch: DataProto,
-    size: MicroBatchSize,
-    temperature: float,
-    with_entropy: bool,
-    with_sum_pi_squared: bool = False,
-) -> TokenScores:
-    """Scores of every response token of `batch`, [B, R] float32 on the CPU, 0 after a response's end."""
-    shape = batch.batch["responses"].shape
-    asked = (True, with_entropy, with_sum_pi_squared)
-    placed = TokenScores(*(torch.zeros(shape) if wanted else None for wanted in asked))
-    for micro in cut(batch, size, [], module):
-        found = token_scores(module, micro, temperature, with_entropy, with_sum_pi_squared)
-        for values, into in zip(found, placed, strict=True):
-            if into is not None:
-                micro.place(values, into)
-    return placed
+    """The `columns` of a log-prob pass over this rank's `batch`, [B, R] float32, 0 after a response's end."""
+    scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
+    return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})

@@ -8,12 +8,14 @@ import torch
 
 from configs.schema import CriticConfig
 from data.protocol import DataProto
+from data.seeding import forked_rng
 from training.core_algos import compute_value_loss
 from training.mini_batches import Update
 from training.torch_functional import masked_mean
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, cut, token_values
+from workers.micro_batches import MicroBatch, MicroBatchSize, cut_share
+from workers.scoring_model import score
 
 
 class DataParallelPPOCritic:
@@ -24,13 +26,10 @@ class DataParallelPPOCritic:
         self.engine = engine
         self.size = size
 
-    @torch.no_grad()
     def compute_values(self, batch: DataProto) -> DataProto:
         """Column values, [B, R] float32: the value before each response token, 0 where response_mask is 0."""
-        values = torch.zeros(batch.batch["responses"].shape)
-        for micro in cut(batch, self.size, [], self.engine.module):
-            with self.engine.autocast():
-                micro.place(token_values(self.engine.module, micro), values)
+        with self.engine.autocast():
+            values = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
     def update_critic(self, batch: DataProto, update: Update) -> dict[str, float]:
@@ -39,9 +38,10 @@ class DataParallelPPOCritic:
         The loss is the clipped value loss, normalised by the whole mini-batch's counts.
         """
         metrics = PooledMetrics()
-        micro_batches = cut(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
-        losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
-        stepped = self.engine.update(losses, update.step)
+        with forked_rng(update.seed):
+            micro_batches = cut_share(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
+            losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
+            stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"critic/{name}": value for name, value in stepped.items()}
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
@@ -54,9 +54,11 @@ class DataParallelPPOCritic:
 
     def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
         """The micro-batch's share of the mini-batch's loss."""
-        columns, mask = micro.columns, micro.columns["response_mask"]
         with self.engine.autocast():
-            predicted = token_values(self.engine.module, micro)
+            predicted = self.engine.module.token_scores(micro, temperature=1.0, ask=["values"]).values
+        if micro.is_dummy:
+            return 0 * predicted.sum()
+        columns, mask = micro.columns, micro.columns["response_mask"]
         loss, clip_fraction = compute_value_loss(
             vpreds=predicted,
             returns=columns["returns"],

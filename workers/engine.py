@@ -25,7 +25,6 @@ from training.torch_functional import (
     wsd_schedule_multiplier,
 )
 from workers.collectives import gather, rank, sum_gradients
-from workers.cpu import KeptMemory
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -47,26 +46,25 @@ class TrainEngine:
         module: float32 weights; moved to `device`.
         optim: optimiser settings.
         total_steps: length of the run, in calls of a new `step` (for the schedule).
-        dtype: "auto", "float32" or "bfloat16": compute precision; weights and optimiser stay float32.
+        dtype: compute precision; weights and optimiser stay float32.
     """
 
     def __init__(
-        self, module: PreTrainedModel, optim: OptimConfig, total_steps: int, device: torch.device, dtype: str
+        self, module: PreTrainedModel, optim: OptimConfig, total_steps: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.module = module.to(device).train()
         self.optim = optim
         self.device = device
-        self.compute_dtype = compute_dtype(dtype, device)
+        self.dtype = dtype
         self.multiplier = learning_rate_multiplier(optim, total_steps)
-        self.memory = KeptMemory()
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
         )
 
     def autocast(self) -> AbstractContextManager:
-        if self.compute_dtype == torch.float32:
+        if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, self.compute_dtype)
+        return torch.autocast(self.device.type, self.dtype)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
         """One optimiser step on the sum of `losses`, one a micro-batch; the others wait until its backward is done.
@@ -110,7 +108,6 @@ class TrainEngine:
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.memory.step_done()
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

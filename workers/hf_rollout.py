@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
-from workers.decoding import fast_decoding, shares_prompts
+from workers.kernels import decoding
 from workers.kv_cache import RowCache
 from workers.rollout import Completion, Rollout
 
@@ -43,10 +43,10 @@ class HFRollout(Rollout):
             return []
         self.module.eval()
         try:
-            with fast_decoding(
-                self.module, steps=sampling.max_tokens - 1, rows=min(len(prompts), self.config.max_num_seqs)
-            ):
-                batch = Batch(self.module, prompts, self.stop_ids, self.pad_token_id, sampling, seeds)
+            rows = min(len(prompts), self.config.max_num_seqs)
+            with decoding(self.module, sampling.max_tokens - 1, rows) as shares_prompts:
+                stops, pad = self.stop_ids, self.pad_token_id
+                batch = Batch(self.module, prompts, stops, pad, sampling, seeds, shares_prompts=shares_prompts)
                 batch.run(self.config.max_num_seqs)
         finally:
             self.module.train()
@@ -64,9 +64,11 @@ class Batch:
         pad_token_id: int,
         sampling: SamplingParams,
         seeds: list[int],
+        *,
+        shares_prompts: bool,
     ) -> None:
         self.module, self.prompts, self.sampling, self.pad_token_id = module, prompts, sampling, pad_token_id
-        self.shares_prompts = shares_prompts(module)
+        self.shares_prompts = shares_prompts
         device, shape = module.device, (len(prompts), sampling.max_tokens)
         uniforms = np.stack([np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds])
         self.uniforms = torch.from_numpy(uniforms).to(device)

@@ -3,7 +3,7 @@ own, written in place.
 
 A row's own tokens end at the column that is written next, so that rows which joined at different times step together.
 Rows leave by giving their place to the last one. The memory of own tokens is a little wider than what is in use, and
-is cut to that and widened again when it is full. Attention to such a cache is in workers/decoding.py; for a model that
+is cut to that and widened again when it is full. Attention to such a cache is in workers/kernels/; for a model that
 attends in a way of its own, the cache puts prompts and own tokens together again, every step.
 """
 
@@ -164,7 +164,7 @@ class RowCache(Cache):
         return rows.unflatten(0, (prompts, most)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, grouped: Tensor) -> Tensor:
-        """Back: [prompts, heads, g·s, x] → [b, heads, s, x]."""
+        """Undoes `by_prompt`: [prompts, heads, g·s, x] → [b, heads, s, x]."""
         rows = grouped.unflatten(2, (self._most_rows, -1)).transpose(1, 2).flatten(0, 1)
         return rows if self._is_in_order else rows[self._slots]
 

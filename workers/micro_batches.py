@@ -1,8 +1,7 @@
-"""Cutting a batch into what fits a forward pass, and the forward itself, packed or padded.
+"""How a batch is cut into what fits a forward pass, and how results are laid out.
 
-Packed (workers/prefix_attention.py), a micro-batch has no padding and each of its prompts once; padded, it is trimmed
-to its own longest prompt and response. Results come back as [B, R] in the batch's order, so nobody outside sees how it
-was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
+A micro-batch is trimmed to its own longest prompt and response. Results come back as [B, R] in the batch's order, so
+nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
 """
 
 from collections.abc import Iterator
@@ -11,18 +10,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
-from training.torch_functional import (
-    calculate_sum_pi_squared_from_logits,
-    logprobs_and_entropy_from_logits,
-    logprobs_from_logits,
-)
-from workers.prefix_attention import Packed, is_packed, packed_hidden_states
-from workers.token_head import score_tokens
+from workers.collectives import gather
 
 
 @dataclass(frozen=True)
@@ -31,6 +24,15 @@ class MicroBatchSize:
 
     sequences: int | None
     tokens: int
+
+
+class TokenScores(NamedTuple):
+    """What a model says of each response token, [b, r] float32 each; None where it was not asked for."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None  # of the distribution that the token came from
+    sum_pi_squared: Tensor | None = None  # the sum of its squared probabilities
+    values: Tensor | None = None  # a critic's, before the token
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class MicroBatch:
         """[b, r] bool: the tokens of the responses."""
         return self.columns["attention_mask"][:, -self.response_width :].bool()
 
-    @cached_property
-    def packed(self) -> Packed:
-        return Packed.of(*(self.columns[name] for name in WHOLE_SEQUENCE), self.response_width)
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it is of no row, and only there so that all ranks run as many forward passes."""
+        return len(self.rows) == 0
 
     def spread(self, values: Tensor) -> Tensor:
         """[number of response tokens] in order → [b, r], 0 after a response's end."""
@@ -62,26 +65,46 @@ class MicroBatch:
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
 
-def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], module: PreTrainedModel) -> Iterator[MicroBatch]:
-    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along.
+def cut_share(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel) -> list[MicroBatch]:
+    """The micro-batches of this rank's share of a batch, filled up with dummies to as many as any rank has: all run
+    the same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
+    count = len(micro_batch_rows(batch, size, model.shares_prompts))
+    return cut(batch, size, columns, model, at_least=max(gather(count)))
 
-    By tokens, rows that share a prompt stay together as far as the budget goes, and where `module` computes their
+
+def cut(
+    batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel, at_least: int = 0
+) -> Iterator[MicroBatch]:
+    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along. Dummies follow
+    where these are fewer than `at_least`.
+
+    By tokens, rows that share a prompt stay together as far as the budget goes, and where `model` computes their
     prompt once it counts once.
     """
-    prompt_width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
-    mask = batch.batch["attention_mask"]
-    for rows in micro_batch_rows(batch, prompt_width, size, is_packed(module)):
+    parts = micro_batch_rows(batch, size, model.shares_prompts)
+    prompt_width, mask = width_of_prompts(batch), batch.batch["attention_mask"]
+    for rows in parts:
         prompt = int(mask[rows, :prompt_width].sum(1).max())
         width = max(1, int(mask[rows, prompt_width:].sum(1).max()))
         span = slice(prompt_width - prompt, prompt_width + width)
-        taken = {name: batch.batch[name][rows, span].to(module.device) for name in WHOLE_SEQUENCE}
-        taken |= {name: batch.batch[name][rows, :width].to(module.device) for name in ["responses", *columns]}
+        taken = {name: batch.batch[name][rows, span].to(model.device) for name in WHOLE_SEQUENCE}
+        taken |= {name: batch.batch[name][rows, :width].to(model.device) for name in ["responses", *columns]}
         yield MicroBatch(rows, taken, width)
+    for _ in range(at_least - len(parts)):
+        yield dummy(model.device)
 
 
-def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
+def dummy(device: torch.device) -> MicroBatch:
+    """A micro-batch of one prompt token and one response token, which are in no batch."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2, device=device)}
+    whole["position_ids"] = whole["position_ids"].unsqueeze(0)
+    return MicroBatch(torch.empty(0, dtype=torch.long), {**whole, "responses": ids[:, 1:]}, response_width=1)
+
+
+def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
     """The rows of each micro-batch."""
-    mask = batch.batch["attention_mask"]
+    prompt_width, mask = width_of_prompts(batch), batch.batch["attention_mask"]
     prompt_lengths, response_lengths = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
     if size.sequences:
         return [torch.tensor(rows) for rows in micro_batch_indices([1] * len(mask), micro_batch_size=size.sequences)]
@@ -100,7 +123,7 @@ def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, 
 
 def repeats_prompt(batch: DataProto) -> Tensor:
     """[B] bool: the rows whose prompt is that of the row before."""
-    width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
+    width = width_of_prompts(batch)
     ids, mask = (batch.batch[name][:, :width] for name in ("input_ids", "attention_mask"))
     prompts = torch.where(mask == 1, ids, -1)
     repeats = torch.zeros(len(batch), dtype=torch.bool)
@@ -108,58 +131,5 @@ def repeats_prompt(batch: DataProto) -> Tensor:
     return repeats
 
 
-class TokenScores(NamedTuple):
-    """Of each response token, [b, r] float32 each; None where it was not asked for."""
-
-    log_probs: Tensor
-    entropy: Tensor | None  # of the distribution that the token came from
-    sum_pi_squared: Tensor | None  # the sum of its squared probabilities
-
-
-def token_scores(
-    module: PreTrainedModel,
-    micro: MicroBatch,
-    temperature: float,
-    with_entropy: bool,
-    with_sum_pi_squared: bool = False,
-) -> TokenScores:
-    """Scores the responses of a micro-batch under `module`.
-
-    The token at column P+t is predicted at column P+t−1; logits are divided by the sampling temperature.
-    """
-    labels = micro.columns["responses"]
-    if is_packed(module):
-        hidden = packed_hidden_states(module, micro.packed)[micro.packed.predictors]
-        head = module.get_output_embeddings()
-        if not isinstance(head, nn.Linear):  # an adapter's, say, which does more than its weight tells
-            raise TypeError(f"its head is a {type(head).__name__}, not a linear layer")
-        scores = score_tokens(
-            hidden,
-            head.weight,
-            labels[micro.is_real],
-            bias=head.bias,
-            temperature=temperature,
-            softcap=module.config.to_dict().get("final_logit_softcapping"),
-            with_entropy=with_entropy,
-            with_sum_pi_squared=with_sum_pi_squared,
-        )
-        return TokenScores(*(None if values is None else micro.spread(values) for values in scores))
-    logits = module(**forward_inputs(micro), logits_to_keep=micro.response_width).logits.float() / temperature
-    squared = calculate_sum_pi_squared_from_logits(logits) if with_sum_pi_squared else None
-    if with_entropy:
-        return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)
-    return TokenScores(logprobs_from_logits(logits, labels), None, squared)
-
-
-def token_values(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """The critic's value before each response token: [b, r] float32."""
-    if is_packed(module):
-        hidden = packed_hidden_states(module, micro.packed)[micro.packed.predictors]
-        return micro.spread(module.score(hidden)[:, 0].float())
-    values = module(**forward_inputs(micro)).logits
-    return values[:, -micro.response_width :, 0].float()
-
-
-def forward_inputs(micro: MicroBatch) -> dict[str, Tensor]:
-    """What the model is given, padded. A sequence's last token predicts nothing and is left out."""
-    return {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}
+def width_of_prompts(batch: DataProto) -> int:
+    return batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
-from configs.schema import ActorConfig, Config, CriticConfig, RefConfig, RolloutConfig
+from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_module, load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
@@ -18,7 +18,7 @@ from data.tokenizer import load_tokenizer
 from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
-from workers.engine import TrainEngine
+from workers.engine import TrainEngine, compute_dtype
 from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
@@ -44,11 +44,13 @@ class ModelWorker:
         self.config = config
         self.total_steps = total_steps
         self.device = training_device(config.trainer.n_gpus_per_node)
+        self.dtype = compute_dtype(policy.actor.fsdp_config.dtype, self.device)
+        self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
-            module = load_causal_lm(policy.model)
-        reference = copy.deepcopy(module).to(self.device) if "ref" in roles else None
-        self.policy = self._train(module, policy.actor)
+            module = load_causal_lm(policy.model, self.device, self.dtype, self.longest)
+        reference = copy.deepcopy(module) if "ref" in roles else None
+        self.policy = self._train(module, policy.actor.optim)
         builders = {
             "actor": self._build_actor,
             "rollout": self._build_rollout,
@@ -57,9 +59,8 @@ class ModelWorker:
         }
         self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
 
-    def _train(self, module: torch.nn.Module, config: ActorConfig | CriticConfig) -> TrainEngine:
-        dtype = self.config.actor_rollout_ref.actor.fsdp_config.dtype
-        return TrainEngine(module, config.optim, self.total_steps, self.device, dtype)
+    def _train(self, module: PreTrainedModel, optim: OptimConfig) -> TrainEngine:
+        return TrainEngine(module, optim, self.total_steps, self.device, self.dtype)
 
     def _build_actor(self) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref
@@ -67,10 +68,10 @@ class ModelWorker:
         return DataParallelPPOActor(policy.actor, self.policy, *sizes, self.config.algorithm.rollout_correction)
 
     def _build_critic(self) -> DataParallelPPOCritic:
-        config = self.config.critic
-        model = self.config.actor_rollout_ref.model
-        module = load_value_model(model, config.model.path, self.config.trainer.seed)
-        return DataParallelPPOCritic(config, self._train(module, config), update_size(config))
+        config, model = self.config.critic, self.config.actor_rollout_ref.model
+        run = self.device, self.dtype, self.longest
+        module = load_value_model(model, config.model.path, self.config.trainer.seed, *run)
+        return DataParallelPPOCritic(config, self._train(module, config.optim), update_size(config))
 
     def _build_rollout(self) -> "ColocatedRollout":
         config, module = self.config.actor_rollout_ref.rollout, self.policy.module

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from configs.process import VARIABLES, available_cores
 from configs.schema import Config, TrainerConfig
 from workers.collectives import connect, join_group, open_store
-from workers.cpu import start_process
+from workers.kernels import start_process
 from workers.model_worker import ModelWorker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ class LocalWorkerGroup:
     size = 1
 
     def __init__(self, n_threads: int, worker_class: type, *args: Any) -> None:
-        start_process(n_threads)
+        torch.set_num_threads(n_threads)
         self.worker = worker_class(*args)
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
@@ -105,7 +105,7 @@ class RayWorkerGroup:
         ValueError: the cluster has less than is asked for; both figures are in the message.
     """
 
-    def __init__(self, resources: Resources, worker_class: type, *args: Any) -> None:
+    def __init__(self, resources: Resources, worker_class: type, *args: Any, kernels: str = "auto") -> None:
         self.size = resources.workers
         with ExitStack() as taken:  # given back if anything below fails
             if not ray.is_initialized():
@@ -115,7 +115,7 @@ class RayWorkerGroup:
             taken.callback(remove_placement_group, placement)
             self.workers = []
             for place in range(self.size):
-                worker = remote_class(resources, placement, place).remote(os.getcwd(), resources.threads)
+                worker = remote_class(resources, placement, place).remote(os.getcwd(), resources.threads, kernels)
                 taken.callback(ray.kill, worker)
                 self.workers.append(worker)
             if self.size > 1:
@@ -185,7 +185,8 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
     resources = Resources.from_config(config.trainer)
     arguments = (ModelWorker, config, total_steps, tuple(roles))
     if uses_ray(config.trainer):
-        group: WorkerGroup = RayWorkerGroup(resources, *arguments)
+        kernels = config.actor_rollout_ref.model.kernels
+        group: WorkerGroup = RayWorkerGroup(resources, *arguments, kernels=kernels)
     else:
         group = LocalWorkerGroup(resources.threads, *arguments)
     return dict.fromkeys(roles, group)
@@ -202,6 +203,12 @@ def check_shares(shares: Sequence[tuple], size: int) -> None:
 
 def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
     return getattr(worker.roles[role], method)(*share)
+
+
+def start_command(config: Config) -> None:
+    """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
+    if not uses_ray(config.trainer):
+        start_process(Resources.from_config(config.trainer).threads, config.actor_rollout_ref.model.kernels)
 
 
 def uses_ray(trainer: TrainerConfig) -> bool:
@@ -227,10 +234,10 @@ class WorkerError(RuntimeError):
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(self, working_directory: str, n_threads: int) -> None:
+    def __init__(self, working_directory: str, n_threads: int, kernels: str) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
-        start_process(n_threads)
+        start_process(n_threads, kernels)
 
     def open_store(self, size: int) -> tuple[str, int]:
         """Rank 0's: the address at which the others find it."""

@@ -2,7 +2,7 @@
 
 oneDNN's copy of the tensor for the gradients of their weights is then made once, and the tensor's own gradient is added
 up within the products. (One wide product would gain nothing more and cost a copy of the weights or of the gradients;
-in generation, where weights stay, `workers/decoding.py` has it.)
+in generation, where weights stay, `workers/kernels/decode.py` has it.)
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workers.cpu import Linear, is_for_onednn, linear, linears
+from workers.kernels.products import Linear, is_for_onednn, linear, linears
 
 NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -22,7 +22,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from workers.ragged import MaskedBlock, Ragged, attend, masked_blocks
+from workers.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 
 NAME = "prefix_packed"
 
@@ -193,22 +193,12 @@ def takes_flex(query: Tensor) -> bool:
     return query.is_cuda
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def use_packed_attention(model: PreTrainedModel) -> None:
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
 
 
-def is_packed(module: PreTrainedModel) -> bool:
-    """Whether batches go through `module` packed."""
-    return module.config._attn_implementation == NAME
-
-
-def packed_hidden_states(module: PreTrainedModel, packed: Packed) -> Tensor:
-    """The last hidden states of all tokens, [T, d]; `module` must have been loaded with attention `NAME`."""
-    output = module.base_model(
-        input_ids=packed.input_ids.unsqueeze(0),
-        position_ids=packed.position_ids.unsqueeze(0),
-        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1),  # four dimensions: transformers makes no mask of its own
-        use_cache=False,
-        packed=packed,
-    )
-    return output.last_hidden_state.squeeze(0)
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether the attention of `model` is the one above."""
+    return model.config._attn_implementation == NAME

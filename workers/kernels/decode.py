@@ -2,14 +2,14 @@
 
 Attention reads a prompt's keys and values once for all rows that answer it, and each key head once for the query heads
 that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products, those of layers that
-read the same tensor as one. Both stand in for the module's own only while `fast_decoding` lasts, and change nothing but
-the order of additions.
+read the same tensor as one. Both stand in for the module's own only while `decoding` lasts, and change nothing but the
+order of additions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +17,55 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from workers import siblings
-from workers.cpu import Linear, is_for_onednn, onednn_linear, pack
-from workers.kv_cache import RowCache
-from workers.prefix_attention import is_packed
+from workers.kernels.packed_attention import is_packed
+from workers.kernels.products import Linear, is_for_onednn, onednn_linear, pack
+from workers.kernels.siblings import groups
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
 
 
+class Prompt(Protocol):
+    """One layer's keys and values of all prompts, [prompts, key heads, P, d] each."""
+
+    prompt_keys: Tensor
+    prompt_values: Tensor
+
+
+class Rows(Protocol):
+    """What attention asks of the cache of the rows that are generating (workers/kv_cache.py)."""
+
+    layers: Sequence[Prompt]
+
+    def by_prompt(self, rows: Tensor) -> Tensor: ...
+
+    def by_row(self, grouped: Tensor) -> Tensor: ...
+
+    def mask(self, window: int | None) -> Tensor | None: ...
+
+
 @contextmanager
-def fast_decoding(module: PreTrainedModel, steps: int, rows: int) -> Iterator[None]:
-    """`module` decodes so, for `steps` steps of about `rows` rows, until the end of the block."""
+def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
+    """Has `model` decode fast for about `steps` steps of `rows` rows, until the end of the block.
+
+    Yields whether its attention then reads a prompt once for all rows that answer it, and is to be given them as
+    `rows=`. For a model that was not prepared nothing changes, and that is False.
+    """
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
-    groups = list(groups_to_pack(module)) if gains else []
-    attention = module.config._attn_implementation
+    packed = list(groups_to_pack(model)) if gains else []
+    attention = model.config._attn_implementation
+    shares_prompts = is_packed(model)  # then it takes its attention from the registry
     try:
-        if is_packed(module):  # it takes its attention from the registry
-            module.set_attn_implementation(NAME)
-        for layers in groups:
+        if shares_prompts:
+            model.set_attn_implementation(NAME)
+        for layers in packed:
             pack_group(layers, rows)
-        yield
+        yield shares_prompts
     finally:
-        for layer in (layer for layers in groups for layer in layers):
+        for layer in (layer for layers in packed for layer in layers):
             vars(layer).pop("stand_in", None)
-        module.set_attn_implementation(attention)
+        if shares_prompts:
+            model.set_attn_implementation(attention)
 
 
 def pack_group(layers: list[Linear], rows: int) -> None:
@@ -78,18 +102,13 @@ class PackedProduct:
 
 
 def groups_to_pack(module: nn.Module) -> Iterator[list[Linear]]:
-    """Its packable layers, each in one group: siblings together, the others alone."""
+    """The packable layers of `module`, each in one group: siblings together, the others alone."""
     for parent in module.modules():
         layers = {name: layer for name, layer in parent.named_children() if is_packable(layer)}
-        together = list(siblings.groups(layers))
+        together = list(groups(layers))
         yield from together
         joined = [layer for group in together for layer in group]
         yield from ([layer] for layer in layers.values() if layer not in joined)
-
-
-def shares_prompts(module: PreTrainedModel) -> bool:
-    """Whether its attention is the one below, now."""
-    return module.config._attn_implementation == NAME
 
 
 def is_packable(layer: nn.Module) -> bool:
@@ -103,7 +122,7 @@ def decode_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: RowCache | None = None,
+    rows: Rows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -127,5 +146,7 @@ def decode_attention(
     return output.reshape(b, 1, heads, d), None
 
 
-AttentionInterface.register(NAME, decode_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def register_row_attention() -> None:
+    """Makes the attention known to transformers by its name."""
+    AttentionInterface.register(NAME, decode_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)

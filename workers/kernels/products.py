@@ -1,4 +1,4 @@
-"""What a CPU needs to be fast: the process's threads and memory, and products of float32 matrices.
+"""Products of float32 matrices on a CPU, by oneDNN.
 
 `F.linear` hands its products to the BLAS that torch was built with, which may leave half of another maker's CPU unused.
 oneDNN comes with torch as well and picks its kernels by what the CPU can do: 390 against 180 GFLOP/s on two threads of
@@ -6,73 +6,18 @@ the AMD EPYC that this was measured on. Where it is not to be had (other devices
 everything here is what torch does anyway.
 """
 
-import ctypes
-import gc
-import os
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-MAX_INT = 2**31 - 1
-KEPT_SHARE, KEPT_BYTES = 1 / 2, 1 << 30  # of what a step needs, or so much: the larger may be kept beyond the need
-SETTLING_STEPS = 3  # the first makes the optimiser's moments, and the next two find places for everything beside them
-IS_GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such settings
 PLAIN = (Tensor, nn.Parameter)
 # torch has it on other CPUs too, where nobody has tried what is done with it here.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-
-
-def start_process(n_threads: int) -> None:
-    """Sets the size of torch's pool of threads, and keeps freed memory in the process. What has been loaded so far is
-    taken to stay: the garbage collector walks it no more (half a million objects, a tenth of a small model's step).
-
-    A step asks for the same large tensors as the one before. By default malloc gives each back to the kernel and has
-    it zeroed again page by page, which took longer than the arithmetic on them for tensors of 100 MB (183 against 18
-    ms, in a virtual machine). The price: the process keeps what it needed at its peak, and more (`KeptMemory`).
-    """
-    torch.set_num_threads(n_threads)
-    gc.collect()
-    gc.freeze()
-    if IS_GLIBC:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, MAX_INT)
-
-
-class KeptMemory:
-    """Bounds the memory that `start_process` has the process keep.
-
-    Sizes that differ from step to step break up what is free, so that the process grows where the steps do not. When
-    it has grown too far beyond what the first steps needed, all that is free goes back to the kernel, and the next
-    steps say anew.
-    """
-
-    def __init__(self) -> None:
-        self.needed = 0  # bytes of the process
-        self.steps = 0  # since it began, or gave back
-
-    def step_done(self) -> None:
-        if not IS_GLIBC:
-            return
-        self.steps += 1
-        resident = resident_bytes()
-        if self.steps <= SETTLING_STEPS:
-            self.needed = max(self.needed, resident)
-        elif resident - self.needed > max(KEPT_SHARE * self.needed, KEPT_BYTES):
-            ctypes.CDLL(None).malloc_trim(0)
-            self.steps = 0
-
-
-def resident_bytes() -> int:
-    """Of this process, on Linux."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Linear(nn.Linear):
@@ -105,7 +50,7 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def linears(values: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """The same by several weights and biases, all for oneDNN."""
+    """values @ weightᵀ + bias by several weights and biases, all for oneDNN."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, *weights, *biases)):
         return _Linears.apply(values, *weights, *biases)
     return tuple(map(partial(onednn_linear, values), weights, biases))
@@ -146,7 +91,7 @@ def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
 
 
 def onednn_weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
-    """The same of values in oneDNN's layout."""
+    """gradientᵀ @ values, of values in oneDNN's layout."""
     of_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values, weight, False)
     return of_weight
 

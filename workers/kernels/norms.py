@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.func import functional_call
 
-from workers.cpu import is_plain
+from workers.kernels.products import is_plain
 
 PROBE_SCALES = (1.0, 1e-3)  # of what is normalised: with small numbers a wrong ε shows
 TOLERANCE = 1e-5

@@ -1,0 +1,133 @@
+"""The door of workers/kernels/: with what is inside and without it the same numbers, and nothing before it is asked."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.process import VARIABLES
+from configs.schema import ActorConfig, ModelConfig, OptimConfig
+from main import run
+from tests.batches import CUTS, ragged_batch, relative_distance, with_counts
+from tests.runs import ROOT, compose, learning_metrics, short_run
+from tests.test_architecture import module_of
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.kernels import decoding, prepare
+from workers.kernels.norms import RMSNorm
+from workers.kernels.packed_forward import packed_scores
+from workers.kernels.products import Linear
+from workers.models import load_causal_lm, load_value_model
+from workers.scoring_model import padded_scores
+
+
+def classes(model: PreTrainedModel) -> set[type]:
+    return {type(layer) for layer in model.modules()}
+
+
+def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
+    settings = ModelConfig(path=str(tiny_model), kernels="off")
+    for model in (load_causal_lm(settings), load_value_model(settings, str(tiny_model), seed=0)):
+        assert nn.Linear in classes(model) and not classes(model) & {Linear}
+        assert not any(issubclass(kind, RMSNorm) for kind in classes(model))
+        assert model.config._attn_implementation == "sdpa"
+        assert model.token_scores.__func__ is padded_scores and not model.shares_prompts
+        before = dict(vars(model.config))
+        with decoding(model, steps=100, rows=100) as shares_prompts:
+            assert not shares_prompts and vars(model.config) == before
+            assert all("stand_in" not in vars(layer) for layer in model.modules())
+
+
+def test_a_model_is_prepared_in_place_and_gives_its_forward(tiny_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels="off"))
+    names = list(model.state_dict())
+    assert prepare(model, torch.device("cpu")) is packed_scores
+    assert Linear in classes(model) and any(issubclass(kind, RMSNorm) for kind in classes(model))
+    assert list(model.state_dict()) == names
+    with decoding(model, steps=100, rows=100) as shares_prompts:
+        assert shares_prompts
+
+
+def test_updates_are_those_without_kernels(tiny_model: Path):
+    config = ActorConfig(entropy_coeff=0.05, use_kl_loss=True, optim=OptimConfig(lr=1e-3))
+    metrics, weights = [], []
+    for kernels in ("off", "auto"):
+        model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels=kernels))
+        engine = TrainEngine(copy.deepcopy(model), config.optim, 10, torch.device("cpu"), torch.float32)
+        actor = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"])
+        metrics.append([actor.update_policy(with_counts(ragged_batch(seed), config)) for seed in range(4)])
+        weights.append([parameter.detach() for parameter in engine.module.parameters()])
+    for found, wanted in zip(*metrics, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert relative_distance(*weights) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [[], ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.adv_estimator=gae"]])
+def test_a_run_is_that_without_kernels(tiny_model: Path, tmp_path: Path, settings: list[str]):
+    """Rollouts too: the same samples, and log-probs that agree."""
+    metrics = {}
+    for kernels in ("off", "auto"):
+        chosen = [f"actor_rollout_ref.model.kernels={kernels}", *settings]
+        run(compose(*short_run(tiny_model, tmp_path / kernels, *chosen)))
+        metrics[kernels] = learning_metrics(tmp_path / kernels)
+    assert metrics["auto"].keys() == metrics["off"].keys()
+    for step, found in metrics["auto"].items():
+        assert found == pytest.approx(metrics["off"][step], rel=1e-5, abs=1e-5), step
+
+
+PROCESS = """
+import gc, os, sys
+from importlib import import_module
+import torch
+from torch.optim import optimizer
+from transformers import AttentionInterface
+import ray
+def state():
+    hooks = len(optimizer._global_optimizer_post_hooks)
+    return dict(os.environ), gc.get_freeze_count(), torch.get_num_threads(), hooks, len(AttentionInterface())
+before = state()
+for name in sys.argv[1:]:
+    import_module(name)
+assert state() == before, (state(), before)
+"""
+
+
+def product_modules() -> list[str]:
+    folders = ("configs", "data", "training", "workers", "custom")
+    files = [ROOT / "main.py", *(file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))]
+    return [module_of(file.relative_to(ROOT).as_posix()) for file in files]
+
+
+def test_importing_any_module_changes_nothing_of_the_process():
+    subprocess.run([sys.executable, "-c", PROCESS, *product_modules()], cwd=ROOT, check=True)
+
+
+COMMAND = """
+import gc, sys
+import main
+seen = []
+def stop(config, parts):
+    import torch
+    seen.append((gc.get_freeze_count() > 0, torch.get_num_threads()))
+main.train = stop
+main.main(sys.argv[1:])
+import os
+from configs.process import VARIABLES
+assert all(os.environ[name] == value for name, value in VARIABLES.items())
+print(*seen[0])
+"""
+
+
+@pytest.mark.parametrize(("kernels", "frozen"), [("auto", True), ("off", False)])
+def test_a_command_starts_its_process_and_off_leaves_it_at_the_threads(tiny_model, tmp_path, kernels, frozen):
+    overrides = short_run(tiny_model, tmp_path, f"actor_rollout_ref.model.kernels={kernels}", "trainer.n_threads=1")
+    command = [sys.executable, "-c", COMMAND, "--config-name", "frozenlake", *overrides]
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{frozen} 1"
