@@ -25,6 +25,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
+from data.files import replacing
+
 logger = logging.getLogger(__name__)
 
 Column = torch.Tensor | np.ndarray
@@ -195,7 +197,8 @@ class DataProto(_Columns):
         return self
 
     def save_to_disk(self, path: str | PathLike) -> None:
-        with open(path, "wb") as file:
+        """Pickles into `path`, which then holds all of it or what it held before."""
+        with replacing(path) as file:
             pickle.dump(self, file)
 
     @staticmethod

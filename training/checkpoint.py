@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from yaml import YAMLError
 
 from configs.schema import Config
-from training.reports import replacing
+from data.files import replacing
 
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind

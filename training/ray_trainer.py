@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import ActorConfig, Config, CriticConfig
+from data.files import dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
@@ -39,7 +40,7 @@ from training.metric_utils import (
     timer,
 )
 from training.mini_batches import mini_batches, rows_after_first
-from training.reports import dump_jsonl, nothing_left
+from training.reports import nothing_left
 from training.reward import RewardManager
 from training.roles import Roles
 from training.selection import select_lesson
