@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
-from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
 from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, with_counts
 from tests.runs import compose
 from training.core_algos import (
-    LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
     compute_policy_loss,
     compute_policy_loss_reinforce,
@@ -158,7 +157,7 @@ class TestVerlsNumbers:
 
     @pytest.mark.parametrize("name", OWN_MODE)
     def test_some_losses_have_a_mode_of_their_own(self, name):
-        assert len({ANCHOR.run(name, mode)[0].item() for mode in LOSS_AGG_MODES}) == 1
+        assert len({ANCHOR.run(name, mode)[0].item() for mode in AGGREGATION_MODES}) == 1
 
     def test_dro_by_hand(self):
         # One token: -2 · ln 0.5 + ½ · 0.4 · (ln 2)², of slope -2 + 0.4 · ln 2.
@@ -371,7 +370,7 @@ def twin_of(name, batch, mode):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_loss_equals_its_twin_in_loops(name, seed):
-    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     loss, metrics, gradient = batch.run(name, mode, TIGHT)
     twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
     close(loss, twin_loss, 1e-7)
@@ -391,7 +390,7 @@ def test_the_batches_meet_every_clip_from_both_sides():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", BYPASS)
 def test_bypass_mode_equals_the_twin_of_its_loss_on_the_tokens_that_are_kept(name, seed):
-    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     kept, weights = batch.mask.clone(), torch.ones_like(batch.old)
     for row, mask in enumerate(batch.mask):
         places = mask.nonzero()[:, 0].tolist()
@@ -429,7 +428,7 @@ def global_counts(batch, dp_size=1):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @example(piece_of_row=[0, 1, 0, 2, 3, 3], dp_size=2)
 @given(piece_of_row=st.lists(st.integers(0, 3), min_size=6, max_size=6), dp_size=st.integers(1, 4))
 @settings(max_examples=6, deadline=None)
@@ -467,7 +466,7 @@ def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(
     assert gradient.any() and not gradient[with_nan.mask == 0].any()
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode):
     batch = Batch.draw(0)
@@ -484,7 +483,7 @@ def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode
 
 
 @pytest.mark.parametrize("junk", [NAN, 1e3, -1e3])
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", EVERY)
 def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
     batch = Batch.draw(5)
@@ -504,7 +503,7 @@ def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
     assert stretched_metrics == pytest.approx(metrics, abs=1e-7)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_the_first_update_the_gradient_is_that_of_reinforce(name, mode):
     batch = Batch.draw(1)._replace(weights=None)
@@ -638,7 +637,7 @@ def policy(tiny_model):
     return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", [*LOSSES, *BYPASS])
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
     """Those too that choose tokens by comparing them: the actor shows them the whole mini-batch."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig
-from configs.schema import AlgorithmConfig
+from configs.schema import AGGREGATION_MODES, AlgorithmConfig
 from training.rollout_correction import correct_log_probs
 from training.torch_functional import (
     EPSILON,
@@ -527,15 +527,6 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: flo
     return weights + 1e-8
 
 
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
-
-
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -565,8 +556,8 @@ def agg_loss(
 
     Raises ValueError on an unknown mode, or if dp_size > 1 and the mode's global count is missing.
     """
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode}. Choose one of {', '.join(LOSS_AGG_MODES)}")
+    if loss_agg_mode not in AGGREGATION_MODES:
+        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode}. Choose one of {', '.join(AGGREGATION_MODES)}")
     total = dp_size * masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "token-sum":
         return total
@@ -589,8 +580,8 @@ def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp
     return torch.where(count > 0, count, 1)  # nothing to average: the numerator is 0 already
 
 
-class PolicyLossConfig(Protocol):
-    """What the policy losses read from `actor_rollout_ref.actor`."""
+class LossConfig(Protocol):
+    """What a policy loss is told: the settings of `actor_rollout_ref.actor`, and the counts of the mini-batch."""
 
     clip_ratio: float
     clip_ratio_low: float | None
@@ -598,13 +589,11 @@ class PolicyLossConfig(Protocol):
     clip_ratio_c: float
     tau_pos: float
     tau_neg: float
-    policy_loss: (
-        Any  # the section of the same name (clip_cov_ratio, dro_beta, …) and, for bypass_mode, rollout_correction
-    )
+    policy_loss: Any  # configs.schema.PolicyLossConfig and, for bypass_mode, `algorithm.rollout_correction`
     global_batch_info: dict[str, Any]  # keyword arguments of `agg_loss`
 
 
-def clip_bounds(config: PolicyLossConfig) -> tuple[float, float]:
+def clip_bounds(config: LossConfig) -> tuple[float, float]:
     """(low, high), each `clip_ratio` where unset: unlike under verl's defaults, setting `clip_ratio` alone works."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -621,7 +610,7 @@ def _weigh_and_aggregate(
     losses: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     rollout_is_weights: Tensor | None,
 ) -> Tensor:
     if rollout_is_weights is not None:
@@ -676,7 +665,7 @@ def compute_policy_loss_vanilla(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -733,7 +722,7 @@ def compute_policy_loss_dppo_tv(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -756,7 +745,7 @@ def compute_policy_loss_dppo_kl(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -788,7 +777,7 @@ def compute_policy_loss_gspo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -819,7 +808,7 @@ def compute_policy_loss_sapo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -838,7 +827,7 @@ def compute_policy_loss_gpg(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -875,7 +864,7 @@ def compute_policy_loss_clip_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -903,7 +892,7 @@ def compute_policy_loss_kl_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -945,7 +934,7 @@ def compute_policy_loss_geo_mean(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -975,7 +964,7 @@ def compute_policy_loss_cispo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -997,7 +986,7 @@ def compute_policy_loss_dro(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1023,7 +1012,7 @@ def compute_policy_loss_reinforce(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1050,7 +1039,7 @@ def compute_policy_loss_bypass_mode(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
