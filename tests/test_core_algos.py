@@ -19,7 +19,6 @@ from training.core_algos import (
     AdvantageEstimator,
     FixedKLController,
     agg_loss,
-    compute_entropy_loss,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     compute_policy_loss_vanilla,
@@ -555,34 +554,6 @@ class TestValueAndEntropyLoss:
         close(loss, total, 1e-7)
         close(vpreds.grad, gradient, 1e-7)
         close(clip_fraction, num_clipped / int(batch.mask.sum()))
-
-    @pytest.mark.parametrize("seed", range(4))
-    @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-    def test_entropy_loss_equals_a_loop_over_tokens(self, mode, seed):
-        batch = RaggedBatch.draw(seed)
-        logits = torch.randn(*batch.mask.shape, 5, requires_grad=True)
-        compute_entropy_loss(logits, batch.mask, mode).backward()
-        spoilt = logits.detach().masked_fill(batch.mask[..., None] == 0, NAN)
-        weights, total = token_weights(batch.mask, mode), 0.0
-        for row, t in batch.mask.nonzero().tolist():
-            odds = [math.exp(logit) for logit in logits[row, t].tolist()]
-            probs = [odd / sum(odds) for odd in odds]
-            entropy = -sum(p * math.log(p) for p in probs)
-            total += weights[row, t] * entropy
-            close(logits.grad[row, t], [-weights[row, t] * p * (math.log(p) + entropy) for p in probs])
-        close(compute_entropy_loss(spoilt, batch.mask, mode), total)
-        assert not logits.grad[batch.mask == 0].any()
-
-    def test_nan_logits_under_the_mask_do_not_reach_the_gradient(self):
-        logits = torch.tensor([[[0.0, 1.0], [2.0, 0.0], [NAN, NAN]]], requires_grad=True)
-        compute_entropy_loss(logits, self.mask).backward()
-        assert logits.grad.isfinite().all() and not logits.grad[0, 2].any()
-
-    def test_entropy_loss_averages_over_the_mask(self):
-        logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)], [9.0, 0.0]]])
-        expected = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]
-        close(compute_entropy_loss(logits, self.mask), sum(expected) / 2)
-        close(compute_entropy_loss(logits, self.mask, "token-sum"), sum(expected))
 
 
 KL_VALUES = {

@@ -19,9 +19,7 @@ from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, with
 from tests.runs import compose
 from training.core_algos import (
     POLICY_LOSS_REGISTRY,
-    compute_policy_loss,
     compute_policy_loss_reinforce,
-    compute_rewards,
     get_policy_loss_fn,
 )
 from workers.dp_actor import DataParallelPPOActor
@@ -657,37 +655,11 @@ def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, m
 # The older forms
 
 
-class TestOlderForms:
-    def run(self, *args, **kwargs):
-        with pytest.warns(DeprecationWarning, match="compute_policy_loss is deprecated: call get_policy_loss_fn"):
-            return compute_policy_loss(*ANCHOR[:4], *args, **kwargs)
-
-    def test_four_tensors_of_the_vanilla_loss(self):
-        found = self.run(0.2)
-        assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
-        close(torch.stack(found), [0.607143, 0.285714, -0.016826, 0.0])
-        close(self.run(0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
-        # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
-        close(self.run(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
-
-    def test_low_and_high_default_to_cliprange(self):
-        assert self.run(0.05) == self.run(cliprange_low=0.05, cliprange_high=0.05)
-        assert self.run(0.05) != self.run(0.05, cliprange_high=0.4) != self.run(0.4)
-
-    def test_a_missing_bound_is_refused(self):
-        with pytest.raises(ValueError, match="pass cliprange, or both"):
-            self.run(cliprange_low=0.2)
-
-    def test_reinforce_by_hand(self):
-        weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
-        loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
-        terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
-        close(loss, -sum(terms) / 2)
-        close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
-        assert list(metrics) == [KL]
-        close(metrics[KL], -0.016826)
-
-    def test_rewards_are_scores_less_the_kl(self):
-        scores, old, ref = torch.tensor([[[0.0, 1.0]], [[-1.0, -2.0]], [[-2.0, -2.5]]])
-        rewards = compute_rewards(scores, old, ref, kl_ratio=0.1)
-        close(rewards, [[-0.1, 0.95]])
+def test_reinforce_by_hand():
+    weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
+    loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
+    terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
+    close(loss, -sum(terms) / 2)
+    close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
+    assert list(metrics) == [KL]
+    close(metrics[KL], -0.016826)

@@ -11,10 +11,8 @@ micro-batches by their number of valid tokens pools them into the exact mean of 
 Left out: whatever needs a batch object, a device or a process group.
 """
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum, StrEnum
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +27,6 @@ from training.torch_functional import (
     EPSILON,
     bound_log_ratio,
     clip_by_value,
-    entropy_from_logits,
     masked_mean,
     masked_sum,
     masked_whiten,
@@ -266,9 +263,6 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
-
-
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
@@ -503,9 +497,6 @@ def compute_optimal_token_baseline_advantage(
         baseline = torch.where((reached == 1) & (groups.count > 1).unsqueeze(-1), nth_returns, baseline)
     baseline = torch.empty_like(baseline).scatter(1, policy_tokens_first, baseline)
     return zero_masked(returns - baseline, response_mask), returns
-
-
-compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
@@ -1070,41 +1061,6 @@ def compute_policy_loss_bypass_mode(
     return loss, loss_metrics | metrics
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    *,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
-
-    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
-    Raises ValueError if a bound is missing.
-    """
-    warnings.warn(
-        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
-    )
-    config = SimpleNamespace(
-        clip_ratio=cliprange,
-        clip_ratio_low=cliprange_low,
-        clip_ratio_high=cliprange_high,
-        clip_ratio_c=clip_ratio_c,
-        global_batch_info={},
-    )
-    if None in clip_bounds(config):
-        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
-    )
-    return loss, *(loss.new_tensor(metrics[f"actor/{name}"]) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
-
-
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -1126,12 +1082,6 @@ def compute_value_loss(
     losses = torch.maximum(errors, clipped_errors)
     loss = 0.5 * agg_loss(losses, response_mask, loss_agg_mode, **global_batch_info)
     return loss, masked_mean((clipped_errors > errors).float(), response_mask)
-
-
-def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
-    logits = zero_masked(logits, response_mask.unsqueeze(-1))
-    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -1170,14 +1120,6 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         return value
     surrogate = kl_penalty_forward(logprob, ref_logprob, "k2")
     return value.detach() + (surrogate - surrogate.detach())
-
-
-def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
-
-    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
-    """
-    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 class FixedKLController:
