@@ -360,7 +360,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list
 
 
 def serialize_single_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """(dtype, shape, bytes as uint8). Of a slice these are its own rows; a pickled view carries its whole parent."""
+    """(dtype, shape, bytes as uint8); a slice gives its own rows, where a pickled view would carry its whole parent."""
     flat = tensor.cpu().contiguous().view(-1)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
@@ -410,7 +410,7 @@ def _deep_equal(a: Any, b: Any, path: frozenset[tuple[int, int]] = frozenset()) 
 
 
 def _merge_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The meta_info of a concat; see there."""
+    """The meta_info of a concat, by the rules of `DataProto.concat`."""
     merged: dict[str, Any] = {}
     metrics: list[dict] = []
     for meta in metas:

@@ -187,7 +187,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def shown(value: Any) -> str:
-    """As one writes it in an override: null, true, text without quotes."""
+    """`value` as one writes it in an override: null, true, text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -74,7 +74,7 @@ def compute_rollout_correction_weights(
 def _is_metrics(
     raw: Tensor, weights: Tensor, response_mask: Tensor, level: Level, band: tuple[float, float]
 ) -> dict[str, float]:
-    """Statistics of the weights as applied; of the raw ones the shares beyond the band, and a row's max and min."""
+    """Statistics of the applied weights; of the raw ones the shares beyond the band, and a row's max and min."""
     tokens, rows = weights[response_mask.bool()], row_means(weights, response_mask)
     extremes = row_means(raw, response_mask) if level is IS_LEVELS["sequence"] else tokens
     metrics = {
@@ -291,7 +291,7 @@ def _row_metrics(rows: Tensor, center: float) -> dict[str, Tensor]:
 
 
 def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """In one transfer from the device."""
+    """`metrics` as python floats, in one transfer from the device."""
     return dict(zip(metrics, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True))
 
 

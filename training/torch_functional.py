@@ -54,7 +54,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def bound_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Within ±20: exp() of it is finite."""
+    """`log_ratio` clamped to ±20, so that its exp() is finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

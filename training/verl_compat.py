@@ -154,8 +154,8 @@ def group_mean_std(
     groups = Groups(gidx, torch.ones(len(scores), 1, device=scores.device))
     size = int(gidx.max()) + 1 if len(gidx) else 0
 
-    def per_group(per_row: Tensor, of_none: float) -> Tensor:
-        return scores.new_full((size,), of_none).scatter(0, gidx, per_row)
+    def per_group(per_row: Tensor, if_empty: float) -> Tensor:
+        return scores.new_full((size,), if_empty).scatter(0, gidx, per_row)
 
     std = groups.std(scores).clamp(min=math.sqrt(eps))
     return per_group(groups.mean(scores), 0.0), per_group(std, 1.0), per_group(groups.count, 0.0)
