@@ -21,7 +21,7 @@ from configs.checks import check_config
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from custom.tiny_model import save_tiny_model
-from training.reports import read_metrics
+from data.files import read_metrics
 from workers.worker_group import start_command
 
 

@@ -70,7 +70,7 @@ def check_batches(config: Config) -> None:
 
 
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
-    """Wherever passes are cut by tokens, the longest sequence fits into one."""
+    """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
     policy = config.actor_rollout_ref
     longest = config.data.max_prompt_length + policy.rollout.response_length
     actor, ref, rollout, critic = policy.actor, policy.ref, policy.rollout, config.critic

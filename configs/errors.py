@@ -23,9 +23,9 @@ class ConfigError(ValueError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around all that comes before the expensive part: `error: …` on stderr and exit code 2 for mistakes of the user's.
+    """Makes mistakes of the user's one line on stderr, `error: …`, and exit code 2; for all before the expensive part.
 
-    Those are what our own code raised on purpose, and whatever came out of the user's files, whose line is added.
+    Mistakes are what our own code raised on purpose, and whatever came out of the user's files, whose line is added.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def users_line_noted() -> Iterator[None]:
-    """Around training: the last line of a traceback says where in the user's files it began, if it began there."""
+    """Adds a last line to a traceback that began in the user's files, saying where; for training."""
     try:
         yield
     except Exception as error:
@@ -71,7 +71,7 @@ def is_on_purpose(error: BaseException) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Neither a library nor the framework; custom/ is the user's to edit."""
+    """Whether `file` belongs to neither a library nor the framework; custom/ is the user's to edit."""
     path = Path(file)
     framework = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FRAMEWORK
     return path.is_file() and not framework and not is_library(file)  # compiled libraries name files that are absent

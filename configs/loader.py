@@ -73,10 +73,10 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 
 
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
-    """The schema's defaults, then the yaml, then the overrides."""
+    """All settings: the schema's defaults, over them the yaml, over that the overrides."""
     overrides = parse_overrides(arguments.overrides)
-    of_groups = [override for override in overrides if options(override.key_or_group, arguments.config_dir)]
-    chosen = {override.key_or_group: None if override.is_delete() else override.value() for override in of_groups}
+    choices = [override for override in overrides if options(override.key_or_group, arguments.config_dir)]
+    chosen = {override.key_or_group: None if override.is_delete() else override.value() for override in choices}
     given = read_yaml(arguments, chosen)
     move_old_spellings(given)
     expand_presets(given)

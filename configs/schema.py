@@ -122,7 +122,7 @@ class PolicyLossConfig(Frozen):
     clip_cov_lb: float = setting(1.0, "Least covariance of tokens that clip_cov leaves out.")
     clip_cov_ub: float = setting(5.0, "Largest covariance of tokens that clip_cov leaves out.")
     kl_cov_ratio: float = setting(0.0002, "Share of the tokens that kl_cov holds back.", gt=0, le=1)
-    ppo_kl_coef: float = setting(0.1, "How much kl_cov holds them back: weight of |log ratio|.", ge=0)
+    ppo_kl_coef: float = setting(0.1, "Weight of |log ratio| at the tokens that kl_cov holds back.", ge=0)
     dro_beta: float | None = setting(None, "Weight of the squared log-ratio in dro, which needs it.", gt=0)
     kwargs: dict[str, Any] = setting({}, "Passed on to a loss of yours, by name.")
 
@@ -155,7 +155,7 @@ class ActorConfig(Frozen):
         3.0, "Dual-clip bound on the loss of negative advantages; dppo_tv and dppo_kl: the largest ratio.", gt=1
     )
     tau_pos: float = setting(1.0, "How soon sapo's gradient fades off policy where the advantage is positive.", gt=0)
-    tau_neg: float = setting(1.05, "How soon it does where the advantage is not.", gt=0)
+    tau_neg: float = setting(1.05, "How soon it fades where the advantage is not positive.", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "Which policy loss.")
     loss_agg_mode: str = setting(
         "token-mean", "How token losses become one number; sapo and geo_mean have their own.", choices=AGGREGATION_MODES
@@ -166,8 +166,8 @@ class ActorConfig(Frozen):
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     calculate_entropy: bool = setting(False, "Log the entropy even when its weight is 0.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
-    kl_loss_coef: float = setting(0.001, "Weight of that KL.", ge=0)
-    kl_loss_type: str = setting("low_var_kl", "Its estimator.", choices=KL_KINDS)
+    kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
+    kl_loss_type: str = setting("low_var_kl", "Estimator of the KL in the loss.", choices=KL_KINDS)
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.")
     fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
@@ -318,15 +318,15 @@ class AlgorithmConfig(Frozen):
     lam: float = setting(1.0, "GAE's λ.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the group's standard deviation.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from the reward.")
-    kl_penalty: str = setting("kl", "Its estimator.", choices=KL_KINDS)
-    kl_ctrl: KLControlConfig = group(KLControlConfig, "Its coefficient.")
+    kl_penalty: str = setting("kl", "Estimator of the KL in the reward.", choices=KL_KINDS)
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "Coefficient of the KL in the reward.")
     gdpo_reward_keys: list[str] | None = setting(
         None, "For gdpo: numbers that the reward returns beside the score, normalised one by one."
     )
-    gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: their weights; null: 1 each.")
+    gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
     use_pf_ppo: bool = setting(False, "Learn from rows drawn anew by their score (PF-PPO).")
-    pf_ppo: PFPPOConfig = group(PFPPOConfig, "How they are drawn.")
+    pf_ppo: PFPPOConfig = group(PFPPOConfig, "How PF-PPO draws the rows.")
     rollout_correction: RolloutCorrectionConfig = group(
         RolloutCorrectionConfig, "For rollouts whose probabilities are not the trainer's; or the name of a preset."
     )

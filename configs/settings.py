@@ -21,7 +21,7 @@ def group(cls: type, help: str, **overrides: Any) -> Any:
 
 
 class Frozen:
-    """Attributes are set once: a config that somebody rewrites half way is the bug users report most."""
+    """Sets each attribute once: a config that somebody rewrites half way is the bug users report most."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:

@@ -5,14 +5,12 @@ and what holds for the whole batch in `meta_info`. Names and semantics are verl'
 repeating, reordering, padding, mini-batches) is one gather, `_take`, over both kinds of columns.
 
 Left out: futures and collectives (the worker groups' business), automatic padding (shards may be uneven), more than
-one batch dimension, nested tensors.
+one batch dimension, nested tensors, conversion to one TensorDict.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +20,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-logger = logging.getLogger(__name__)
+from data.files import replacing
 
 Column = torch.Tensor | np.ndarray
 Indices = Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray
@@ -101,14 +99,14 @@ class DataProto(_Columns):
             size = self.batch.batch_size
             assert len(size) == 1, f"only support num_batch_dims=1, got a TensorDict of batch size {tuple(size)}"
         for name, column in self.tensors.items():
-            # TensorDict takes lists too, but they would neither fold, nor concat, nor pickle here.
+            # TensorDict takes lists too, but they would neither slice, nor concat, nor pickle here.
             assert isinstance(column, torch.Tensor), f"{name!r} is a {type(column)}: it belongs in non_tensor_batch"
         for name, column in self.non_tensor_batch.items():
             assert isinstance(column, np.ndarray), f"{name!r} must be an array, see object_array; got {type(column)}"
             rows = column.shape[:1]
             assert rows == (len(self),), f"{name!r} has shape {column.shape}, but the batch has {len(self)} rows"
 
-    # Construction and conversion
+    # Construction
 
     @classmethod
     def from_dict(
@@ -163,25 +161,6 @@ class DataProto(_Columns):
             proto.batch = TensorDict({}, batch_size=[len(proto)])
         return proto
 
-    @classmethod
-    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
-        """Inverse of `to_tensordict`: per-row stacks become object arrays, single non-tensors join meta_info."""
-        columns = dict(tensor_dict.items())
-        arrays = {name: object_array(v.tolist()) for name, v in columns.items() if isinstance(v, NonTensorStack)}
-        meta = {name: v.data for name, v in columns.items() if isinstance(v, NonTensorData)}
-        tensors = {name: v for name, v in columns.items() if name not in arrays and name not in meta}
-        return cls.from_dict(tensors, arrays, {**(meta_info or {}), **meta})
-
-    def to_tensordict(self) -> TensorDict:
-        """One TensorDict: arrays as stacks with one entry a row (they read as lists), meta_info as single entries."""
-        names = [*self.tensors, *self.non_tensor_batch, *self.meta_info]
-        assert len(names) == len(set(names)), f"a TensorDict needs every name once, got {sorted(names)}"
-        arrays = {
-            name: NonTensorStack(*map(NonTensorData, col.tolist())) for name, col in self.non_tensor_batch.items()
-        }
-        meta = {name: NonTensorData(value) for name, value in self.meta_info.items()}
-        return TensorDict(self.tensors | arrays | meta, batch_size=[len(self)])
-
     def clone(self) -> Self:
         """Own tensors, arrays and meta_info dict; the python objects inside them stay shared."""
         batch = None if self.batch is None else self.batch.clone()
@@ -195,7 +174,8 @@ class DataProto(_Columns):
         return self
 
     def save_to_disk(self, path: str | PathLike) -> None:
-        with open(path, "wb") as file:
+        """Pickles into `path`, which then holds all of it or what it held before."""
+        with replacing(path) as file:
             pickle.dump(self, file)
 
     @staticmethod
@@ -246,26 +226,6 @@ class DataProto(_Columns):
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Indices) -> Self:
-        """Row i `repeat_times[i]` times."""
-        counts = _as_array(repeat_times)
-        assert counts.shape == (len(self),), f"repeat_times needs a count for each of {len(self)} rows, got {counts}"
-        return self._take(np.repeat(np.arange(len(self)), counts))
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> Self:
-        """Cuts every row into n: columns in `split_keys` go from [B, C, ...] to [B·n, C/n, ...], the others repeat."""
-        keys = list(split_keys or ())
-        rows = np.repeat(np.arange(len(self)), n_split)
-
-        def unfold(name: str, column: Column) -> Column:
-            if name not in keys:
-                return column[rows]
-            width = column.shape[1]
-            assert width % n_split == 0, f"column {name!r} of width {width} does not split into {n_split} equal parts"
-            return column.reshape(len(rows), width // n_split, *column.shape[2:])
-
-        return self._map_columns(unfold, len(rows))
-
     def split(self, split_size: int) -> list[Self]:
         """Consecutive pieces of `split_size` rows; the last may be shorter."""
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
@@ -308,15 +268,11 @@ class DataProto(_Columns):
 
     def _take(self, rows: slice | np.ndarray) -> Self:
         """The rows in a slice (views) or at positions (copies)."""
-        return self._map_columns(lambda _, column: column[rows], len(np.arange(len(self))[rows]))
-
-    def _map_columns(self, fn: Callable[[str, Column], Column], num_rows: int) -> Self:
-        """`fn(name, column)` of every column: tensors and arrays index and reshape by the same spelling."""
         batch = self.batch
         if batch is not None:
-            tensors = {name: fn(name, tensor) for name, tensor in batch.items()}
-            batch = TensorDict(tensors, batch_size=[num_rows], device=batch.device)
-        arrays = {name: fn(name, array) for name, array in self.non_tensor_batch.items()}
+            tensors = {name: tensor[rows] for name, tensor in batch.items()}
+            batch = TensorDict(tensors, batch_size=[len(np.arange(len(self))[rows])], device=batch.device)
+        arrays = {name: array[rows] for name, array in self.non_tensor_batch.items()}
         return type(self)(batch, arrays, self.meta_info)
 
     # Columns
@@ -381,41 +337,6 @@ def object_array(rows: Sequence[Any]) -> np.ndarray:
     return np.fromiter(rows, dtype=object, count=len(rows))
 
 
-def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """Rows back into a batch, without meta_info."""
-    first = items[0]
-    batch = None if first.batch is None else torch.stack([item.batch for item in items])
-    names = first.non_tensor_batch
-    return DataProto(batch, {name: object_array([item.non_tensor_batch[name] for item in items]) for name in names})
-
-
-def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Appends rows, cyclically from the first, until `size_divisor` divides the length; also returns how many."""
-    if len(data) == 0:
-        logger.warning("a DataProto without rows cannot be padded: it stays empty")
-    pad_size = -len(data) % size_divisor
-    return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
-
-
-def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drops the last `pad_size` rows."""
-    return data[:-pad_size] if pad_size else data
-
-
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """[B, ...] to [new_batch_size, B/new_batch_size, ...], e.g. to reorder whole groups of rows."""
-    group, rest = divmod(len(data), new_batch_size)
-    assert rest == 0, f"{len(data)} rows do not fold into {new_batch_size} equal groups"
-    return data._map_columns(lambda _, column: column.reshape(new_batch_size, group, *column.shape[1:]), new_batch_size)
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Inverse of `fold_batch_dim`: the first `batch_dims` dimensions, the same in all columns, become one."""
-    sizes = next(column.shape[:batch_dims] for column in (data.tensors | data.non_tensor_batch).values())
-    num_rows = math.prod(sizes)
-    return data._map_columns(lambda _, column: column.reshape(num_rows, *column.shape[batch_dims:]), num_rows)
-
-
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """Adds the second's tensors to the first, in place; a name in both must hold equal tensors (assert)."""
     sizes = tensor_dict1.batch_size, tensor_dict2.batch_size
@@ -439,7 +360,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[dict]) -> dict[str, list
 
 
 def serialize_single_tensor(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """(dtype, shape, bytes as uint8). Of a slice these are its own rows; a pickled view carries its whole parent."""
+    """(dtype, shape, bytes as uint8); a slice gives its own rows, where a pickled view would carry its whole parent."""
     flat = tensor.cpu().contiguous().view(-1)
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
 
@@ -489,7 +410,7 @@ def _deep_equal(a: Any, b: Any, path: frozenset[tuple[int, int]] = frozenset()) 
 
 
 def _merge_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The meta_info of a concat; see there."""
+    """The meta_info of a concat, by the rules of `DataProto.concat`."""
     merged: dict[str, Any] = {}
     metrics: list[dict] = []
     for meta in metas:

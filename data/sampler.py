@@ -60,14 +60,6 @@ class AbstractSampler(Sampler[int], ABC):
         """Called after every training step with its batch, rewards included; does nothing here."""
 
 
-class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from what happened to the rows it chose."""
-
-    @abstractmethod
-    def update(self, batch: DataProto) -> None:
-        """Called after every training step with its batch: the rows it chose, with rewards and response lengths."""
-
-
 class SequentialSampler(AbstractSampler):
     """Rows as they stand in the files."""
 

@@ -18,11 +18,6 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a."""
-    return ceildiv(a, b) * b
-
-
 def calculate_workload(seqlen: int) -> int:
     """Cost of a sequence of `seqlen` tokens, in arbitrary units: linear for matrix products, squared for attention.
 
@@ -84,21 +79,6 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     return [list(part.items) for part in heap[0].sets]
 
 
-def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Each item in turn to the part with the smallest sum (and, with `equal_size`, to one with the fewest items)."""
-    assert not equal_size or len(seqlen_list) % k_partitions == 0, (
-        f"{len(seqlen_list)} items do not divide into {k_partitions} equal parts"
-    )
-    bias = sum(seqlen_list) + 1 if equal_size else 0  # above any difference of sums, so counts decide first
-    parts: list[list[int]] = [[] for _ in range(k_partitions)]
-    totals = [0] * k_partitions
-    for index, seqlen in enumerate(seqlen_list):
-        smallest = totals.index(min(totals))
-        parts[smallest].append(index)
-        totals[smallest] += seqlen + bias
-    return parts
-
-
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """k parts of nearly equal sums: every index once, none empty, indices ascending inside a part."""
     assert len(seqlen_list) >= k_partitions, f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
@@ -114,29 +94,6 @@ def neighbour_shares(workloads: Sequence[int], count: int) -> list[slice]:
     middles = ends - np.asarray(workloads) / 2
     edges = np.searchsorted(middles, sum(workloads) * np.arange(1, count) / count)
     return [slice(start, end) for start, end in pairwise([0, *map(int, edges), len(workloads)])]
-
-
-def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The inverse permutation: reordering by `idx_map` and then by the result changes nothing."""
-    reverse = [0] * len(idx_map)
-    for position, index in enumerate(idx_map):
-        reverse[index] = position
-    return reverse
-
-
-def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: list[list[int]], prefix: str) -> dict[str, float]:
-    """Tokens a part, before (consecutive blocks of len // k rows) and after balancing, as metrics under `prefix`."""
-    block = len(seqlen_list) // len(partitions)
-    before = [sum(seqlen_list[start : start + block]) for start in range(0, len(seqlen_list), block)]
-    after = [sum(seqlen_list[index] for index in part) for part in partitions]
-    return {
-        f"{prefix}/min": min(before),
-        f"{prefix}/max": max(before),
-        f"{prefix}/minmax_diff": max(before) - min(before),
-        f"{prefix}/balanced_min": min(after),
-        f"{prefix}/balanced_max": max(after),
-        f"{prefix}/mean": sum(seqlen_list) / len(partitions),
-    }
 
 
 def micro_batch_indices(

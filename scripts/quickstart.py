@@ -28,10 +28,11 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config, SFTConfig
 from custom.env_wrapper import EnvState, TextEnv
 from custom.tiny_model import save_tiny_model
+from data.files import dump_jsonl, read_metrics
 from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
 from training.preparation import build_environment
-from training.reports import dump_jsonl, plot_metric, read_metrics
+from training.reports import plot_metric
 from workers.worker_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"

@@ -24,10 +24,11 @@ from configs.checks import check_config
 from configs.errors import refusals
 from configs.schema import Config, SFTConfig
 from custom.tiny_model import save_tiny_model
+from data.files import dump_jsonl
 from data.seeding import derive_seed
 from scripts.quickstart import compose
 from training import sft_trainer
-from training.reports import dump_jsonl, plot_curves, read_curve
+from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command
 
 FOLDER = Path("outputs/rollout_drift")

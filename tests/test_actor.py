@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.schema import ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
 from data.seeding import seed_everything
 from main import run
@@ -30,7 +30,6 @@ from tests.batches import (
 )
 from tests.runs import compose, short_run
 from training.core_algos import (
-    LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
     agg_loss,
     get_policy_loss,
@@ -99,7 +98,7 @@ def slow_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) ->
     return aggregate(losses, config.loss_agg_mode, scale=batch.batch["responses"].shape[1])
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(policy: PreTrainedModel, mode: str):
     config, batch = replace(ALL_TERMS, loss_agg_mode=mode), ragged_batch()
     twin = copy.deepcopy(policy)
@@ -116,7 +115,7 @@ def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(policy: PreT
     assert relative_distance(first_weights, list(policy.parameters())) > 1e-3  # a step was made
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_a_row_without_policy_tokens_changes_nothing(policy: PreTrainedModel, mode: str):
     config, batch = replace(ALL_TERMS, loss_agg_mode=mode), ragged_batch()
     others = batch.select_idxs([row for row in range(len(batch)) if row != MASKED_ROW])

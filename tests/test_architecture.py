@@ -28,7 +28,6 @@ EXEMPT = {
         "data/protocol.py": "verl's DataProto with all its operations",
         "training/core_algos.py": "a catalogue of algorithms",
         "training/metric_utils.py": "a catalogue of metrics",
-        "training/rollout_correction.py": "weights, rejection and the many metrics of both, which share their parts",
     },
     "broad except": {
         "configs/errors.py": "the boundary of the commands: an error in one sentence",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.schema import CriticConfig, ModelConfig, OptimConfig
+from configs.schema import AGGREGATION_MODES, CriticConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import (
     CUTS,
@@ -22,7 +22,6 @@ from tests.batches import (
     unpadded,
     update_of,
 )
-from training.core_algos import LOSS_AGG_MODES
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -75,7 +74,7 @@ def slow_loss(module: PreTrainedModel, batch: DataProto, config: CriticConfig) -
     return aggregate(losses, config.loss_agg_mode, scale=batch.batch["responses"].shape[1])
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(value_model: PreTrainedModel, mode: str):
     config, batch = replace(CONFIG, loss_agg_mode=mode), ragged_batch()
     twin = copy.deepcopy(value_model)
@@ -95,7 +94,7 @@ def test_any_cut_gives_the_loss_gradient_and_step_of_the_definition(value_model:
 def test_a_row_without_policy_tokens_changes_nothing(value_model: PreTrainedModel):
     batch = ragged_batch()
     others = batch.select_idxs([row for row in range(len(batch)) if row != MASKED_ROW])
-    for mode in LOSS_AGG_MODES:
+    for mode in AGGREGATION_MODES:
         config = replace(CONFIG, loss_agg_mode=mode)
         metrics, gradient, _ = update(make_critic(value_model, config), batch)
         metrics_without, gradient_without, _ = update(make_critic(value_model, config), others)

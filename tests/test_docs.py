@@ -21,10 +21,10 @@ from configs.legacy import RENAMED
 from configs.loader import known_keys, renamed_key
 from configs.recipes import options
 from configs.rollout_correction import PRESETS
-from configs.schema import Config, SFTConfig
+from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from scripts import algorithms, quickstart, rollout_drift
 from tests.runs import ROOT
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, LOSS_AGG_MODES, POLICY_LOSS_REGISTRY
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
@@ -120,7 +120,7 @@ def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_reci
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
     registered = {**ADV_ESTIMATOR_REGISTRY, **POLICY_LOSS_REGISTRY}
     shipped = {name for name, function in registered.items() if function.__module__ == "training.core_algos"}
-    assert shipped | set(PRESETS) | {word for mode in LOSS_AGG_MODES for word in mode.split("-")} <= words
+    assert shipped | set(PRESETS) | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
     assert [name for name, *_ in measured] == options("recipe")
     assert all(float(after) > 0.5 > float(before) for _, before, after in measured)

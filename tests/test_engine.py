@@ -16,7 +16,7 @@ EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 IDS = torch.tensor([[10, 11, 12, 13, 14]])
 
 
-def make_engine(tiny_model: Path, dtype: str = "float32", **optim) -> TrainEngine:
+def make_engine(tiny_model: Path, dtype: torch.dtype = torch.float32, **optim) -> TrainEngine:
     module = load_causal_lm(ModelConfig(path=str(tiny_model)))
     return TrainEngine(module, OptimConfig(**{"lr": 0.01, **optim}), 10, torch.device("cpu"), dtype)
 
@@ -181,9 +181,9 @@ def test_override_config_replaces_values_of_the_model(tiny_model: Path):
 
 def test_bfloat16_is_for_computing_and_never_chosen_for_a_cpu(tiny_model: Path):
     assert compute_dtype("auto", torch.device("cpu")) == torch.float32
-    engine = make_engine(tiny_model, dtype="bfloat16")
+    engine = make_engine(tiny_model, dtype=torch.bfloat16)
     with engine.autocast():
         assert engine.module(IDS).logits.dtype == torch.bfloat16
     assert {tensor.dtype for tensor in engine.module.parameters()} == {torch.float32}
-    with make_engine(tiny_model, dtype="auto").autocast():
+    with make_engine(tiny_model).autocast():
         assert engine.module(IDS).logits.dtype == torch.float32

@@ -9,7 +9,6 @@ import math
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from types import SimpleNamespace
-from uuid import UUID
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from training.core_algos import (
     sum_to_go,
     whiten_advantages,
 )
-from training.groupwise import as_torch_index, group_mean_std
 
 NAN = math.nan
 SEEDS = range(20)
@@ -666,45 +664,3 @@ def test_the_driver_calls_every_estimator(name):
     done = compute_advantage(proto, config)
     for column, expected in zip(("advantages", "returns"), batch.estimate(name), strict=True):
         torch.testing.assert_close(done.batch[column], expected, rtol=0, atol=0, equal_nan=True)
-
-
-# Group statistics for estimators that bring their own grouping.
-
-
-@pytest.mark.parametrize(
-    ("labels", "numbers"),
-    [
-        ([2, 2, 7, 5], [2, 2, 7, 5]),
-        (torch.tensor([[3, 0], [3, 1]], dtype=torch.uint8), [3, 0, 3, 1]),
-        (np.array([1.0000001, 2.0, 0.9999999]), [1, 2, 1]),
-        (np.array([4, 9], dtype=object), [4, 9]),
-        (torch.tensor([1.5, 1.2, 2.7]), [1, 0, 2]),
-        ([UUID(int=9), UUID(int=3), UUID(int=9)], [1, 0, 1]),
-        (np.array(["b", 3, "a", "b"], dtype=object), [2, 0, 1, 2]),
-        ([], []),
-    ],
-)
-def test_labels_become_numbers(labels, numbers):
-    codes = as_torch_index(labels)
-    assert codes.dtype == torch.int64 and codes.tolist() == numbers
-
-
-def test_group_statistics_by_hand():
-    mean, std, count = group_mean_std(torch.tensor([1.0, 3.0, 5.0, 0.3, 0.3, 0.3]), torch.tensor([3, 3, 1, 0, 0, 0]))
-    close(mean, [0.3, 0, 0, 2])
-    close(std, [1e-3, 1, 1, math.sqrt(2)])  # at least sqrt(eps); 1 for a group of one or none
-    close(count, [3, 1, 0, 2])
-    assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
-    with pytest.raises(ValueError, match="group of 1 rows, but response_mask has 2"):
-        group_mean_std(torch.tensor([1.0, 2.0]), torch.tensor([0]))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_group_mean_std_equal_loops(seed):
-    torch.manual_seed(seed)
-    scores, gidx = torch.randn(1 + seed % 9), torch.randint(5, (1 + seed % 9,))
-    found = group_mean_std(scores, gidx, eps=0.25)
-    members = [scores[gidx == group].tolist() for group in range(int(gidx.max()) + 1)]
-    close(found[0], [np.mean(numbers) if len(numbers) > 1 else 0.0 for numbers in members])
-    close(found[1], [max(np.std(numbers, ddof=1), 0.5) if len(numbers) > 1 else 1.0 for numbers in members])
-    close(found[2], [len(numbers) for numbers in members])

@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
-from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
+from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
 from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, update_of
 from tests.runs import compose
 from training.core_algos import (
-    LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
-    compute_policy_loss,
     compute_policy_loss_reinforce,
-    compute_rewards,
     get_policy_loss_fn,
 )
 from workers.dp_actor import DataParallelPPOActor
@@ -158,7 +155,7 @@ class TestVerlsNumbers:
 
     @pytest.mark.parametrize("name", OWN_MODE)
     def test_some_losses_have_a_mode_of_their_own(self, name):
-        assert len({ANCHOR.run(name, mode)[0].item() for mode in LOSS_AGG_MODES}) == 1
+        assert len({ANCHOR.run(name, mode)[0].item() for mode in AGGREGATION_MODES}) == 1
 
     def test_dro_by_hand(self):
         # One token: -2 · ln 0.5 + ½ · 0.4 · (ln 2)², of slope -2 + 0.4 · ln 2.
@@ -371,7 +368,7 @@ def twin_of(name, batch, mode):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_loss_equals_its_twin_in_loops(name, seed):
-    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     loss, metrics, gradient = batch.run(name, mode, TIGHT)
     twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
     close(loss, twin_loss, 1e-7)
@@ -391,7 +388,7 @@ def test_the_batches_meet_every_clip_from_both_sides():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", BYPASS)
 def test_bypass_mode_equals_the_twin_of_its_loss_on_the_tokens_that_are_kept(name, seed):
-    batch, mode = Batch.draw(seed), LOSS_AGG_MODES[seed % len(LOSS_AGG_MODES)]
+    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     kept, weights = batch.mask.clone(), torch.ones_like(batch.old)
     for row, mask in enumerate(batch.mask):
         places = mask.nonzero()[:, 0].tolist()
@@ -429,7 +426,7 @@ def global_counts(batch, dp_size=1):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @example(piece_of_row=[0, 1, 0, 2, 3, 3], dp_size=2)
 @given(piece_of_row=st.lists(st.integers(0, 3), min_size=6, max_size=6), dp_size=st.integers(1, 4))
 @settings(max_examples=6, deadline=None)
@@ -467,7 +464,7 @@ def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(
     assert gradient.any() and not gradient[with_nan.mask == 0].any()
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode):
     batch = Batch.draw(0)
@@ -484,7 +481,7 @@ def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode
 
 
 @pytest.mark.parametrize("junk", [NAN, 1e3, -1e3])
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", EVERY)
 def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
     batch = Batch.draw(5)
@@ -504,7 +501,7 @@ def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
     assert stretched_metrics == pytest.approx(metrics, abs=1e-7)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_the_first_update_the_gradient_is_that_of_reinforce(name, mode):
     batch = Batch.draw(1)._replace(weights=None)
@@ -638,7 +635,7 @@ def policy(tiny_model):
     return load_causal_lm(ModelConfig(path=str(tiny_model)))
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", [*LOSSES, *BYPASS])
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
     """Those too that choose tokens by comparing them: the actor shows them the whole mini-batch."""
@@ -658,37 +655,11 @@ def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, m
 # The older forms
 
 
-class TestOlderForms:
-    def run(self, *args, **kwargs):
-        with pytest.warns(DeprecationWarning, match="compute_policy_loss is deprecated: call get_policy_loss_fn"):
-            return compute_policy_loss(*ANCHOR[:4], *args, **kwargs)
-
-    def test_four_tensors_of_the_vanilla_loss(self):
-        found = self.run(0.2)
-        assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
-        close(torch.stack(found), [0.607143, 0.285714, -0.016826, 0.0])
-        close(self.run(0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
-        # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
-        close(self.run(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
-
-    def test_low_and_high_default_to_cliprange(self):
-        assert self.run(0.05) == self.run(cliprange_low=0.05, cliprange_high=0.05)
-        assert self.run(0.05) != self.run(0.05, cliprange_high=0.4) != self.run(0.4)
-
-    def test_a_missing_bound_is_refused(self):
-        with pytest.raises(ValueError, match="pass cliprange, or both"):
-            self.run(cliprange_low=0.2)
-
-    def test_reinforce_by_hand(self):
-        weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
-        loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
-        terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
-        close(loss, -sum(terms) / 2)
-        close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
-        assert list(metrics) == [KL]
-        close(metrics[KL], -0.016826)
-
-    def test_rewards_are_scores_less_the_kl(self):
-        scores, old, ref = torch.tensor([[[0.0, 1.0]], [[-1.0, -2.0]], [[-2.0, -2.5]]])
-        rewards = compute_rewards(scores, old, ref, kl_ratio=0.1)
-        close(rewards, [[-0.1, 0.95]])
+def test_reinforce_by_hand():
+    weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
+    loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
+    terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
+    close(loss, -sum(terms) / 2)
+    close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
+    assert list(metrics) == [KL]
+    close(metrics[KL], -0.016826)

@@ -1,7 +1,6 @@
 """DataProto against its slow twin: a python list with one tuple a row (`rows`), where every operation is obvious."""
 
 import copy
-import math
 import pickle
 
 import numpy as np
@@ -14,17 +13,12 @@ from tensordict import TensorDict
 from data.protocol import (
     DataProto,
     DataProtoItem,
-    collate_fn,
     deserialize_single_tensor,
-    fold_batch_dim,
     list_of_dict_to_dict_of_list,
     object_array,
-    pad_dataproto_to_divisor,
     serialize_single_tensor,
-    unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
-    unpad_dataproto,
 )
 
 few = settings(max_examples=40, deadline=None)
@@ -301,33 +295,11 @@ def test_repeat_interleaved_or_tiled(n, times):
 
 
 @few
-@given(st.lists(st.integers(0, 3), max_size=6), st.sampled_from([list, tuple, np.array, torch.tensor]))
-def test_sample_level_repeat(counts, kind):
-    data = make(len(counts))
-    expected = [row for row, count in zip(rows(data), counts, strict=True) for _ in range(count)]
-    assert rows(data.sample_level_repeat(kind(counts))) == expected
-
-
-@pytest.mark.parametrize("counts", [2, [1, 2], [[1], [2], [3]]])
-def test_sample_level_repeat_needs_one_count_a_row(counts):
-    with pytest.raises(AssertionError, match="repeat_times needs a count for each of 3 rows"):
-        make(3).sample_level_repeat(counts)
-
-
-@few
 @given(st.permutations(range(6)))
 def test_reorder_is_in_place(order):
     data = make(6)
     assert data.reorder(torch.tensor(order)) is None
     assert rows(data) == [rows(make(6))[i] for i in order]
-
-
-def test_rows_collate_into_the_batch_they_came_from():
-    data = DataProto.from_dict({"obs": torch.rand(3, 2)}, {"label": object_array([[1], [2, 3], "x"])}, {"k": 1})
-    again = collate_fn(list(data))
-    assert rows(again) == rows(data)
-    assert again.meta_info == {}
-    assert collate_fn(list(DataProto.from_dict(non_tensors={"a": [1, 2]}))).a.tolist() == [1, 2]
 
 
 # Cutting and joining
@@ -404,53 +376,6 @@ def test_concat_refuses_different_columns_and_nothing_at_all():
 def test_list_of_dict_to_dict_of_list():
     assert list_of_dict_to_dict_of_list([]) == {}
     assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3, "b": 4}]) == {"a": [1, 3], "b": [2, 4]}
-
-
-@few
-@given(st.integers(1, 9), st.integers(1, 9))
-def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
-    data = make(n, CustomProto, metrics={"loss": 1})
-    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
-    assert len(padded) == math.ceil(n / divisor) * divisor == n + pad_size
-    assert rows(padded) == [rows(data)[i % n] for i in range(len(padded))]
-    assert padded.meta_info is data.meta_info
-    assert (padded is data) == (pad_size == 0)
-    assert_same(unpad_dataproto(padded, pad_size), data)
-
-
-def test_an_empty_batch_is_not_padded(caplog):
-    data = make(0)
-    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
-    assert "cannot be padded" in caplog.text
-
-
-def test_folded_groups_reorder_together():
-    data = make(6, name="abc")
-    folded = fold_batch_dim(data, 3)
-    assert folded.batch.batch_size == torch.Size([3])
-    assert folded.obs.shape == (3, 2, 2)
-    assert folded.label.shape == (3, 2)
-    folded.reorder(torch.tensor([1, 2, 0]))
-    assert rows(unfold_batch_dim(folded)) == [rows(data)[i] for i in (2, 3, 4, 5, 0, 1)]
-    assert_same(data, make(6, name="abc"))
-    with pytest.raises(AssertionError, match="6 rows do not fold into 4 equal groups"):
-        fold_batch_dim(data, 4)
-
-
-def test_unfold_column_chunks():
-    data = DataProto.from_dict(
-        {"flat": torch.tensor([[1, 2], [3, 4]]), "deep": torch.arange(16).view(2, 4, 2), "score": torch.tensor([5, 6])},
-        {"labels": [["a1", "a2"], ["b1", "b2"]], "uid": ["a", "b"]},
-    )
-    cut = data.unfold_column_chunks(2, split_keys=["flat", "deep", "labels"])
-    assert cut.flat.tolist() == [[1], [2], [3], [4]]
-    assert cut.deep.tolist() == torch.arange(16).view(4, 2, 2).tolist()
-    assert cut.labels.tolist() == [["a1"], ["a2"], ["b1"], ["b2"]]
-    assert cut.score.tolist() == [5, 5, 6, 6]
-    assert cut.uid.tolist() == ["a", "a", "b", "b"]
-    assert_same(data.unfold_column_chunks(2), data.repeat(2))
-    with pytest.raises(AssertionError, match="column 'flat' of width 2 does not split into 3 equal parts"):
-        data.unfold_column_chunks(3, split_keys=["flat"])
 
 
 # Mini-batches
@@ -763,38 +688,3 @@ def test_a_row_pickles():
     row = pickle.loads(pickle.dumps(make(3, name="abc")[1]))
     assert type(row) is DataProtoItem
     assert (row.label, row.number, row.obs.tolist(), row.meta_info) == (["r1"], 10, [2, 3], {"name": "abc"})
-
-
-# TensorDict
-
-
-@pytest.mark.parametrize("n", [0, 1, 3])
-def test_tensordict_round_trip_keeps_nested_structures(n):
-    turns, extra = [[], [0.5, 0.8], [1.0]][:n], [{"acc": [1, {"x": 2}]}, {}, {"b": None}][:n]
-    prompts = [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": "ho"}] * 2][:n]
-    columns = {"turn_scores": turns, "reward_extra_info": extra, "raw_prompt": prompts, "obs": torch.rand(n, 2)}
-    data = CustomProto.from_single_dict(columns, meta_info={"step": 1, "list": [1, 2], "none": None})
-    merged = data.to_tensordict()
-    assert merged.batch_size == torch.Size([n])
-    assert [list(scores) for scores in merged["turn_scores"]] == turns
-    assert merged["list"] == [1, 2]
-    assert_same(CustomProto.from_tensordict(merged), data)
-
-
-def test_arrays_read_as_lists_of_plain_elements_in_a_tensordict():
-    merged = DataProto.from_dict(non_tensors={"number": np.arange(2), "pair": [["a", "b"], ["c", "d"]]}).to_tensordict()
-    assert [type(number) for number in merged["number"]] == [int, int]
-    assert list(merged["pair"]) == [["a", "b"], ["c", "d"]]
-
-
-def test_from_tensordict_adds_the_meta_info_it_is_given():
-    merged = make(2, step=1).to_tensordict()
-    assert DataProto.from_tensordict(merged, meta_info={"name": "abc"}).meta_info == {"name": "abc", "step": 1}
-
-
-def test_a_name_in_two_places_does_not_fit_into_a_tensordict():
-    with pytest.raises(AssertionError, match="needs every name once"):
-        make(2, obs=1).to_tensordict()
-    both = DataProto.from_dict({"obs": torch.zeros(2)}, {"obs": ["a", "b"]})
-    with pytest.raises(AssertionError, match="needs every name once"):
-        both.to_tensordict()

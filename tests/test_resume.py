@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
+from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from tests.runs import compose, learning_metrics, run_main, short_run
 from training.ray_trainer import RayPPOTrainer
-from training.reports import read_metrics
 from training.roles import SamplingParams
 from training.tracking import Tracking
 from training.validation import Validator

@@ -14,11 +14,10 @@ from training.rollout_correction import (
     DIVERGENCES,
     REDUCTIONS,
     compute_offpolicy_metrics,
-    compute_rollout_corr_metrics_from_logprobs,
     compute_rollout_correction_and_add_to_batch,
-    compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
+    correct_log_probs,
 )
 
 NAN = math.nan
@@ -95,17 +94,11 @@ class TestAgreesWithVerl:
     mask = torch.ones(2, 2, dtype=torch.int64)
 
     def test_the_combined_entry_point(self):
-        weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
-            old_log_prob=self.train,
-            rollout_log_prob=self.rollout,
-            response_mask=self.mask,
-            rollout_is="token",
-            rollout_is_threshold=2.0,
-            rollout_rs="token_k1",
-            rollout_rs_threshold="0.5_3.0",
+        config = RolloutCorrectionConfig(
+            rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold="0.5_3.0"
         )
-        assert isinstance(weights, DataProto) and list(weights.batch.keys()) == ["rollout_is_weights"]
-        close(weights.batch["rollout_is_weights"], [[2.0, 2.0], [1.0, 1.0]])
+        weights, mask, metrics = correct_log_probs(self.train, self.rollout, self.mask, config)
+        close(weights, [[2.0, 2.0], [1.0, 1.0]])
         assert mask.tolist() == [[0, 0], [1, 1]] and mask.dtype == torch.int64
         expected = {
             "rollout_is_mean": 1.5,
@@ -156,9 +149,10 @@ class TestAgreesWithVerl:
         same_metrics(metrics, {f"rollout_corr/{name}": value for name, value in expected.items()})
 
     def test_with_nothing_asked_for_it_measures_and_hands_back_a_copy_of_the_mask(self):
-        weights, mask, metrics = compute_rollout_correction_and_rejection_mask(self.train, self.rollout, self.mask)
+        weights, mask, metrics = correct_log_probs(self.train, self.rollout, self.mask, RolloutCorrectionConfig())
         assert weights is None and torch.equal(mask, self.mask) and mask is not self.mask
-        assert metrics == compute_rollout_corr_metrics_from_logprobs(self.train, self.rollout, self.mask)
+        drift = compute_offpolicy_metrics(self.train, self.rollout, self.mask)
+        assert metrics == {f"rollout_corr/{name}": value for name, value in drift.items()}
 
     def test_without_a_rollout_only_the_training_perplexity_is_known(self):
         metrics = compute_offpolicy_metrics(self.train, None, self.mask)
@@ -408,10 +402,9 @@ def name_of(settings):
 
 def correct(batch, **settings):
     """(weights, or ones; mask; metrics)."""
-    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        batch.train, batch.rollout, batch.mask, **settings
-    )
-    return torch.ones_like(batch.train) if weights is None else weights.batch["rollout_is_weights"], mask, metrics
+    config = RolloutCorrectionConfig(**settings)
+    weights, mask, metrics = correct_log_probs(batch.train, batch.rollout, batch.mask, config)
+    return torch.ones_like(batch.train) if weights is None else weights, mask, metrics
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -587,7 +580,7 @@ class TestMistakesAreNamed:
 
     def test_no_threshold_for_rejection(self):
         with pytest.raises(ValueError, match="rollout_rs is 'token_k3' but rollout_rs_threshold is null: set how far"):
-            compute_rollout_correction_and_rejection_mask(self.zeros, self.zeros, self.mask, rollout_rs="token_k3")
+            correct_log_probs(self.zeros, self.zeros, self.mask, RolloutCorrectionConfig(rollout_rs="token_k3"))
 
     @pytest.mark.parametrize("thresholds", ["1,2", "1,2,3,4", ""])
     def test_as_many_thresholds_as_options_or_one(self, thresholds):
@@ -607,7 +600,7 @@ class TestMistakesAreNamed:
         empty = torch.zeros(1, 2)
         for call in (
             lambda: compute_rollout_correction_weights(self.zeros, empty),
-            lambda: compute_rollout_correction_and_rejection_mask(self.zeros, self.zeros, empty),
+            lambda: correct_log_probs(self.zeros, self.zeros, empty, RolloutCorrectionConfig()),
         ):
             with pytest.raises(ValueError, match="response_mask selects no token"):
                 call()
@@ -616,4 +609,4 @@ class TestMistakesAreNamed:
 
     def test_unequal_shapes(self):
         with pytest.raises(ValueError, match=r"\[\(1, 2\), \(1, 3\), \(1, 2\)\]: they must be equal"):
-            compute_rollout_correction_and_rejection_mask(self.zeros, torch.zeros(1, 3), self.mask)
+            correct_log_probs(self.zeros, torch.zeros(1, 3), self.mask, RolloutCorrectionConfig())

@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 from data.seqlen_balancing import (
     calculate_workload,
     ceildiv,
-    get_reverse_idx,
     get_seqlen_balanced_partitions,
-    greedy_partition,
     karmarkar_karp,
-    log_seqlen_unbalance,
     micro_batch_indices,
-    roundup_divisible,
 )
 
 few = settings(max_examples=100, deadline=None)
@@ -35,17 +31,7 @@ def fewest_tokens_in_the_largest_part(values, k):
 
 def test_integer_helpers_by_hand():
     assert [ceildiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert [roundup_divisible(a, 4) for a in (0, 1, 4, 5)] == [0, 4, 4, 8]
     assert calculate_workload(10) == 245_860
-    assert get_reverse_idx([2, 0, 1]) == [1, 2, 0]
-
-
-@few
-@given(st.permutations(range(9)))
-def test_the_reverse_index_undoes_a_permutation(order):
-    rows = list("abcdefghi")
-    moved = [rows[index] for index in order]
-    assert [moved[index] for index in get_reverse_idx(order)] == rows
 
 
 def test_largest_differencing_by_hand():
@@ -65,24 +51,16 @@ def test_ties_are_broken_by_index():
     assert karmarkar_karp([5, 5], 2, equal_size=False) == [[1], [0]]
 
 
-def test_greedy_by_hand():
-    assert greedy_partition([8, 7, 6, 5, 4], 2, equal_size=False) == [[0, 3, 4], [1, 2]]
-    assert greedy_partition([9, 1, 1, 1], 2, equal_size=False) == [[0], [1, 2, 3]]
-    assert greedy_partition([9, 1, 1, 1], 2, equal_size=True) == [[0, 3], [1, 2]]
-
-
 @few
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 8), st.booleans())
 def test_partitions_cover_every_index_once(values, k, equal_size):
     values = values * k if equal_size else values + [1] * k
-    for partition in (get_seqlen_balanced_partitions, greedy_partition):
-        parts = partition(values, k, equal_size)
-        assert len(parts) == k
-        assert sorted(index for part in parts for index in part) == list(range(len(values)))
-        assert not equal_size or {len(part) for part in parts} == {len(values) // k}
-        if partition is get_seqlen_balanced_partitions:
-            assert all(parts) and all(part == sorted(part) for part in parts)
-            assert sums(values, parts) == sorted(sums(values, parts), reverse=True)
+    parts = get_seqlen_balanced_partitions(values, k, equal_size)
+    assert len(parts) == k
+    assert sorted(index for part in parts for index in part) == list(range(len(values)))
+    assert not equal_size or {len(part) for part in parts} == {len(values) // k}
+    assert all(parts) and all(part == sorted(part) for part in parts)
+    assert sums(values, parts) == sorted(sums(values, parts), reverse=True)
 
 
 @few
@@ -102,31 +80,20 @@ def test_equal_sizes_differ_by_no_more_than_the_longest_row(values, k):
     assert max(totals) - min(totals) <= max(values) - min(values)
 
 
-def test_balancing_typical_lengths_beats_greedy():
+def test_balancing_typical_lengths_beats_filling_the_smallest_part():
     lengths = [97 * i * i % 1009 + 1 for i in range(64)]
     balanced = sums(lengths, get_seqlen_balanced_partitions(lengths, 8, equal_size=False))
-    greedy = sums(lengths, greedy_partition(lengths, 8, equal_size=False))
-    assert max(balanced) - min(balanced) < (max(greedy) - min(greedy)) / 10
+    filled = [0] * 8
+    for length in lengths:
+        filled[filled.index(min(filled))] += length
+    assert max(balanced) - min(balanced) < (max(filled) - min(filled)) / 10
 
 
 def test_impossible_partitions_are_refused():
     with pytest.raises(AssertionError, match="2 items cannot fill 3 parts"):
         get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
-    for partition in (karmarkar_karp, greedy_partition):
-        with pytest.raises(AssertionError, match="3 items do not divide into 2 equal parts"):
-            partition([1, 2, 3], 2, equal_size=True)
-
-
-def test_balance_metrics_by_hand():
-    metrics = log_seqlen_unbalance([10, 20, 30, 40], [[0, 3], [1, 2]], prefix="global_seqlen")
-    assert metrics == {
-        "global_seqlen/min": 30,
-        "global_seqlen/max": 70,
-        "global_seqlen/minmax_diff": 40,
-        "global_seqlen/balanced_min": 50,
-        "global_seqlen/balanced_max": 50,
-        "global_seqlen/mean": 50.0,
-    }
+    with pytest.raises(AssertionError, match="3 items do not divide into 2 equal parts"):
+        karmarkar_karp([1, 2, 3], 2, equal_size=True)
 
 
 def test_micro_batches_by_rows_are_consecutive():

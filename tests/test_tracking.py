@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from data.files import read_metrics
 from training import reports, tracking
-from training.reports import dump_jsonl, plot_metric, print_samples, read_metrics
+from training.reports import plot_metric, print_samples
 from training.tracking import METRICS_FILE, Tracking
 
 ROOT = Path(__file__).parent.parent
@@ -338,58 +338,6 @@ def test_samples_are_printed_as_they_are(capsys):
     assert "\x1b" not in output
     assert "8003 characters" in output and "END" in output
     assert output.count("x") < 2_100
-
-
-class Odd:
-    def __str__(self) -> str:
-        return "an odd object"
-
-
-def test_dump_converts_what_json_does_not_know(tmp_path):
-    row = {
-        "text": "迷宮 \ud800 é\u2028",
-        "scalar": np.float32(0.5),
-        "count": np.int64(3),
-        "flag": np.bool_(True),
-        "array": np.array([[1, 2], [3, 4]]),
-        "objects": np.array([None, "a", {"x": np.float64(1.5)}], dtype=object),
-        "tensor": torch.tensor([1.0, float("nan")], requires_grad=True),
-        "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16),
-        "nested": {1: (np.int32(1), float("inf")), "odd": Odd()},
-        "decimal": Decimal("0.1"),
-        "path": Path("a/b"),
-    }
-    path = tmp_path / "new" / "3.jsonl"
-    dump_jsonl(path, [row, {"text": "second"}])
-    first, second = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    assert json.loads(first) == {
-        "text": "迷宮 \ud800 é\u2028",
-        "scalar": 0.5,
-        "count": 3,
-        "flag": True,
-        "array": [[1, 2], [3, 4]],
-        "objects": [None, "a", {"x": 1.5}],
-        "tensor": [1.0, None],
-        "bfloat16": 2.0,
-        "nested": {"1": [1, None], "odd": "an odd object"},
-        "decimal": "0.1",
-        "path": "a/b",
-    }
-    assert "迷宮" in first  # readable in an editor, not escaped
-    assert json.loads(second) == {"text": "second"}
-
-
-def test_a_dump_that_fails_leaves_the_old_file(tmp_path):
-    class Broken:
-        def __str__(self) -> str:
-            raise RuntimeError("no name")
-
-    path = tmp_path / "rows.jsonl"
-    dump_jsonl(path, [{"a": 1}])
-    with pytest.raises(RuntimeError):
-        dump_jsonl(path, [{"a": 2}, {"a": Broken()}])
-    assert path.read_text() == '{"a": 1}\n'
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_plot_draws_a_png_and_steps_over_gaps(tmp_path):

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from yaml import YAMLError
 
 from configs.schema import Config
-from training.reports import replacing
+from data.files import replacing
 
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
@@ -165,7 +165,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def shown(value: Any) -> str:
-    """As one writes it in an override: null, true, text without quotes."""
+    """`value` as one writes it in an override: null, true, text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -11,11 +11,9 @@ micro-batches by their number of valid tokens pools them into the exact mean of 
 Left out: whatever needs a batch object, a device or a process group.
 """
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig
-from configs.schema import AlgorithmConfig
+from configs.schema import AGGREGATION_MODES, AlgorithmConfig
 from training.rollout_correction import correct_log_probs
 from training.torch_functional import (
     EPSILON,
     bound_log_ratio,
     clip_by_value,
-    entropy_from_logits,
     masked_mean,
     masked_sum,
     masked_whiten,
@@ -279,9 +276,6 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
-
-
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
@@ -518,9 +512,6 @@ def compute_optimal_token_baseline_advantage(
     return zero_masked(returns - baseline, response_mask), returns
 
 
-compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
-
-
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
     """How often PF-PPO (arXiv:2409.06957) draws each row, with replacement, relative to the others: [B] -> [B].
 
@@ -538,15 +529,6 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: flo
         case _:
             raise ValueError(f"reweight_method is {reweight_method!r}, but must be 'pow', 'max_min' or 'max_random'")
     return weights + 1e-8
-
-
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 
 
 def agg_loss(
@@ -578,8 +560,8 @@ def agg_loss(
 
     Raises ValueError on an unknown mode, or if dp_size > 1 and the mode's global count is missing.
     """
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode}. Choose one of {', '.join(LOSS_AGG_MODES)}")
+    if loss_agg_mode not in AGGREGATION_MODES:
+        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode}. Choose one of {', '.join(AGGREGATION_MODES)}")
     total = dp_size * masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "token-sum":
         return total
@@ -602,8 +584,8 @@ def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp
     return torch.where(count > 0, count, 1)  # nothing to average: the numerator is 0 already
 
 
-class PolicyLossConfig(Protocol):
-    """What the policy losses read from `actor_rollout_ref.actor`."""
+class LossConfig(Protocol):
+    """What a policy loss is told: the settings of `actor_rollout_ref.actor`, and the counts of the mini-batch."""
 
     clip_ratio: float
     clip_ratio_low: float | None
@@ -611,13 +593,11 @@ class PolicyLossConfig(Protocol):
     clip_ratio_c: float
     tau_pos: float
     tau_neg: float
-    policy_loss: (
-        Any  # the section of the same name (clip_cov_ratio, dro_beta, …) and, for bypass_mode, rollout_correction
-    )
+    policy_loss: Any  # configs.schema.PolicyLossConfig and, for bypass_mode, `algorithm.rollout_correction`
     global_batch_info: dict[str, Any]  # keyword arguments of `agg_loss`
 
 
-def clip_bounds(config: PolicyLossConfig) -> tuple[float, float]:
+def clip_bounds(config: LossConfig) -> tuple[float, float]:
     """(low, high), each `clip_ratio` where unset: unlike under verl's defaults, setting `clip_ratio` alone works."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -634,7 +614,7 @@ def _weigh_and_aggregate(
     losses: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     rollout_is_weights: Tensor | None,
 ) -> Tensor:
     if rollout_is_weights is not None:
@@ -689,7 +669,7 @@ def compute_policy_loss_vanilla(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -746,7 +726,7 @@ def compute_policy_loss_dppo_tv(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -769,7 +749,7 @@ def compute_policy_loss_dppo_kl(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -801,7 +781,7 @@ def compute_policy_loss_gspo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -832,7 +812,7 @@ def compute_policy_loss_sapo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -851,7 +831,7 @@ def compute_policy_loss_gpg(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -888,7 +868,7 @@ def compute_policy_loss_clip_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -916,7 +896,7 @@ def compute_policy_loss_kl_cov(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -958,7 +938,7 @@ def compute_policy_loss_geo_mean(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -988,7 +968,7 @@ def compute_policy_loss_cispo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1010,7 +990,7 @@ def compute_policy_loss_dro(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1036,7 +1016,7 @@ def compute_policy_loss_reinforce(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1063,7 +1043,7 @@ def compute_policy_loss_bypass_mode(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str,
-    config: PolicyLossConfig,
+    config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -1094,41 +1074,6 @@ def compute_policy_loss_bypass_mode(
     return loss, loss_metrics | metrics
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    *,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
-
-    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
-    Raises ValueError if a bound is missing.
-    """
-    warnings.warn(
-        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
-    )
-    config = SimpleNamespace(
-        clip_ratio=cliprange,
-        clip_ratio_low=cliprange_low,
-        clip_ratio_high=cliprange_high,
-        clip_ratio_c=clip_ratio_c,
-        global_batch_info={},
-    )
-    if None in clip_bounds(config):
-        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
-    )
-    return loss, *(loss.new_tensor(metrics[f"actor/{name}"]) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
-
-
 def compute_value_loss(
     vpreds: Tensor,
     returns: Tensor,
@@ -1150,12 +1095,6 @@ def compute_value_loss(
     losses = torch.maximum(errors, clipped_errors)
     loss = 0.5 * agg_loss(losses, response_mask, loss_agg_mode, **global_batch_info)
     return loss, masked_mean((clipped_errors > errors).float(), response_mask)
-
-
-def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
-    logits = zero_masked(logits, response_mask.unsqueeze(-1))
-    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -1194,14 +1133,6 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         return value
     surrogate = kl_penalty_forward(logprob, ref_logprob, "k2")
     return value.detach() + (surrogate - surrogate.detach())
-
-
-def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
-
-    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
-    """
-    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 class FixedKLController:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
+from data.files import dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed, rng_state, set_rng_state
@@ -37,7 +38,7 @@ from training.metric_utils import (
     timer,
 )
 from training.mini_batches import Update, log_prob_columns, mini_batches, policy_mini_batches
-from training.reports import dump_jsonl, nothing_left
+from training.reports import nothing_left
 from training.reward import RewardManager
 from training.roles import Roles
 from training.selection import draw_rows

@@ -1,41 +1,19 @@
-"""Files and pictures of a run: JSON lines, printed samples, curves."""
+"""What people read of a run: printed samples, curves, the sentence for a run that has nothing left to do."""
 
-import json
-import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from data.files import read_metrics
+
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a record, in order; [] if there is no file. A line that a kill tore is left out."""
-    entries = []
-    for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
-        with suppress(ValueError):  # what json raises for a torn line
-            entries.append(json.loads(line))
-    return entries
-
-
-def dump_jsonl(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes one JSON object a row; the file appears whole or not at all, and its folder is made.
-
-    Tensors, arrays and numpy scalars become numbers and lists, NaN and infinities null, other objects their `str`.
-    """
-    with replacing(Path(path)) as file:
-        for row in rows:
-            file.write(json_line(row))
 
 
 def print_samples(title: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -85,39 +63,6 @@ def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | P
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small" if len(curves) > 5 else None, ncols=1 + len(curves) // 10)
     figure.savefig(png_path, format="png")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` in one move when its body is through, and never if that raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def json_line(entry: Mapping[str, Any]) -> bytes:
-    # A lone surrogate has no UTF-8; backslashreplace spells it as \udcXX, which is how JSON spells it too.
-    text = json.dumps(_to_json(entry), ensure_ascii=False)
-    return (text + "\n").encode("utf-8", errors="backslashreplace")
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): _to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _without_middle(text: str) -> str:

@@ -65,15 +65,15 @@ class FunctionReward:
         self.tokenizer = tokenizer
         self.reward_kwargs = reward_kwargs or {}
         signature = inspect.signature(function)
-        self.of_one_response = bool({"solution_str", "response"} & set(signature.parameters))
-        if not self.of_one_response and next(iter(signature.parameters), None) != "data":
+        self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
+        if not self.takes_one_response and next(iter(signature.parameters), None) != "data":
             raise ValueError(
                 f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}."
             )
-        known = [*ARGUMENTS, "split"] if self.of_one_response else ["data", "tokenizer"]
+        known = [*ARGUMENTS, "split"] if self.takes_one_response else ["data", "tokenizer"]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         self.wanted = {name for name in known if name in signature.parameters}
-        if self.of_one_response and takes_all:
+        if self.takes_one_response and takes_all:
             self.wanted |= set(VERL_ARGUMENTS)
         try:
             signature.bind(**dict.fromkeys(self.wanted) | self.reward_kwargs)
@@ -84,11 +84,11 @@ class FunctionReward:
             ) from error
 
     def __call__(self, data: DataProto) -> Any:
-        calls = self._row_arguments(data) if self.of_one_response else [{"data": data, "tokenizer": self.tokenizer}]
+        calls = self._row_arguments(data) if self.takes_one_response else [{"data": data, "tokenizer": self.tokenizer}]
         results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
         if results and inspect.isawaitable(results[0]):
             results = run_all(results)
-        return results if self.of_one_response else results[0]
+        return results if self.takes_one_response else results[0]
 
     def _row_arguments(self, data: DataProto) -> list[dict[str, Any]]:
         columns = {name: data.get(column, [None] * len(data)) for name, column in ARGUMENTS.items()}
@@ -97,7 +97,7 @@ class FunctionReward:
 
 
 def run_all(awaitables: list[Awaitable]) -> list[Any]:
-    """Their results, from an event loop in a thread of its own: a notebook already runs one in this thread."""
+    """Results in order, from an event loop in a thread of its own: a notebook already runs one in this thread."""
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*awaitables)

@@ -74,7 +74,7 @@ def compute_rollout_correction_weights(
 def _is_metrics(
     raw: Tensor, weights: Tensor, response_mask: Tensor, level: Level, band: tuple[float, float]
 ) -> dict[str, float]:
-    """Statistics of the weights as applied; of the raw ones the shares beyond the band, and a row's max and min."""
+    """Statistics of the applied weights; of the raw ones the shares beyond the band, and a row's max and min."""
     tokens, rows = weights[response_mask.bool()], row_means(weights, response_mask)
     extremes = row_means(raw, response_mask) if level is IS_LEVELS["sequence"] else tokens
     metrics = {
@@ -198,13 +198,6 @@ def compute_offpolicy_metrics(
     return _floats(metrics)
 
 
-def compute_rollout_corr_metrics_from_logprobs(
-    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
-) -> dict[str, float]:
-    """`compute_offpolicy_metrics` under "rollout_corr/"."""
-    return _prefixed(compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask))
-
-
 def correct_log_probs(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
@@ -233,26 +226,7 @@ def correct_log_probs(
         )
         metrics |= rejection
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    return weights, new_mask, _prefixed(metrics)
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    rollout_is: str | None = None,
-    rollout_is_threshold: Threshold = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    *,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: Threshold | None = None,
-) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
-    config = RolloutCorrectionConfig(
-        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
-    )
-    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
-    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
+    return weights, new_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def compute_rollout_correction_and_add_to_batch(
@@ -317,12 +291,8 @@ def _row_metrics(rows: Tensor, center: float) -> dict[str, Tensor]:
 
 
 def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """In one transfer from the device."""
+    """`metrics` as python floats, in one transfer from the device."""
     return dict(zip(metrics, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True))
-
-
-def _prefixed(metrics: dict[str, float]) -> dict[str, float]:
-    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _refuse_empty(response_mask: Tensor) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.reports import json_line, read_metrics, replacing
+from data.files import json_line, read_metrics, replacing
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short

@@ -9,12 +9,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
+from data.files import dump_jsonl
 from data.protocol import DataProto
 from data.rl_dataset import encode_prompt
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reports import dump_jsonl, print_samples
+from training.reports import print_samples
 from training.reward import RewardManager, add_scores, reward_view
 from training.roles import Rollout, SamplingParams
 

@@ -1,0 +1,87 @@
+"""Files that are replaced whole, and JSON lines that hold whatever a batch does."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.files import dump_jsonl, json_line, read_metrics, replacing
+
+
+def test_a_replaced_file_is_old_or_new_and_never_half(tmp_path):
+    path = tmp_path / "folder" / "state"
+    with replacing(path) as file:
+        file.write(b"old")
+    with pytest.raises(RuntimeError), replacing(path) as file:
+        file.write(b"ne")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    with replacing(str(path)) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_torn_line_is_left_out_and_no_file_is_an_empty_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    whole = {"step": 1, "data": {"x": 0.1}}
+    path.write_bytes(json_line(whole) + json_line(whole)[:-5] + b"\n" + json_line(whole) + json_line(whole)[:9])
+    assert read_metrics(path) == [whole, whole]
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "an odd object"
+
+
+def test_dump_converts_what_json_does_not_know(tmp_path):
+    row = {
+        "text": "迷宮 \ud800 é\u2028",
+        "scalar": np.float32(0.5),
+        "count": np.int64(3),
+        "flag": np.bool_(True),
+        "array": np.array([[1, 2], [3, 4]]),
+        "objects": np.array([None, "a", {"x": np.float64(1.5)}], dtype=object),
+        "tensor": torch.tensor([1.0, float("nan")], requires_grad=True),
+        "bfloat16": torch.tensor(2.0, dtype=torch.bfloat16),
+        "nested": {1: (np.int32(1), float("inf")), "odd": Odd()},
+        "decimal": Decimal("0.1"),
+        "path": Path("a/b"),
+    }
+    path = tmp_path / "new" / "3.jsonl"
+    dump_jsonl(path, [row, {"text": "second"}])
+    first, second = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    assert json.loads(first) == {
+        "text": "迷宮 \ud800 é\u2028",
+        "scalar": 0.5,
+        "count": 3,
+        "flag": True,
+        "array": [[1, 2], [3, 4]],
+        "objects": [None, "a", {"x": 1.5}],
+        "tensor": [1.0, None],
+        "bfloat16": 2.0,
+        "nested": {"1": [1, None], "odd": "an odd object"},
+        "decimal": "0.1",
+        "path": "a/b",
+    }
+    assert "迷宮" in first  # readable in an editor, not escaped
+    assert json.loads(second) == {"text": "second"}
+
+
+def test_a_dump_that_fails_leaves_the_old_file(tmp_path):
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError("no name")
+
+    path = tmp_path / "rows.jsonl"
+    dump_jsonl(path, [{"a": 1}])
+    with pytest.raises(RuntimeError):
+        dump_jsonl(path, [{"a": 2}, {"a": Broken()}])
+    assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,265 @@
+"""What code written for verl imports: verl's numbers, and agreement with what the project itself uses."""
+
+import math
+from uuid import UUID
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.rollout_correction import RolloutCorrectionConfig
+from configs.schema import AGGREGATION_MODES, DataConfig
+from data.protocol import DataProto
+from tests.batches import aggregate
+from training.core_algos import ADV_ESTIMATOR_REGISTRY
+from training.rollout_correction import correct_log_probs
+from training.torch_functional import logprobs_and_entropy_from_logits
+from training.verl_compat import (
+    AbstractCurriculumSampler,
+    as_torch_index,
+    compute_entropy_loss,
+    compute_grpo_vectorized_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_policy_loss,
+    compute_rewards,
+    compute_rollout_correction_and_rejection_mask,
+    entropy_from_logits,
+    get_response_mask,
+    group_mean_std,
+    pad_2d_list_to_length,
+    pad_dataproto_to_divisor,
+    pad_sequence_to_length,
+    postprocess_data,
+    unpad_dataproto,
+)
+
+NAN = math.nan
+# verl's anchor of the policy losses (spec 12.2): old log-probs, new ones, advantages, mask.
+ANCHOR = (
+    torch.tensor([[0.5, 0.4, 0.3, 0.2], [0.6, 0.2, 0.1, 0.9]]).log(),
+    torch.tensor([[0.6, 0.2, 0.9, 0.2], [0.3, 0.25, 0.1, 0.9]]).log(),
+    torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]]),
+    torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+)
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(
+        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_padding_repeats_from_the_first_row_and_unpadding_drops_it(n, divisor):
+    data = DataProto.from_single_dict({"obs": torch.arange(n), "label": [f"r{i}" for i in range(n)]}, {"name": "abc"})
+    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
+    assert len(padded) == math.ceil(n / divisor) * divisor == n + pad_size
+    assert padded.obs.tolist() == [i % n for i in range(len(padded))]
+    assert padded.label.tolist() == [f"r{i % n}" for i in range(len(padded))]
+    assert padded.meta_info is data.meta_info
+    assert (padded is data) == (pad_size == 0)
+    unpadded = unpad_dataproto(padded, pad_size)
+    assert unpadded.obs.tolist() == data.obs.tolist() and unpadded.label.tolist() == data.label.tolist()
+
+
+def test_an_empty_batch_is_not_padded(caplog):
+    data = DataProto.from_single_dict({"obs": torch.zeros(0)})
+    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
+    assert "cannot be padded" in caplog.text
+
+
+def test_a_curriculum_without_update_cannot_be_made():
+    class Forgetful(AbstractCurriculumSampler):
+        def __iter__(self):
+            return iter([])
+
+        def __len__(self):
+            return 0
+
+    with pytest.raises(TypeError, match="update"):
+        Forgetful([0], DataConfig())
+
+
+def test_response_mask_ends_with_the_first_eos_of_any_kind():
+    response = torch.tensor([[5, 2, 7, 2], [5, 6, 7, 8], [2, 2, 2, 2], [5, 6, 9, 2]])
+    assert get_response_mask(response).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
+    either = get_response_mask(response, eos_token=[2, 9], dtype=torch.bool)
+    assert either.dtype == torch.bool
+    assert either.tolist()[3] == [True, True, True, False]
+
+
+def test_ragged_lists_are_padded_on_the_right_to_the_longest_or_more():
+    ragged = [[1, 2, 3], [], [4]]
+    assert pad_2d_list_to_length(ragged, 0).tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
+    assert pad_2d_list_to_length(ragged, 9, max_length=4).tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [4, 9, 9, 9]]
+    assert pad_2d_list_to_length(ragged, 9, max_length=2).shape == (3, 3)
+    assert pad_2d_list_to_length([[-0.5], [-1.0, -2.0]], 0.0).dtype == torch.float32
+
+
+def test_sequences_are_padded_on_the_chosen_side_and_never_truncated():
+    ids = torch.tensor([[1, 2]])
+    assert pad_sequence_to_length(ids, 4, 9).tolist() == [[1, 2, 9, 9]]
+    assert pad_sequence_to_length(ids, 4, 9, left_pad=True).tolist() == [[9, 9, 1, 2]]
+    assert pad_sequence_to_length(ids, 1, 9).tolist() == [[1, 2]]
+
+
+def test_postprocess_pads_ids_and_mask_alike():
+    ids, mask = torch.tensor([[1, 2]]), torch.tensor([[1, 1]])
+    left = postprocess_data(ids, mask, 3, pad_token_id=9)
+    right = postprocess_data(ids, mask, 3, pad_token_id=9, left_pad=False)
+    assert [t.tolist() for t in left] == [[[9, 1, 2]], [[0, 1, 1]]]
+    assert [t.tolist() for t in right] == [[[1, 2, 9]], [[1, 1, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "max_length", "kept"),
+    [
+        ("left", 3, [4, 5, 6]),
+        ("right", 3, [1, 2, 3]),
+        ("middle", 3, [1, 5, 6]),
+        ("middle", 4, [1, 2, 5, 6]),
+        ("middle", 1, [6]),
+        ("error", 6, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_truncation_names_the_side_that_is_cut(truncation, max_length, kept):
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    out_ids, out_mask = postprocess_data(ids, ids * 10, max_length, pad_token_id=0, truncation=truncation)
+    assert out_ids.tolist() == [kept]
+    assert out_mask.tolist() == [[10 * token for token in kept]]
+
+
+def test_postprocess_refuses_what_it_may_not_cut():
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="5 tokens, but at most 3"):
+        postprocess_data(ids, ids, 3, pad_token_id=0)
+    with pytest.raises(AssertionError, match="truncation is 'both'"):
+        postprocess_data(ids, ids, 3, pad_token_id=0, truncation="both")
+    with pytest.raises(AssertionError, match=r"shape \(5,\)"):
+        postprocess_data(ids[0], ids[0], 3, pad_token_id=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_entropy_is_that_of_the_trainer(dtype):
+    torch.manual_seed(0)
+    logits = (torch.randn(2, 3, 5) * 4).to(dtype)
+    _, expected = logprobs_and_entropy_from_logits(logits, torch.zeros(2, 3, dtype=torch.int64))
+    assert entropy_from_logits(logits).dtype == torch.float32
+    close(entropy_from_logits(logits), expected)
+    close(entropy_from_logits(torch.tensor([[1e4, 0.0, -1e4]])), [0.0])
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers"),
+    [
+        ([2, 2, 7, 5], [2, 2, 7, 5]),
+        (torch.tensor([[3, 0], [3, 1]], dtype=torch.uint8), [3, 0, 3, 1]),
+        (np.array([1.0000001, 2.0, 0.9999999]), [1, 2, 1]),
+        (np.array([4, 9], dtype=object), [4, 9]),
+        (torch.tensor([1.5, 1.2, 2.7]), [1, 0, 2]),
+        ([UUID(int=9), UUID(int=3), UUID(int=9)], [1, 0, 1]),
+        (np.array(["b", 3, "a", "b"], dtype=object), [2, 0, 1, 2]),
+        ([], []),
+    ],
+)
+def test_labels_become_numbers(labels, numbers):
+    codes = as_torch_index(labels)
+    assert codes.dtype == torch.int64 and codes.tolist() == numbers
+
+
+def test_group_statistics_by_hand():
+    mean, std, count = group_mean_std(torch.tensor([1.0, 3.0, 5.0, 0.3, 0.3, 0.3]), torch.tensor([3, 3, 1, 0, 0, 0]))
+    close(mean, [0.3, 0, 0, 2])
+    close(std, [1e-3, 1, 1, math.sqrt(2)])  # at least sqrt(eps); 1 for a group of one or none
+    close(count, [3, 1, 0, 2])
+    assert [len(part) for part in group_mean_std(torch.tensor([]), torch.tensor([]))] == [0, 0, 0]
+    with pytest.raises(ValueError, match="group of 1 rows, but response_mask has 2"):
+        group_mean_std(torch.tensor([1.0, 2.0]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_group_mean_std_equal_loops(seed):
+    torch.manual_seed(seed)
+    scores, gidx = torch.randn(1 + seed % 9), torch.randint(5, (1 + seed % 9,))
+    found = group_mean_std(scores, gidx, eps=0.25)
+    members = [scores[gidx == group].tolist() for group in range(int(gidx.max()) + 1)]
+    close(found[0], [np.mean(numbers) if len(numbers) > 1 else 0.0 for numbers in members])
+    close(found[1], [max(np.std(numbers, ddof=1), 0.5) if len(numbers) > 1 else 1.0 for numbers in members])
+    close(found[2], [len(numbers) for numbers in members])
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (compute_grpo_vectorized_outcome_advantage, "grpo_vectorized"),
+        (compute_multi_turn_optimal_token_baseline_advantage, "tir_optimal_token_baseline"),
+    ],
+)
+def test_an_estimator_under_verls_name_is_the_registered_one(function, name):
+    assert function is ADV_ESTIMATOR_REGISTRY[name]
+
+
+def test_rewards_are_scores_less_the_kl():
+    scores, old, ref = torch.tensor([[[0.0, 1.0]], [[-1.0, -2.0]], [[-2.0, -2.5]]])
+    close(compute_rewards(scores, old, ref, kl_ratio=0.1), [[-0.1, 0.95]])
+
+
+def older_policy_loss(*args, **kwargs):
+    with pytest.warns(DeprecationWarning, match="compute_policy_loss is deprecated: call get_policy_loss_fn"):
+        return compute_policy_loss(*ANCHOR, *args, **kwargs)
+
+
+def test_the_older_policy_loss_returns_four_tensors_of_the_vanilla_loss():
+    found = older_policy_loss(0.2)
+    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
+    close(torch.stack(found), [0.607143, 0.285714, -0.016826, 0.0])
+    close(older_policy_loss(0.2, loss_agg_mode="seq-mean-token-sum")[0], 2.125)
+    # Token (1, 3) then costs 2 · 2 where it cost 2 · 3.
+    close(older_policy_loss(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
+
+
+def test_low_and_high_default_to_cliprange():
+    assert older_policy_loss(0.05) == older_policy_loss(cliprange_low=0.05, cliprange_high=0.05)
+    assert older_policy_loss(0.05) != older_policy_loss(0.05, cliprange_high=0.4) != older_policy_loss(0.4)
+
+
+def test_a_missing_bound_is_refused():
+    with pytest.raises(ValueError, match="pass cliprange, or both"):
+        older_policy_loss(cliprange_low=0.2)
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_entropy_loss_aggregates_a_loop_over_tokens_and_lets_no_nan_out(mode):
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
+    logits = torch.randn(3, 3, 5).masked_fill(mask[..., None] == 0, NAN).requires_grad_()
+    loss = compute_entropy_loss(logits, mask, mode)
+    [gradient] = torch.autograd.grad(loss, logits)
+    own = logits.detach().requires_grad_()
+    probs = [[own[row, t].softmax(-1) for t in range(3) if mask[row, t]] for row in range(3)]
+    expected = aggregate([[-(p * p.log()).sum() for p in row] for row in probs], mode, scale=3)
+    close(loss, expected)
+    close(gradient, torch.autograd.grad(expected, own)[0])
+    assert not gradient[mask == 0].any()
+
+
+def test_entropy_loss_by_hand():
+    logits, mask = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)], [9.0, 0.0]]]), torch.tensor([[1, 1, 0]])
+    expected = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]
+    close(compute_entropy_loss(logits, mask), sum(expected) / 2)
+    close(compute_entropy_loss(logits, mask, "token-sum"), sum(expected))
+
+
+def test_rollout_correction_under_verls_signature():
+    train, mask = torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.int64)
+    rollout = torch.tensor([[-2.0, -2.0], [-1.0, -1.0]])
+    settings = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(train, rollout, mask, **settings)
+    expected = correct_log_probs(train, rollout, mask, RolloutCorrectionConfig(**settings))
+    assert isinstance(weights, DataProto) and list(weights.batch.keys()) == ["rollout_is_weights"]
+    close(weights.batch["rollout_is_weights"], [[2.0, 2.0], [1.0, 1.0]])
+    assert kept.tolist() == expected[1].tolist() == [[0, 0], [1, 1]] and metrics == expected[2]
+    assert compute_rollout_correction_and_rejection_mask(train, rollout, mask)[0] is None

@@ -1,0 +1,233 @@
+"""Functions that code written for verl imports and that this project itself does not call.
+
+Names, arguments and results are verl's; the work is done by what the project uses instead. They are found in verl's
+
+- `protocol`: pad_dataproto_to_divisor, unpad_dataproto. Here nothing has to be padded: shares may be uneven.
+- `experimental.dataset.sampler`: AbstractCurriculumSampler. Here any AbstractSampler may have an `update`.
+- `utils.torch_functional`: postprocess_data, pad_…, get_response_mask, entropy_from_logits.
+- `utils.groupwise`: as_torch_index, group_mean_std. `core_algos.Groups` takes labels of any kind, and leaves failed
+  rows out.
+- `trainer.ppo.core_algos`: the names of two estimators; compute_rewards, compute_policy_loss, compute_entropy_loss.
+- `trainer.ppo.rollout_corr_helper`: compute_rollout_correction_and_rejection_mask.
+
+What both use keeps verl's file name: `data/protocol.py`, `training/core_algos.py`, `training/torch_functional.py`,
+`training/rollout_correction.py`.
+"""
+
+import logging
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.rollout_correction import RolloutCorrectionConfig, Threshold
+from data.protocol import DataProto
+from data.sampler import AbstractSampler
+from training.core_algos import (
+    Groups,
+    agg_loss,
+    clip_bounds,
+    compute_grpo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_policy_loss_vanilla,
+)
+from training.rollout_correction import correct_log_probs
+from training.torch_functional import zero_masked
+
+logger = logging.getLogger(__name__)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Appends rows, cyclically from the first, until `size_divisor` divides the length; also returns how many."""
+    if len(data) == 0:
+        logger.warning("a DataProto without rows cannot be padded: it stays empty")
+    pad_size = -len(data) % size_divisor
+    return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drops the last `pad_size` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from what happened to the rows it chose."""
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None:
+        """Called after every training step with its batch: the rows it chose, with rewards and response lengths."""
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of each softmax: [..., V] of any float dtype -> [...] float32."""
+    log_probs = logits.float().log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """1 up to and including the first end-of-sequence token (any of `eos_token`), 0 after it; [B, R] -> [B, R]."""
+    is_eos = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
+    eos_before = is_eos.cumsum(-1) - is_eos
+    return (eos_before == 0).to(dtype)
+
+
+def pad_2d_list_to_length(response: Sequence[Sequence], pad_token_id: float, max_length: int | None = None) -> Tensor:
+    """Ragged rows -> one right-padded tensor [len(response), max(longest row, max_length)]."""
+    width = max(max(map(len, response), default=0), max_length or 0)
+    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
+    """Pad the last axis to `max_seq_len`; a tensor that is as long already comes back as it is, never truncated."""
+    missing = max(0, max_seq_len - tensors.shape[-1])
+    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[Tensor, Tensor]:
+    """Pad or truncate ids and attention mask, both [B, L], to [B, max_length].
+
+    `truncation` names the side that is cut: "left" keeps the last tokens, "right" the first, "middle" the first
+    max_length // 2 and the rest from the end; "error" raises NotImplementedError on rows that are too long.
+    """
+    assert truncation in ("left", "right", "middle", "error"), (
+        f"truncation is {truncation!r}, but must be one of 'left', 'right', 'middle', 'error'"
+    )
+    assert input_ids.ndim == 2, f"input_ids has shape {tuple(input_ids.shape)}, but must be [batch, length]"
+    length = input_ids.shape[-1]
+    if length <= max_length:
+        padded_ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
+        return padded_ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
+    if truncation == "error":
+        raise NotImplementedError(
+            f"a sequence has {length} tokens, but at most {max_length} are allowed and truncation='error' forbids "
+            "cutting it: raise the maximum length, filter the row out, or choose 'left', 'right' or 'middle'"
+        )
+    num_head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
+    first_of_tail = length - (max_length - num_head)
+    kept = [*range(num_head), *range(first_of_tail, length)]
+    return input_ids[:, kept], attention_mask[:, kept]
+
+
+def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: str | torch.device | None = None) -> Tensor:
+    """One number per label, int64 [B]: equal labels, equal numbers.
+
+    Integers, and floats all within 1e-6 of integers, stay what they are. Anything else is numbered from 0 in the
+    order of its string form.
+    """
+    labels = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+    labels = labels.reshape(-1)
+    if all(isinstance(label, Real | np.bool_) for label in labels):
+        labels = np.array(labels.tolist())  # of their common type, where it was object
+        if np.allclose(labels, labels.round(), rtol=0, atol=1e-6):
+            return torch.as_tensor(labels.round().astype(np.int64), device=device)
+    _, codes = np.unique([str(label) for label in labels], return_inverse=True)
+    return torch.as_tensor(codes, dtype=torch.int64, device=device)
+
+
+def group_mean_std(
+    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: str | torch.device | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, std, count), float32 [G], of scores [B] by their group's number `gidx` [B] in 0 … G - 1.
+
+    std has n - 1 in the denominator and is at least sqrt(eps). A group of one, or none, has mean 0 and std 1.
+    Raises ValueError if the lengths differ.
+    """
+    scores = torch.as_tensor(scores, device=device).flatten().float()
+    gidx = as_torch_index(gidx, device=scores.device)
+    groups = Groups(gidx, torch.ones(len(scores), 1, device=scores.device))
+    size = int(gidx.max()) + 1 if len(gidx) else 0
+
+    def per_group(per_row: Tensor, if_empty: float) -> Tensor:
+        return scores.new_full((size,), if_empty).scatter(0, gidx, per_row)
+
+    std = groups.std(scores).clamp(min=math.sqrt(eps))
+    return per_group(groups.mean(scores), 0.0), per_group(std, 1.0), per_group(groups.count, 0.0)
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
+compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
+
+    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
+    """
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    *,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
+
+    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
+    Raises ValueError if a bound is missing.
+    """
+    warnings.warn(
+        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
+    )
+    config = SimpleNamespace(
+        clip_ratio=cliprange,
+        clip_ratio_low=cliprange_low,
+        clip_ratio_high=cliprange_high,
+        clip_ratio_c=clip_ratio_c,
+        global_batch_info={},
+    )
+    if None in clip_bounds(config):
+        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
+    )
+    return loss, *(loss.new_tensor(metrics[f"actor/{name}"]) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
+
+
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+    """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
+    logits = zero_masked(logits, response_mask.unsqueeze(-1))
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
+    config = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
+    )
+    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
+    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
