@@ -23,11 +23,11 @@ from configs.schema import Config
 from data.protocol import DataProto, object_array
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from workers.collectives import rank
 from workers.model_worker import ModelWorker
 from workers.roles import ActorRole, RolloutRole
-from workers.rollout import Completion, Rollout
+from workers.rollout import Completion, Request, Rollout
 from workers.worker_group import RayWorkerGroup, start_worker_group
 
 
@@ -109,8 +109,11 @@ class RecordedRollout(Rollout):
 
     responses: list[list[int]]
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        return [Completion(ids, [0.0] * len(ids), "length", self.weight_version) for ids in self.responses]
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return [
+            Completion(request.id, ids, [0.0] * len(ids), "length", self.weight_version)
+            for request, ids in zip(requests, self.responses, strict=True)
+        ]
 
 
 def config_of(workload: Workload, overrides: list[str]) -> Config:

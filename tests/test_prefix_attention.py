@@ -27,7 +27,7 @@ from transformers import (
 
 from configs.schema import ActorConfig, OptimConfig
 from data.protocol import DataProto
-from tests.batches import random_ids, relative_distance, with_counts
+from tests.batches import padded, random_ids, relative_distance, with_counts
 from workers import prefix_attention
 from workers.cpu import use_onednn
 from workers.dp_actor import DataParallelPPOActor
@@ -36,7 +36,6 @@ from workers.micro_batches import MicroBatchSize, cut, token_scores, token_value
 from workers.models import log_probs, pack
 from workers.prefix_attention import is_packed
 from workers.ragged import Ragged, in_a_row
-from workers.rollout import Completion, pad_rollout
 
 SHAPE = {
     "vocab_size": 102,
@@ -82,12 +81,11 @@ def make(name: str) -> PreTrainedModel:
 def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: int = 0) -> DataProto:
     """Rows of prompts in a row, each with the responses of these lengths; a row without a response has failed."""
     generator = torch.Generator().manual_seed(seed)
-    prompts, done = [], []
+    prompts, answers = [], []
     for length, responses in zip(prompt_lengths, response_lengths, strict=True):
         prompts += [random_ids(length, generator)] * len(responses)
-        done += [Completion(random_ids(size, generator), [0.0] * size, "stop", 0) for size in responses]
-    widths = max(map(len, prompts)) + 2, max(len(one.token_ids) for one in done) + 1
-    columns = pad_rollout(prompts, done, *widths, pad_id=0)
+        answers += [random_ids(size, generator) for size in responses]
+    columns = padded(prompts, answers, max(map(len, prompts)) + 2, max(map(len, answers)) + 1, pad_token_id=0).tensors
     real = columns["response_mask"].bool()
     for name, mean, spread in [("old_log_probs", -4.6, 0.3), ("ref_log_prob", -4.6, 0.3), ("advantages", 0.0, 1.0)]:
         columns[name] = torch.where(real, mean + spread * torch.randn(real.shape, generator=generator), 1e3)

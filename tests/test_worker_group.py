@@ -32,8 +32,8 @@ from workers import worker_group
 from workers.hf_rollout import HFRollout
 
 class MyRollout(HFRollout):
-    def generate_sequences(self, batch):
-        data = super().generate_sequences(batch)
+    def generate_sequences(self, prompts, *args):
+        data = super().generate_sequences(prompts, *args)
         data.batch["rollout_log_probs"] += torch.rand(1)
         data.non_tensor_batch["end_reason"][:] = "mine"
         return data

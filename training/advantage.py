@@ -8,6 +8,7 @@ import torch
 
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
+from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
     AdaptiveKLController,
@@ -154,8 +155,3 @@ def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         "non_tensor_batch": batch.non_tensor_batch,
         "config": config,
     }
-
-
-def last_token(mask: torch.Tensor) -> torch.Tensor:
-    """1.0 on each row's last policy token: where the episode is done. [B, R] float32."""
-    return ((mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()).float()

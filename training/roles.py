@@ -22,17 +22,15 @@ class SamplingParams:
     max_tokens: int
 
     @classmethod
-    def of(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
+    def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
         sampled = config.do_sample and config.temperature > 0
         return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens)
 
 
 class Rollout(Protocol):
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout.
-
-        `meta_info["sampling"]` holds the `SamplingParams` and `meta_info["seed"]` the seed of this call.
-        """
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout; all of a call's
+        draws come from `seed`."""
 
     def update_weights(self, step: int) -> None:
         """Makes the engine sample from the actor's present weights."""

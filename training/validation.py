@@ -107,9 +107,7 @@ class Validator:
         prompts = DataProto.from_single_dict(rows)
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        prompts.meta_info = self.meta_info(rollout.response_length, number)
-        batch = self.rollout.generate_sequences(prompts.repeat(rollout.val_kwargs.n, interleave=True))
-        batch.meta_info.pop("seed", None)  # differs between batches, which are one batch from here on
+        batch = self.responses(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
         return add_scores(batch, self.reward, self.tokenizer)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
@@ -154,14 +152,15 @@ class Validator:
                 f"{data.max_prompt_length}: raise it, or shorten the environment's text."
             )
         batch = DataProto.from_single_dict({"raw_prompt_ids": encoded})
-        batch.meta_info = self.meta_info(self.config.actor_rollout_ref.rollout.response_length, turn)
-        return list(reward_view(self.rollout.generate_sequences(batch), self.tokenizer).responses)
+        return list(reward_view(self.responses(batch, turn), self.tokenizer).responses)
 
-    def meta_info(self, max_tokens: int, number: int) -> dict[str, Any]:
-        """Sampling of validation; its draws do not depend on the step, so that steps are compared on equal terms."""
-        sampling = SamplingParams.of(self.config.actor_rollout_ref.rollout.val_kwargs, max_tokens)
+    def responses(self, prompts: DataProto, number: int) -> DataProto:
+        """Responses to the number-th batch; draws do not depend on the step, so that steps compare on equal terms."""
+        rollout = self.config.actor_rollout_ref.rollout
+        prompts.meta_info = {"validate": True}  # which rewards read
+        sampling = SamplingParams.from_config(rollout.val_kwargs, rollout.response_length)
         seed = derive_seed(self.config.trainer.seed, "validation", number)
-        return {"sampling": sampling, "seed": seed, "validate": True}
+        return self.rollout.generate_sequences(prompts, sampling, seed)
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Row]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from data.padding import repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from training.torch_functional import (
@@ -96,16 +97,6 @@ def micro_batch_rows(batch: DataProto, prompt_width: int, size: MicroBatchSize, 
             tokens.append(prompt + response)
     parts = micro_batch_indices(tokens, max_token_len=size.tokens)
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
-
-
-def repeats_prompt(batch: DataProto) -> Tensor:
-    """[B] bool: the rows whose prompt is that of the row before."""
-    width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
-    ids, mask = (batch.batch[name][:, :width] for name in ("input_ids", "attention_mask"))
-    prompts = torch.where(mask == 1, ids, -1)
-    repeats = torch.zeros(len(batch), dtype=torch.bool)
-    repeats[1:] = (prompts[1:] == prompts[:-1]).all(1)
-    return repeats
 
 
 class TokenScores(NamedTuple):

@@ -17,6 +17,7 @@ from data.seeding import derive_seed
 from data.tokenizer import load_tokenizer
 from training.checkpoint import rng_state, set_rng_state
 from training.preparation import seed_everything
+from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
@@ -68,12 +69,12 @@ class ModelWorker:
             return HFRollout(config, self.tokenizer, module)
         return load_rollout_class(config.name)(config, self.tokenizer, module)
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        with forked_rng(prompts.meta_info["seed"]), self.actor.engine.autocast():
-            return self.rollout.generate_sequences(prompts)
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
+        with forked_rng(seed), self.actor.engine.autocast():
+            return self.rollout.generate_sequences(prompts, sampling, seed, first_row)
 
     def update_weights(self, step: int) -> None:
-        self.rollout.update_weights(step)
+        self.rollout.load_weights(self.actor.engine.module.named_parameters(remove_duplicate=False), step)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         return self.actor.compute_log_prob(batch)

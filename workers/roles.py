@@ -13,10 +13,11 @@ from typing import Any
 
 from configs.checks import policy_loss_name
 from configs.schema import Config
+from data.padding import repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from training.core_algos import SILENT_AT_ZERO
-from workers.micro_batches import repeats_prompt
+from training.roles import SamplingParams
 from workers.model_worker import ModelWorker
 from workers.worker_group import WorkerGroup
 
@@ -25,18 +26,18 @@ from workers.worker_group import WorkerGroup
 class RolloutRole:
     group: WorkerGroup
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         shares = [share for share in prompts.chunk_uneven(self.group.size) if len(share)]
-        firsts = accumulate(map(len, shares), initial=0)
-        for share, first in zip(shares, firsts, strict=False):
-            share.meta_info = prompts.meta_info | {"first_row": first}
-        found = self.group.map(ModelWorker.generate_sequences, shares)
-        for share in found:
-            share.meta_info.pop("first_row", None)
-        return DataProto.concat(found)
+        first_rows = accumulate(map(len, shares), initial=0)
+        arguments = [(share, sampling, seed, first) for share, first in zip(shares, first_rows, strict=False)]
+        return DataProto.concat(self.group.map(generate_share, arguments))
 
     def update_weights(self, step: int) -> None:
         self.group.run(ModelWorker.update_weights, step)
+
+
+def generate_share(worker: ModelWorker, arguments: tuple[DataProto, SamplingParams, int, int]) -> DataProto:
+    return worker.generate_sequences(*arguments)
 
 
 @dataclass
