@@ -27,11 +27,10 @@ from configs.schema import Config
 from data.protocol import DataProto, object_array
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.roles import SamplingParams
 from workers.collectives import rank
 from workers.model_worker import ModelWorker
 from workers.remote_roles import remote_roles
-from workers.rollout import Completion, Rollout
+from workers.rollout import Completion, Request, Rollout
 from workers.worker_group import LocalWorkerGroup, RayWorkerGroup, Resources, start_command, uses_ray
 
 
@@ -134,8 +133,11 @@ class RecordedRollout(Rollout):
 
     responses: list[list[int]]
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        return [Completion(ids, [0.0] * len(ids), "length", self.weight_version) for ids in self.responses]
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return [
+            Completion(request.id, ids, [0.0] * len(ids), "length", self.weight_version)
+            for request, ids in zip(requests, self.responses, strict=True)
+        ]
 
 
 def config_of(workload: Workload, overrides: list[str]) -> Config:

@@ -12,20 +12,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.protocol import DataProto
 from data.seeding import torch_generator
+from training.roles import SamplingParams
 from workers.hf_rollout import HFRollout
 
 NOISE = 1.0  # standard deviation of what is added to each weight, in units of its matrix's own
 
 
 class PerturbedRollout(HFRollout):
-    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, module: PreTrainedModel) -> None:
-        super().__init__(config, tokenizer, module)
-        self.true = module
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.true = model
 
-    def generate_sequences(self, batch: DataProto) -> DataProto:
-        validates = batch.meta_info.get("validate", False)
-        self.module = self.true if validates else perturbed(self.true, batch.meta_info["seed"])
-        return super().generate_sequences(batch)
+    def generate_sequences(
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
+    ) -> DataProto:
+        validates = prompts.meta_info.get("validate", False)
+        self.module = self.true if validates else perturbed(self.true, seed)
+        return super().generate_sequences(prompts, sampling, seed, first_row)
 
 
 @torch.no_grad()

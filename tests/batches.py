@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from configs.schema import ActorConfig, CriticConfig
+from data.padding import Sample, collate
 from data.protocol import DataProto
 from training.mini_batches import Update, global_batch_info
 from workers.micro_batches import MicroBatchSize
-from workers.rollout import Completion, pad_rollout
 
 PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE = 8, 6, 0.8
 PROMPT_LENGTHS = (3, 8, 1, 5, 5, 2, 7, 4, 6)
@@ -29,8 +29,8 @@ def ragged_batch(seed: int = 0) -> DataProto:
     """
     generator = torch.Generator().manual_seed(seed)
     prompts = [random_ids(length, generator) for length in PROMPT_LENGTHS]
-    done = [Completion(random_ids(length, generator), [0.0] * length, "stop", 0) for length in RESPONSE_LENGTHS]
-    columns = pad_rollout(prompts, done, PROMPT_WIDTH + 1, RESPONSE_WIDTH + 1, pad_id=1)
+    responses = [random_ids(length, generator) for length in RESPONSE_LENGTHS]
+    columns = padded(prompts, responses, PROMPT_WIDTH + 1, RESPONSE_WIDTH + 1, pad_token_id=1).tensors
     real = columns["attention_mask"][:, PROMPT_WIDTH + 1 :]
     columns["response_mask"] = real.clone()
     columns["response_mask"][0, 2:4] = 0
@@ -46,6 +46,17 @@ def ragged_batch(seed: int = 0) -> DataProto:
         column = mean + spread * torch.randn(real.shape, generator=generator)
         columns[name] = torch.where(real.bool(), column, 1e3)
     return DataProto.from_dict(columns)
+
+
+def padded(
+    prompts: list[list[int]], responses: list[list[int]], prompt_width: int, response_width: int, pad_token_id: int
+) -> DataProto:
+    """The columns of a rollout of these responses; one without tokens has failed."""
+    samples = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        samples.append(Sample(prompt, end_reason="terminated" if response else "env_error"))
+        samples[-1].extend(response, log_probs=None, policy=True)
+    return collate(samples, prompt_width, response_width, pad_token_id)
 
 
 def update_of(batch: DataProto, config: ActorConfig | CriticConfig) -> Update:

@@ -16,7 +16,6 @@ from training.advantage import (
     correct_rollout,
     estimator_needs,
     kl_in_reward,
-    last_token,
     overlong_in_reward,
     overlong_penalty,
     takes,
@@ -151,10 +150,6 @@ def test_shipped_estimators_are_called_with_the_configs_numbers(name):
         "reinforce_plus_plus": lambda: estimate(SCORES, MASK, config=SimpleNamespace(gamma=0.9)),
     }[name]()
     assert torch.equal(found["advantages"], expected[0]) and torch.equal(found["returns"], expected[1])
-
-
-def test_dones_mark_the_last_token_of_the_policy():
-    assert last_token(MASK).nonzero().tolist() == [[0, 3], [1, 0]]
 
 
 def test_kl_in_the_reward_by_hand():

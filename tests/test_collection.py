@@ -17,16 +17,17 @@ from configs.schema import ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
+from tests.batches import padded
 from tests.runs import compose, learning_metrics, short_run
 from tests.test_resume import run_until, state_files
 from training.collection import Collector
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward, RewardManager
+from training.roles import SamplingParams
 from training.tracking import Tracking
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
-from workers.rollout import Completion, pad_rollout
 
 TOKENIZER = build_tokenizer()
 WIDTH = 3
@@ -37,18 +38,19 @@ class Parrot:
 
     def __init__(self) -> None:
         self.asked: list[DataProto] = []
+        self.sampled: list[bool] = []
+        self.seeds: list[int] = []
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         self.asked.append(copy.deepcopy(prompts))
-        greedy, seen, done = not prompts.meta_info["sampling"].do_sample, Counter(), []
+        self.sampled.append(sampling.do_sample)
+        self.seeds.append(seed)
+        seen, responses = Counter(), []
         for uid, answers, best in zip(prompts.uid, prompts.answers, prompts.greedy, strict=True):
-            answer = best if greedy else answers[seen[uid]]
+            responses.append(TOKENIZER.encode(answers[seen[uid]] if sampling.do_sample else best))
             seen[uid] += 1
-            ids = TOKENIZER.encode(answer)
-            done.append(Completion(ids, [0.0] * len(ids), "stop", 0))
-        columns = pad_rollout([*prompts.raw_prompt_ids], done, 1, WIDTH, TOKENIZER.pad_token_id)
-        ends = ["terminated" if one.token_ids else "env_error" for one in done]
-        return self.together(prompts, DataProto.from_single_dict({**columns, "end_reason": ends}))
+        rollouts = padded([*prompts.raw_prompt_ids], responses, 1, WIDTH, TOKENIZER.pad_token_id)
+        return self.together(prompts, rollouts)
 
     def together(self, prompts: DataProto, answers: DataProto) -> DataProto:
         return DataProto(answers.batch, {**prompts.non_tensor_batch, **answers.non_tensor_batch}, prompts.meta_info)
@@ -97,8 +99,8 @@ def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_promp
     batch, metrics = parts.collect(1, timing)
     assert batch.batch["reward_baselines"].tolist() == [7, 7, 7, 9, 9, 9]
     assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 2, 3, 4, 5, 6]
-    sampled, greedy = parts.rollout.asked
-    assert [sampling.do_sample for sampling in (sampled.meta_info["sampling"], greedy.meta_info["sampling"])] == [1, 0]
+    _, greedy = parts.rollout.asked
+    assert parts.rollout.sampled == [True, False]
     assert greedy.place.tolist() == [0, 1]  # once a prompt
     assert {"gen", "reward", "gen_max"} == timing.keys() and metrics == {}
 
@@ -288,8 +290,7 @@ def test_every_draw_has_uids_and_a_seed_of_its_own():
     for prompts in asked:
         assert set(Counter(prompts.uid).values()) == {2} and not uids & set(prompts.uid)
         uids |= set(prompts.uid)
-    seeds = [prompts.meta_info["seed"] for prompts in asked]
-    assert len(asked) == 6 and len(set(seeds)) == 6
+    assert len(asked) == 6 and len(set(parts.rollout.seeds)) == 6
     assert {prompts.meta_info["update_index"] for prompts in asked} == {0, 1}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from configs.schema import ModelConfig, OptimConfig
 from workers.engine import TrainEngine, compute_dtype, learning_rate_multiplier
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_drops_the_gradient_of_those_before_it(tiny_mo
 def test_a_checkpoint_restores_weights_optimiser_and_generator_bit_by_bit(tiny_model: Path, tmp_path: Path):
     engine, fresh = make_engine(tiny_model), make_engine(tiny_model)
     engine.update([loss_of(engine)], step=0)
-    engine.save(tmp_path, EVERYTHING, AutoTokenizer.from_pretrained(tiny_model))
+    engine.save(tmp_path, EVERYTHING)
     expected_draw = torch.rand(3)
     fresh.load(tmp_path)
     assert torch.equal(torch.rand(3), expected_draw)
@@ -124,25 +124,23 @@ def test_a_checkpoint_restores_weights_optimiser_and_generator_bit_by_bit(tiny_m
 
 
 def test_save_contents_choose_the_files(tiny_model: Path, tmp_path: Path):
-    make_engine(tiny_model).save(tmp_path, ["model"], AutoTokenizer.from_pretrained(tiny_model))
+    make_engine(tiny_model).save(tmp_path, ["model"])
     assert {path.name for path in tmp_path.iterdir()} == {"fsdp_config.json", "model_world_size_1_rank_0.pt"}
 
 
 def test_the_huggingface_folder_loads_with_from_pretrained(tiny_model: Path, tmp_path: Path):
     engine = make_engine(tiny_model)
     engine.update([loss_of(engine)], step=0)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    engine.save(tmp_path, ["hf_model"], tokenizer)
+    engine.save(tmp_path, ["hf_model"])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
     assert equal(loaded.state_dict(), engine.module.state_dict())
     torch.testing.assert_close(loaded(IDS).logits, engine.module(IDS).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "huggingface").encode("up") == tokenizer.encode("up")
 
 
 def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp_path: Path):
     module = load_value_model(ModelConfig(), str(tiny_model), seed=0)
     engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
-    engine.save(tmp_path, ["hf_model"], AutoTokenizer.from_pretrained(tiny_model))
+    engine.save(tmp_path, ["hf_model"])
     loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "huggingface")
     assert equal(loaded.state_dict(), module.state_dict())
     torch.testing.assert_close(loaded(IDS).logits, module(IDS).logits)

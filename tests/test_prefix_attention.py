@@ -27,6 +27,7 @@ from transformers import (
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
+from tests.batches import padded as padded_columns
 from tests.batches import random_ids, relative_distance, update_of
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -34,7 +35,6 @@ from workers.kernels import packed_attention
 from workers.kernels.packed_attention import is_packed
 from workers.kernels.ragged import Ragged, in_a_row
 from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
-from workers.rollout import Completion, pad_rollout
 from workers.scoring_model import scoring_model
 
 SHAPE = {
@@ -93,12 +93,13 @@ def log_probs(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
 def groups(prompt_lengths: list[int], response_lengths: list[list[int]], seed: int = 0) -> DataProto:
     """Rows of prompts in a row, each with the responses of these lengths; a row without a response has failed."""
     generator = torch.Generator().manual_seed(seed)
-    prompts, done = [], []
+    prompts, answers = [], []
     for length, responses in zip(prompt_lengths, response_lengths, strict=True):
         prompts += [random_ids(length, generator)] * len(responses)
-        done += [Completion(random_ids(size, generator), [0.0] * size, "stop", 0) for size in responses]
-    widths = max(map(len, prompts)) + 2, max(len(one.token_ids) for one in done) + 1
-    columns = pad_rollout(prompts, done, *widths, pad_id=0)
+        answers += [random_ids(size, generator) for size in responses]
+    columns = padded_columns(
+        prompts, answers, max(map(len, prompts)) + 2, max(map(len, answers)) + 1, pad_token_id=0
+    ).tensors
     real = columns["response_mask"].bool()
     for name, mean, spread in [("old_log_probs", -4.6, 0.3), ("ref_log_prob", -4.6, 0.3), ("advantages", 0.0, 1.0)]:
         columns[name] = torch.where(real, mean + spread * torch.randn(real.shape, generator=generator), 1e3)

@@ -14,15 +14,15 @@ import main
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
+from tests.batches import padded
 from tests.runs import compose, learning_metrics, short_run
 from training import ray_trainer
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward
-from training.roles import Roles
+from training.roles import Roles, SamplingParams
 from training.selection import draw_rows
-from workers.rollout import Completion, pad_rollout
 
 TOKENIZER = build_tokenizer()
 PROMPTS = TOKENIZER.convert_tokens_to_ids(["0", "1", "2", "3"])
@@ -49,15 +49,13 @@ class Bandit:
         arms = [ARMS.index(token) for token in batch.responses[:, 0]]
         return self.table.log_softmax(-1)[prompts, arms][:, None]
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         self.calls.append("generate")
         rows = [PROMPTS.index(ids[0]) for ids in prompts.raw_prompt_ids]
-        generator = torch.Generator().manual_seed(prompts.meta_info["seed"])
+        generator = torch.Generator().manual_seed(seed)
         arms = torch.multinomial(self.table.detach().softmax(-1)[rows], 1, generator=generator)[:, 0].tolist()
-        done = [Completion([ARMS[arm]], [0.0], "stop", 0) for arm in arms]
-        columns = pad_rollout([*prompts.raw_prompt_ids], done, 1, 1, TOKENIZER.pad_token_id)
-        ends = {"end_reason": ["terminated"] * len(rows)}
-        return prompts.union(DataProto.from_single_dict({**columns, **ends}))
+        responses = [[ARMS[arm]] for arm in arms]
+        return prompts.union(padded([*prompts.raw_prompt_ids], responses, 1, 1, TOKENIZER.pad_token_id))
 
     def reward(self, data: DataProto) -> list[float]:
         self.calls.append("reward")
@@ -330,8 +328,8 @@ MINI, CORRECTION = "actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.r
 class Drifting(Bandit):
     """Its engine thinks R four times less likely than it is, and is right about L."""
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        batch = super().generate_sequences(prompts)
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        batch = super().generate_sequences(prompts, sampling, seed)
         drift = torch.where(batch.responses == ARMS[1], math.log(4), 0.0)
         batch.batch["rollout_log_probs"] = self.log_probs(batch).detach() - drift
         return batch

@@ -230,8 +230,7 @@ def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tm
 
     def save_and_ask(self):
         prompts = self.collector.next_prompts(self.global_step, 0)
-        prompts.meta_info["sampling"] = greedy
-        batch = self.rollout.generate_sequences(prompts)
+        batch = self.rollout.generate_sequences(prompts, greedy, seed=0)
         answers.update(prompts=batch.raw_prompt, ids=batch.batch["responses"], mask=batch.batch["response_mask"])
         return save(self)
 

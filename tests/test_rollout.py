@@ -35,7 +35,7 @@ from workers.kernels.packed_attention import is_packed
 from workers.kernels.products import use_onednn
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Rollout, stop_token_ids
+from workers.rollout import Completion, Request, Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
 P, R = 9, 12
@@ -72,13 +72,13 @@ def make_rollout(
     return HFRollout(config, tokenizer, model)
 
 
-def batch_of(prompts: list[list[int]], params: SamplingParams, **columns: list) -> DataProto:
+def batch_of(prompts: list[list[int]], **columns: list) -> DataProto:
     objects = {"raw_prompt_ids": object_array(prompts), **{name: object_array(rows) for name, rows in columns.items()}}
-    return DataProto.from_dict(None, objects, {"sampling": params, "seed": 3, "temperature": params.temperature})
+    return DataProto.from_dict(None, objects)
 
 
 def generate(rollout: Rollout, prompts: list[list[int]], params: SamplingParams, seed: int = 0) -> list[Completion]:
-    return rollout.generate(prompts, params, [derive_seed(seed, row) for row in range(len(prompts))])
+    return rollout.generate([Request(i, ids, params, derive_seed(seed, i)) for i, ids in enumerate(prompts)])
 
 
 def ids(completions: list[Completion]) -> list[list[int]]:
@@ -189,16 +189,16 @@ def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float
 ):
     rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
-    batch = rollout.generate_sequences(batch_of(PROMPTS * 4, sampling(temperature=temperature)))
+    batch = rollout.generate_sequences(batch_of(PROMPTS * 4), sampling(temperature=temperature), seed=3)
     engine = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     size = MicroBatchSize(3, 0)
-    scored = DataParallelPPOActor(ActorConfig(), engine, size, size).compute_log_prob(batch)
+    actor = DataParallelPPOActor(ActorConfig(), engine, size, size)
+    scored = actor.compute_log_prob(batch, temperature, ["old_log_probs"])
     mask = batch.batch["response_mask"].bool()
     assert not mask.all()
     difference = (scored.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs()
     assert difference.max() < 1e-4
-    batch.meta_info["temperature"] = temperature + 0.05
-    moved = DataParallelPPOActor(ActorConfig(), engine, size, size).compute_log_prob(batch)
+    moved = actor.compute_log_prob(batch, temperature + 0.05, ["old_log_probs"])
     assert (moved.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs().max() > 1e-2
 
 
@@ -225,7 +225,7 @@ def test_any_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(
     stops = reachable_stops(model, tokenizer)
     same = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     same.eos_token = same.pad_token = same.convert_ids_to_tokens(stops[0])
-    batch = make_rollout(model, same, stops).generate_sequences(batch_of(PROMPTS * 20, sampling()))
+    batch = make_rollout(model, same, stops).generate_sequences(batch_of(PROMPTS * 20), sampling(), seed=3)
     ended_by = Counter()
     for row, length in enumerate(batch.batch["response_mask"].sum(1).tolist()):
         tokens = batch.batch["responses"][row].tolist()
@@ -241,7 +241,8 @@ def test_any_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
 def test_a_response_has_at_most_max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_tokens: int):
-    batch = make_rollout(model, tokenizer).generate_sequences(batch_of(PROMPTS, replace(GREEDY, max_tokens=max_tokens)))
+    params = replace(GREEDY, max_tokens=max_tokens)
+    batch = make_rollout(model, tokenizer).generate_sequences(batch_of(PROMPTS), params, seed=3)
     assert batch.batch["responses"].shape == (len(PROMPTS), R)
     assert batch.batch["response_mask"].tolist() == [[1] * max_tokens + [0] * (R - max_tokens)] * len(PROMPTS)
     assert set(batch.non_tensor_batch["end_reason"]) == {"max_tokens"}
@@ -297,8 +298,8 @@ def naive_rollout(
         tokens.append(token)
         log_probs.append(logits.log_softmax(-1)[token].item())
         if token in stops:
-            return Completion(tokens, log_probs, "stop", 0)
-    return Completion(tokens, log_probs, "length", 0)
+            return Completion(0, tokens, log_probs, "stop", 0)
+    return Completion(0, tokens, log_probs, "length", 0)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -409,17 +410,18 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int
 class ScriptedRollout(Rollout):
     """Answers with the first ids of 70, 71, 72, as many as the prompt has; stops unless that is three."""
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        return [
-            Completion([70, 71, 72][: len(p)], [-0.5, -0.25, -0.125][: len(p)], "stop" if len(p) < 3 else "length", 0)
-            for p in prompts
-        ]
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return [self.answer(request, len(request.prompt_ids)) for request in requests]
+
+    def answer(self, request: Request, count: int) -> Completion:
+        reason = "stop" if count < 3 else "length"
+        return Completion(request.id, [70, 71, 72][:count], [-0.5, -0.25, -0.125][:count], reason, 0)
 
 
 def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
     """Prompts left-padded to P = 4, responses right-padded to R = 3; pad id 0."""
     rollout = ScriptedRollout(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
-    batch = rollout.generate_sequences(batch_of([[9], [5, 0, 6]], GREEDY, uid=["a", "b"]))
+    batch = rollout.generate_sequences(batch_of([[9], [5, 0, 6]], uid=["a", "b"]), GREEDY, seed=3)
     wanted = {
         "prompts": [[0, 0, 0, 9], [0, 5, 0, 6]],
         "responses": [[70, 0, 0], [70, 71, 72]],
@@ -435,13 +437,12 @@ def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
     assert set(batch.batch.keys()) == {*wanted, "rollout_log_probs"}
     assert batch.non_tensor_batch["end_reason"].tolist() == ["terminated", "max_tokens"]
     assert batch.non_tensor_batch["uid"].tolist() == ["a", "b"]
-    assert batch.meta_info["seed"] == 3
 
 
 def test_a_prompt_wider_than_the_columns_is_refused(tokenizer: PreTrainedTokenizerBase):
     rollout = ScriptedRollout(RolloutConfig(prompt_length=2, response_length=3), tokenizer, None)
     with pytest.raises(AssertionError, match=r"3 tokens of prompt.*wider than 2, 3"):
-        rollout.generate_sequences(batch_of([[5, 6, 7]], GREEDY))
+        rollout.generate_sequences(batch_of([[5, 6, 7]]), GREEDY, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +469,7 @@ def test_completions_carry_the_version_of_the_weights(model: PreTrainedModel, to
     rollout = make_rollout(model, tokenizer)
     versions = []
     for step in (0, 4):
-        rollout.update_weights(step)
+        rollout.load_weights(model.named_parameters(), step)
         versions += [done.weight_version for done in generate(rollout, PROMPTS[:1], GREEDY)]
     assert versions == [0, 4]
 

@@ -13,11 +13,11 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from tests.batches import padded
 from tests.runs import compose
 from training.reward import load_reward_manager
 from training.roles import SamplingParams
 from training.validation import Validator, spread
-from workers.rollout import Completion, pad_rollout
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}
@@ -35,21 +35,18 @@ class Scripted:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.asked: list[str] = []
-        self.meta: list[dict[str, Any]] = []
+        self.calls: list[tuple[SamplingParams, int]] = []
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        self.meta.append(prompts.meta_info)
-        done = []
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        assert prompts.meta_info == {"validate": True}
+        self.calls.append((sampling, seed))
+        responses = []
         for ids in prompts.raw_prompt_ids:
             text = TOKENIZER.decode(ids, skip_special_tokens=True)
             answer = TOKENIZER.encode(self.answer(text, self.asked.count(text)))
             self.asked.append(text)
-            done.append(Completion([*answer, TOKENIZER.eos_token_id], [0.0] * (len(answer) + 1), "stop", 0))
-        columns = pad_rollout([*prompts.raw_prompt_ids], done, 64, 8, TOKENIZER.pad_token_id)
-        ends = {"end_reason": ["terminated"] * len(done)}
-        batch = prompts.union(DataProto.from_single_dict({**columns, **ends}))
-        batch.meta_info = dict(prompts.meta_info)
-        return batch
+            responses.append([*answer, TOKENIZER.eos_token_id])
+        return prompts.union(padded([*prompts.raw_prompt_ids], responses, 64, 8, TOKENIZER.pad_token_id))
 
 
 def on_rows(folder: Path, rollout: Scripted, *overrides: str) -> Validator:
@@ -121,8 +118,8 @@ def test_sampling_of_validation_is_its_own_and_does_not_depend_on_the_step(tmp_p
     )
     validator.run(step=1)
     validator.run(step=2)
-    assert {meta["sampling"] for meta in rollout.meta} == {SamplingParams(True, 0.6, -1, 0.9, 8)}
-    seeds = [meta["seed"] for meta in rollout.meta]
+    assert {sampling for sampling, _ in rollout.calls} == {SamplingParams(True, 0.6, -1, 0.9, 8)}
+    seeds = [seed for _, seed in rollout.calls]
     assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
 
 
@@ -130,7 +127,7 @@ def test_sampling_at_temperature_zero_is_greedy():
     config = compose(
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=0"
     )
-    assert not SamplingParams.of(config.actor_rollout_ref.rollout.val_kwargs, 4).do_sample
+    assert not SamplingParams.from_config(config.actor_rollout_ref.rollout.val_kwargs, 4).do_sample
 
 
 def optimal_answers() -> dict[str, str]:
@@ -161,7 +158,7 @@ def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
     assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
     assert {episode["end_reason"] for episode in dumped(tmp_path, 0)} == {"max_turns"}
     assert [len(episode["turns"]) for episode in dumped(tmp_path, 0)] == [12] * 6
-    assert len(rollout.meta) == 12, "one generation batch a turn, whatever the number of episodes"
+    assert len(rollout.calls) == 12, "one generation batch a turn, whatever the number of episodes"
 
 
 def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path):

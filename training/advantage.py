@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
+from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
     AdaptiveKLController,
@@ -167,8 +168,3 @@ def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         "non_tensor_batch": batch.non_tensor_batch,
         "config": config,
     }
-
-
-def last_token(mask: Tensor) -> Tensor:
-    """1.0 on each row's last policy token: where the episode is done. [B, R] float32."""
-    return ((mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()).float()

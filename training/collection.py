@@ -60,7 +60,7 @@ class Collector:
         For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = SamplingParams.of(rollout, rollout.response_length)
+        sampling = SamplingParams.from_config(rollout, rollout.response_length)
         seed = derive_seed(self.config.trainer.seed, "rollout", step, number)
         prompts = self.next_prompts(step, number)
         with timer("gen", timing):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import users_line
 from configs.schema import RewardConfig
 from data.import_utils import load_extern_object
+from data.padding import last_token
 from data.protocol import DataProto, object_array
 
 RewardManager = Callable[[DataProto], Any]
@@ -262,11 +263,7 @@ def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
                 f"[response, token] = {strays[0]}: multiply by data.response_mask, or score its last 1 of each row."
             )
         return scores
-    rows = mask.any(1).nonzero()[:, 0]
-    last = mask.shape[1] - 1 - mask[rows].flip(1).argmax(1)
-    placed = torch.zeros(mask.shape)
-    placed[rows, last] = scores[rows]
-    return placed
+    return torch.where(last_token(mask) == 1, scores[:, None], 0.0)
 
 
 def reward_name(manager: RewardManager) -> str:

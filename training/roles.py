@@ -24,7 +24,7 @@ class SamplingParams:
     max_tokens: int
 
     @classmethod
-    def of(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
+    def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
         sampled = config.do_sample and config.temperature > 0
         return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens)
 

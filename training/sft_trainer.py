@@ -20,6 +20,7 @@ from configs.checks import check_output_folder
 from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
 from configs.schema import SFTConfig
+from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed
@@ -33,7 +34,7 @@ from workers.engine import TrainEngine, compute_dtype
 from workers.kernels import start_process
 from workers.micro_batches import MicroBatch, MicroBatchSize, cut
 from workers.models import load_causal_lm, training_device
-from workers.rollout import Completion, pad_rollout, template_terminator
+from workers.rollout import template_terminator
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
 
@@ -155,11 +156,10 @@ class SFTTrainer:
     def pad(self, rows: dict) -> DataProto:
         """Rows of ids as the padded columns that the forward pass takes."""
         prompts, responses = list(rows["raw_prompt_ids"]), list(rows["response_ids"])
-        given = [Completion(ids, [0.0] * len(ids), "stop", 0) for ids in responses]
-        columns = pad_rollout(
-            prompts, given, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id
-        )
-        return DataProto.from_dict(columns)
+        samples = [Sample(list(ids)) for ids in prompts]
+        for sample, ids in zip(samples, responses, strict=True):
+            sample.extend(ids, log_probs=None, policy=True)
+        return collate(samples, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id)
 
     def write_state(self, folder: Path) -> None:
         self.engine.save(folder, ["hf_model"])

@@ -161,7 +161,7 @@ class Validator:
         The draws do not depend on the step, so that steps are compared on equal terms.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = SamplingParams.of(rollout.val_kwargs, rollout.response_length)
+        sampling = SamplingParams.from_config(rollout.val_kwargs, rollout.response_length)
         prompts.meta_info = {**prompts.meta_info, "validate": True}  # rewards may ask
         return self.rollout.generate_sequences(
             prompts, sampling, derive_seed(self.config.trainer.seed, "validation", number)

@@ -17,30 +17,33 @@ from configs.schema import RolloutConfig
 from training.roles import SamplingParams
 from workers.kernels import decoding
 from workers.kv_cache import RowCache
-from workers.rollout import Completion, Rollout
+from workers.rollout import Completion, Request, Rollout
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
 BLOCK = 128  # tokens of the vocabulary whose probabilities are summed before a block is chosen
 
 
 class HFRollout(Rollout):
-    """Samples from `module`, which is the actor's own."""
+    """Samples from `model`, which is the actor's own."""
 
-    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, module: PreTrainedModel) -> None:
-        super().__init__(config, tokenizer, module.generation_config)
-        self.module = module
-        kinds = {type(layer) for layer in DynamicCache(config=module.config).layers}
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.module = model
+        kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
         if unknown := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
             names = ", ".join(sorted(kind.__name__ for kind in unknown))
             raise ValueError(
-                f"{type(module).__name__} keeps more than keys and values from token to token ({names}), which "
+                f"{type(model).__name__} keeps more than keys and values from token to token ({names}), which "
                 "actor_rollout_ref.rollout.name=hf cannot do: use vllm or sglang"
             )
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        if not prompts:
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        if not requests:
             return []
+        prompts, seeds = [request.prompt_ids for request in requests], [request.seed for request in requests]
+        sampling = requests[0].sampling
+        assert all(request.sampling == sampling for request in requests), "one sampling a batch"
         self.module.eval()
         try:
             rows = min(len(prompts), self.config.max_num_seqs)
@@ -50,7 +53,11 @@ class HFRollout(Rollout):
                 batch.run(self.config.max_num_seqs)
         finally:
             self.module.train()
-        return batch.completions(self.weight_version)
+        completions = batch.completions()
+        return [
+            Completion(request.id, *done, self.weight_version)
+            for request, done in zip(requests, completions, strict=True)
+        ]
 
 
 class Batch:
@@ -90,10 +97,10 @@ class Batch:
             if len(self.alive):
                 self._step()
 
-    def completions(self, weight_version: int) -> list[Completion]:
+    def completions(self) -> list[tuple[list[int], list[float], str]]:
         columns = (self.tokens.tolist(), self.log_probs.tolist(), self.counts.tolist(), self.stopped.tolist())
         return [
-            Completion(tokens[:count], log_probs[:count], "stop" if stopped else "length", weight_version)
+            (tokens[:count], log_probs[:count], "stop" if stopped else "length")
             for tokens, log_probs, count, stopped in zip(*columns, strict=True)
         ]
 

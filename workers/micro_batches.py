@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from workers.collectives import gather
@@ -82,11 +83,11 @@ def cut(
     prompt once it counts once.
     """
     parts = micro_batch_rows(batch, size, model.shares_prompts)
-    prompt_width, mask = width_of_prompts(batch), batch.batch["attention_mask"]
+    split, mask = prompt_width(batch), batch.batch["attention_mask"]
     for rows in parts:
-        prompt = int(mask[rows, :prompt_width].sum(1).max())
-        width = max(1, int(mask[rows, prompt_width:].sum(1).max()))
-        span = slice(prompt_width - prompt, prompt_width + width)
+        prompt = int(mask[rows, :split].sum(1).max())
+        width = max(1, int(mask[rows, split:].sum(1).max()))
+        span = slice(split - prompt, split + width)
         taken = {name: batch.batch[name][rows, span].to(model.device) for name in WHOLE_SEQUENCE}
         taken |= {name: batch.batch[name][rows, :width].to(model.device) for name in ["responses", *columns]}
         yield MicroBatch(rows, taken, width)
@@ -104,8 +105,8 @@ def dummy(device: torch.device) -> MicroBatch:
 
 def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
     """The rows of each micro-batch."""
-    prompt_width, mask = width_of_prompts(batch), batch.batch["attention_mask"]
-    prompt_lengths, response_lengths = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
+    split, mask = prompt_width(batch), batch.batch["attention_mask"]
+    prompt_lengths, response_lengths = mask[:, :split].sum(1), mask[:, split:].sum(1)
     if size.sequences:
         return [torch.tensor(rows) for rows in micro_batch_indices([1] * len(mask), micro_batch_size=size.sequences)]
     is_next = repeats_prompt(batch).tolist()
@@ -119,17 +120,3 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
             tokens.append(prompt + response)
     parts = micro_batch_indices(tokens, max_token_len=size.tokens)
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
-
-
-def repeats_prompt(batch: DataProto) -> Tensor:
-    """[B] bool: the rows whose prompt is that of the row before."""
-    width = width_of_prompts(batch)
-    ids, mask = (batch.batch[name][:, :width] for name in ("input_ids", "attention_mask"))
-    prompts = torch.where(mask == 1, ids, -1)
-    repeats = torch.zeros(len(batch), dtype=torch.bool)
-    repeats[1:] = (prompts[1:] == prompts[:-1]).all(1)
-    return repeats
-
-
-def width_of_prompts(batch: DataProto) -> int:
-    return batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]

@@ -12,11 +12,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from training.mini_batches import Update
 from training.roles import Roles, SamplingParams
-from workers.micro_batches import repeats_prompt
 from workers.worker_group import WorkerGroup, distinct_groups
 
 
@@ -87,9 +87,8 @@ class RemoteCritic(RemoteTrained):
 
 def shares_of(batch: DataProto, count: int) -> list[DataProto]:
     """The tensors of `batch` in `count` shares of about equal work; a prompt that the row before has too is free."""
-    prompt_width = batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
     mask = batch.batch["attention_mask"].clone()
-    mask[repeats_prompt(batch), :prompt_width] = 0
+    mask[repeats_prompt(batch), : prompt_width(batch)] = 0
     workloads = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]
     tensors = batch.select(non_tensor_batch_keys=[], meta_info_keys=[])
     return [tensors[rows] for rows in neighbour_shares(workloads, count)]

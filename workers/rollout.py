@@ -1,105 +1,163 @@
 """The contract of every rollout engine: token ids in, token ids out.
 
-An engine implements `generate`; `generate_sequences`, which lays its completions out as the padded columns of a
-rollout, is written once on top of it. Sampled ids are never decoded and encoded again. A subclass of yours may replace
-either; `actor_rollout_ref.rollout.name=my_engine.py` names its file.
+Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
+finished. An engine implements `step`, or `generate` alone, which takes a batch of requests and returns when all have
+finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top.
+Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
+subclass of yours.
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from training.roles import SamplingParams
 
+END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`."""
+
+    id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One response: `log_probs` are of the sampled tokens, after temperature, top-k and top-p."""
+    """The response to the request `id`; `log_probs` are of the sampled tokens, after temperature, top-k and top-p."""
 
+    id: int
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str  # "stop" (the last id is a stop id) or "length"
+    finish_reason: str  # "stop" (the last id is a stop id), "length" or "aborted"
     weight_version: int
 
+    def __post_init__(self) -> None:
+        if self.finish_reason not in END_REASONS:
+            raise ValueError(
+                f"request {self.id} finished with finish_reason={self.finish_reason!r}, which is none of "
+                f"{', '.join(END_REASONS)}: the engine has to say which of them it was."
+            )
 
-class Rollout(ABC):
-    """Base of all engines.
+
+class Rollout:
+    """Base of all engines, which implement `step`, or `generate` alone.
 
     Args:
         config: rollout settings.
         tokenizer: for the pad id and the stop set.
-        generation_config: the model's, read for its stop ids only.
+        model: the actor's, for its stop ids, and for engines that sample from it; None: there is none.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.generate is Rollout.generate and cls.step is Rollout.step:
+            raise TypeError(
+                f"{cls.__name__} cannot generate: a subclass of workers.rollout.Rollout defines "
+                "generate(requests) -> list[Completion], in the order of the requests, or step() -> list[Completion], "
+                "which advances the requests that it takes from self.waiting and returns those that finished."
+            )
+
     def __init__(
-        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
+        self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None
     ) -> None:
         self.config = config
         self.pad_token_id = tokenizer.pad_token_id
-        self.stop_ids = stop_token_ids(tokenizer, generation_config)
+        self.stop_ids = stop_token_ids(tokenizer, model.generation_config if model else None)
         self.weight_version = 0
+        self.waiting: dict[int, Request] = {}  # by id, in the order in which they came
 
-    @abstractmethod
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        """One completion per prompt, in order. Equal prompts may be computed once; a row's draws depend on its seed."""
+    def add(self, request: Request) -> None:
+        """Queues `request`, which may join while others are running.
 
-    def load_weights(self, weights, version: int) -> None:
-        """The actor's weights changed: whatever was cached under the old ones must go."""
+        Raises:
+            ValueError: the engine cannot answer it.
+        """
+        assert request.id not in self.waiting, f"request {request.id} is waiting already"
+        self.waiting[request.id] = request
+
+    def step(self) -> list[Completion]:
+        """Advances all requests a little; those that finished, in any order."""
+        requests = list(self.waiting.values())
+        self.waiting.clear()
+        return self.generate(requests)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """Drops requests, waiting or running; nothing comes back of them, and unknown ids are ignored."""
+        for request_id in ids:
+            self.waiting.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
+        return bool(self.waiting)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion per request, in their order, while nothing else is in flight. Equal prompts may be computed
+        once."""
+        assert type(self).step is not Rollout.step, f"{type(self).__name__} defines generate, which this would call"
+        assert not self.has_unfinished_requests(), "other requests are in flight, whose completions would be lost"
+        done: dict[int, Completion] = {}
+        try:
+            for request in requests:
+                self.add(request)
+            while self.has_unfinished_requests():
+                done |= {completion.id: completion for completion in self.step()}
+        finally:
+            self.abort([request.id for request in requests])
+        missing = [request.id for request in requests if request.id not in done]
+        assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
+        return [done[request.id] for request in requests]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Samples from these weights from now on; whatever was cached under the old ones is dropped.
+
+        `weights` are (name, tensor) as the actor's checkpoint has them, made as they are asked for. An engine that
+        samples from the actor's own module needs none of them.
+        """
+        assert not self.has_unfinished_requests(), "the weights would change under requests in flight: abort them first"
         self.weight_version = version
 
+    def sleep(self) -> None:
+        """Gives memory back until `wake_up`, where the engine has any to give."""
+
+    def wake_up(self) -> None:
+        """Takes the memory again that `sleep` gave back."""
+
     def generate_sequences(
-        self, batch: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
     ) -> DataProto:
-        """`batch` (column raw_prompt_ids; meta_info sampling, seed) with the columns of a rollout.
+        """`prompts` (column raw_prompt_ids) with the columns of a rollout (data/padding.py: collate).
 
-        Prompts are left-padded to P = prompt_length, responses right-padded to R = response_length. `first_row` in
-        meta_info says which row of its whole the first one is, if other workers have rows of it as well.
+        P is prompt_length, R response_length. Row i draws by `seed` and by `first_row` + i, its place in the whole of
+        which these prompts may be one worker's share.
         """
-        prompts = [list(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]]
-        seeds = [derive_seed(seed, "row", first_row + place) for place in range(len(prompts))]
-        completions = self.generate(prompts, sampling, seeds)
-        columns = pad_rollout(
-            prompts, completions, self.config.prompt_length, self.config.response_length, self.pad_token_id
-        )
-        reasons = {"stop": "terminated", "length": "max_tokens"}
-        objects = {
-            **batch.non_tensor_batch,
-            "end_reason": np.array([reasons[done.finish_reason] for done in completions], dtype=object),
-        }
-        return DataProto.from_dict(columns, objects, dict(batch.meta_info))
+        requests = [
+            Request(row, list(ids), sampling, derive_seed(seed, "row", first_row + row))
+            for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
+        ]
+        completions = self.generate(requests)
+        samples = [answered(request, done) for request, done in zip(requests, completions, strict=True)]
+        rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
+        return rollouts.union(prompts)
 
 
-def pad_rollout(
-    prompts: list[list[int]], completions: list[Completion], prompt_width: int, response_width: int, pad_id: int
-) -> dict[str, torch.Tensor]:
-    """The padded columns of B prompts and completions: ids and masks int64, log-probs float32."""
-    rows = len(prompts)
-    input_ids = torch.full((rows, prompt_width + response_width), pad_id)
-    attention_mask = torch.zeros_like(input_ids)
-    log_probs = torch.zeros(rows, response_width)
-    for row, (prompt, done) in enumerate(zip(prompts, completions, strict=True)):
-        start, length = prompt_width - len(prompt), len(done.token_ids)
-        assert start >= 0 and length <= response_width, (
-            f"{len(prompt)} tokens of prompt, {length} of response: wider than {prompt_width}, {response_width}"
-        )
-        input_ids[row, start : prompt_width + length] = torch.tensor(prompt + done.token_ids)
-        attention_mask[row, start : prompt_width + length] = 1
-        log_probs[row, :length] = torch.tensor(done.log_probs)
-    return {
-        "prompts": input_ids[:, :prompt_width],
-        "responses": input_ids[:, prompt_width:],
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "response_mask": attention_mask[:, prompt_width:],
-        "rollout_log_probs": log_probs,
-    }
+def answered(request: Request, done: Completion) -> Sample:
+    """The row of a request and its completion; nothing is learnt from one that was aborted."""
+    assert done.id == request.id, f"the completion of request {done.id} stands where that of {request.id} belongs"
+    sample = Sample(request.prompt_ids, end_reason=END_REASONS[done.finish_reason])
+    sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
+    return sample
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:

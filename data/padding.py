@@ -1,0 +1,111 @@
+"""Training rows as lists of tokens, and the padded columns of a batch that are made of them.
+
+Prompts are padded on the left to one width, responses on the right to another. What is padding is known from lengths
+and masks, never from comparing ids with the pad id: it may be the stop id, which is sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.protocol import DataProto, object_array
+
+
+@dataclass
+class Sample:
+    """One training row: a prompt, and everything that came after it, from an answer or a whole episode.
+
+    The lists from `token_ids` to `rewards` have one entry a token of the response; `extend` alone makes them longer.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    policy_mask: list[int] = field(default_factory=list)  # 1: the policy's; 0: of an observation, a tool
+    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, as drawn; 0 for the others
+    weight_versions: list[int] = field(default_factory=list)  # of the weights that a token was sampled from
+    rewards: list[float] = field(default_factory=list)
+    end_reason: str | None = None
+    extras: dict[str, Any] = field(default_factory=dict)  # further columns of the row
+
+    def __post_init__(self) -> None:
+        lists = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards")
+        lengths = {name: len(vars(self)[name]) for name in lists}
+        assert len(set(lengths.values())) == 1, f"the lists of a sample have one entry a token each, not {lengths}"
+
+    def extend(
+        self, token_ids: Sequence[int], log_probs: Sequence[float] | None, policy: bool, weight_version: int = 0
+    ) -> None:
+        """Appends tokens, with rewards of 0; `log_probs` None: nobody sampled them."""
+        count = len(token_ids)
+        log_probs = [0.0] * count if log_probs is None else log_probs
+        assert len(log_probs) == count, f"{count} tokens with {len(log_probs)} log-probs: there is one a token"
+        self.token_ids += token_ids
+        self.policy_mask += [int(policy)] * count
+        self.log_probs += log_probs
+        self.weight_versions += [weight_version] * count
+        self.rewards += [0.0] * count
+
+
+def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
+    """B samples as the padded columns of a batch; P is `prompt_width`, R `response_width`.
+
+    int64: prompts [B, P], responses and response_mask [B, R], input_ids, attention_mask and position_ids [B, P+R];
+    float32: rollout_log_probs [B, R]; objects [B]: end_reason, and one column for each of the `extras`.
+    Asserts that every sample fits, and that all have the same extras.
+    """
+    for sample in samples:
+        assert len(sample.prompt_ids) <= prompt_width and len(sample.token_ids) <= response_width, (
+            f"{len(sample.prompt_ids)} tokens of prompt, {len(sample.token_ids)} of response: "
+            f"wider than {prompt_width}, {response_width}"
+        )
+    prompt_lengths = torch.tensor([len(sample.prompt_ids) for sample in samples], dtype=torch.long)[:, None]
+    lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.long)[:, None]
+    column = torch.arange(-prompt_width, response_width)  # 0: the first token of the response
+    is_real = (column >= -prompt_lengths) & (column < lengths)
+    attention_mask, of_response = is_real.long(), is_real[:, prompt_width:]
+    sequences = [[*sample.prompt_ids, *sample.token_ids] for sample in samples]
+    input_ids = filled(is_real, sequences, pad_token_id)
+    columns = {
+        "prompts": input_ids[:, :prompt_width],
+        "responses": input_ids[:, prompt_width:],
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": filled(of_response, [sample.policy_mask for sample in samples], 0),
+        "rollout_log_probs": filled(of_response, [sample.log_probs for sample in samples], 0.0),
+    }
+    names = samples[0].extras if samples else {}
+    assert all(sample.extras.keys() == names.keys() for sample in samples), "samples with different extras"
+    objects = {name: object_array([sample.extras[name] for sample in samples]) for name in names}
+    return DataProto.from_dict(
+        columns, {**objects, "end_reason": object_array([sample.end_reason for sample in samples])}
+    )
+
+
+def filled(places: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
+    """The numbers of `parts`, in order, at the True `places` [B, W], and `padding`, of their dtype, elsewhere."""
+    column = torch.full(places.shape, padding)
+    return column.masked_scatter_(places, torch.tensor([*chain.from_iterable(parts)], dtype=column.dtype))
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """1.0 on each row's last policy token: where the episode is done. [B, R] float32."""
+    return ((mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()).float()
+
+
+def repeats_prompt(batch: DataProto) -> Tensor:
+    """[B] bool: the rows whose prompt is that of the row before."""
+    ids, mask = (batch.batch[name][:, : prompt_width(batch)] for name in ("input_ids", "attention_mask"))
+    prompts = torch.where(mask == 1, ids, -1)
+    repeats = torch.zeros(len(batch), dtype=torch.bool)
+    repeats[1:] = (prompts[1:] == prompts[:-1]).all(1)
+    return repeats
+
+
+def prompt_width(batch: DataProto) -> int:
+    """P: the columns before the responses."""
+    return batch.batch["input_ids"].shape[1] - batch.batch["responses"].shape[1]
