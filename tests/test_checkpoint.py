@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.seeding import rng_state, set_rng_state
 from tests.runs import compose
 from training.checkpoint import (
     LATEST,
@@ -20,10 +21,8 @@ from training.checkpoint import (
     config_yaml,
     find_checkpoint,
     read_part,
-    rng_state,
     save_checkpoint,
     saved_steps,
-    set_rng_state,
 )
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "test.half_written"}
