@@ -61,7 +61,8 @@ def test_updates_are_those_without_kernels(tiny_model: Path):
         model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels=kernels))
         engine = TrainEngine(copy.deepcopy(model), config.optim, 10, torch.device("cpu"), torch.float32)
         actor = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"])
-        metrics.append([actor.update_policy(with_counts(ragged_batch(seed), config)) for seed in range(4)])
+        batches = [ragged_batch(seed) for seed in range(4)]
+        metrics.append([actor.update_policy(batch, update_of(batch, config)) for batch in batches])
         weights.append([parameter.detach() for parameter in engine.module.parameters()])
     for found, wanted in zip(*metrics, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
