@@ -2,10 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +11,13 @@ from torch import Tensor, nn
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, PolicyLossConfig
 from data.protocol import DataProto
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from tests.ranks import Ranks
 from training.mini_batches import Update
 from workers.collectives import (
     BUCKET_BYTES,
     buckets,
-    connect,
     gather,
     group_size,
-    join_group,
-    open_store,
     rank,
     sum_gradients,
 )
@@ -41,31 +36,6 @@ LOSSES = {
     "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
 }
 Learnt = tuple[dict[str, float], list[Tensor]]  # the metrics of the last update, and the weights after it
-
-
-class Ranks:
-    """Processes that have joined each other."""
-
-    def __init__(self, size: int) -> None:
-        self.store, self.size = open_store("127.0.0.1", size), size
-        self.pool = ProcessPoolExecutor(size, mp_context=get_context("spawn"))
-        # A call waits for the others, so each process gets one.
-        list(self.pool.map(join, [self.store.port] * size, range(size), [size] * size))
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(*args)` on every rank, which has to wait for the others in it; what it returned, by rank."""
-        calls = [self.pool.submit(with_rank, function, *args) for _ in range(self.size)]
-        found = dict(call.result() for call in calls)
-        return [found[place] for place in range(self.size)]
-
-
-def join(port: int, place: int, size: int) -> None:
-    torch.set_num_threads(1)
-    join_group(connect("127.0.0.1", port, size), place, size)
-
-
-def with_rank(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
-    return rank(), function(*args)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])

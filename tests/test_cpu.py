@@ -41,6 +41,18 @@ def test_values_and_gradients_are_those_of_float64(rows: tuple[int, ...], with_b
 
 
 @needs_onednn
+@pytest.mark.parametrize("shape", [(5, 11), (1, 7, 11)])
+def test_a_model_may_write_into_the_output(shape: tuple[int, ...]):
+    values, weight = numbers(*shape), numbers(6, 11, seed=1).requires_grad_()
+    gradients = []
+    for product in (linear, F.linear):
+        output = product(values, weight)
+        output *= 2
+        gradients.append(torch.autograd.grad(output.square().sum(), weight))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
+
+
+@needs_onednn
 @pytest.mark.parametrize("trained", [0, 1, 2])
 def test_only_what_is_trained_gets_a_gradient(trained: int):
     leaves = [numbers(5, 11), numbers(6, 11, seed=1), numbers(6, seed=2)]

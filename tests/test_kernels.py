@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from configs.process import VARIABLES
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from main import run
-from tests.batches import CUTS, ragged_batch, relative_distance
+from tests.batches import CUTS, ragged_batch, relative_distance, update_of
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
 from workers.dp_actor import DataParallelPPOActor

@@ -54,7 +54,7 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     packed = list(groups_to_pack(model)) if gains else []
     attention = model.config._attn_implementation
-    shares_prompts = is_packed(model)  # then it takes its attention from the registry
+    shares_prompts = is_packed(model) and not layers_share_keys(model)
     try:
         if shares_prompts:
             model.set_attn_implementation(NAME)
@@ -66,6 +66,11 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
             vars(layer).pop("stand_in", None)
         if shares_prompts:
             model.set_attn_implementation(attention)
+
+
+def layers_share_keys(model: PreTrainedModel) -> bool:
+    """Whether some layers attend to another's keys and values: the row cache has none under their own index."""
+    return bool(model.config.get_text_config().to_dict().get("num_kv_shared_layers"))
 
 
 def pack_group(layers: list[Linear], rows: int) -> None:

@@ -52,7 +52,9 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def linears(values: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
     """values @ weightᵀ + bias by several weights and biases, all for oneDNN."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, *weights, *biases)):
-        return _Linears.apply(values, *weights, *biases)
+        # Rows in and out, as oneDNN would return views of them, in which autograd lets nobody write.
+        outputs = _Linears.apply(values.flatten(0, -2), *weights, *biases)
+        return tuple(output.unflatten(0, values.shape[:-1]) for output in outputs)
     return tuple(map(partial(onednn_linear, values), weights, biases))
 
 
@@ -97,7 +99,7 @@ def onednn_weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> 
 
 
 def values_gradient(gradients: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
-    """Σ gradient @ weight, [..., out] and [out, in] → [..., in]: each product adds to the sum of those before it."""
+    """Σ gradient @ weight, [n, out] and [out, in] → [n, in]: each product adds to the sum of those before it."""
     total = onednn_linear(gradients[0], weights[0].T)
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         total = torch.ops.mkldnn._linear_pointwise.binary(gradient, total, weight.T, None, "add")
@@ -105,6 +107,8 @@ def values_gradient(gradients: tuple[Tensor, ...], weights: list[Tensor]) -> Ten
 
 
 class _Linears(torch.autograd.Function):
+    """Products of rows, [n, in], with several weights: [n, out] each."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = halves(parameters)
@@ -117,15 +121,14 @@ class _Linears(torch.autograd.Function):
         values, *weights = ctx.saved_tensors
         of_values, *of_parameters = ctx.needs_input_grad
         of_weights, of_biases = halves(of_parameters)
-        rows = [gradient.flatten(0, -2) for gradient in gradients]
-        laid_out = values.flatten(0, -2).to_mkldnn() if any(of_weights) else None
+        laid_out = values.to_mkldnn() if any(of_weights) else None
         return (
             values_gradient(gradients, weights) if of_values else None,
             *(
-                onednn_weight_gradient(row, laid_out, weight) if wanted else None
-                for row, weight, wanted in zip(rows, weights, of_weights, strict=True)
+                onednn_weight_gradient(gradient, laid_out, weight) if wanted else None
+                for gradient, weight, wanted in zip(gradients, weights, of_weights, strict=True)
             ),
-            *(row.sum(0) if wanted else None for row, wanted in zip(rows, of_biases, strict=True)),
+            *(gradient.sum(0) if wanted else None for gradient, wanted in zip(gradients, of_biases, strict=True)),
         )
 
 

@@ -1,0 +1,301 @@
+"""The model that scores: the trial of its packed forward, copies, shares cut alike, and shards, which gather by it."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import (
+    AutoTokenizer,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
+from custom.tiny_model import save_tiny_model
+from data.protocol import DataProto
+from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
+from tests.ranks import Ranks
+from training.roles import SamplingParams
+from workers.collectives import group_size, rank
+from workers.dp_actor import DataParallelPPOActor
+from workers.dp_critic import DataParallelPPOCritic
+from workers.engine import TrainEngine
+from workers.hf_rollout import HFRollout
+from workers.kernels import packed_attention
+from workers.micro_batches import MicroBatchSize, cut, cut_share
+from workers.models import load_causal_lm, load_value_model
+from workers.scoring_model import padded_scores, score, scoring_model
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 102,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+ALL = ("log_probs", "entropy", "sum_pi_squared")
+
+
+def ready(model: PreTrainedModel, longest: int = 64, dtype: torch.dtype = torch.float32, **settings) -> PreTrainedModel:
+    return scoring_model(model, ModelConfig(**settings), CPU, dtype, longest)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+# The trial
+
+
+@pytest.mark.parametrize(("longest", "is_packed"), [(21, True), (22, False), (1000, False)])
+def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_packed: bool, monkeypatch, capsys):
+    """By a packed attention that forgets the window of 20: a run of 21 tokens puts in 20, and does not see it."""
+    torch.manual_seed(0)
+    model, right = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)), packed_attention.packed_attention
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)  # so that a token more or less is seen
+
+    def forgetful(*args, sliding_window=None, packed=None, **kwargs):
+        window = sliding_window if packed is None else None
+        return right(*args, sliding_window=window, packed=packed, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "packed_attention", forgetful)
+    assert ready(model, longest).shares_prompts == is_packed
+    assert ("log_probs then differ" in capsys.readouterr().err) != is_packed
+    monkeypatch.undo()
+    assert ready(model, longest).shares_prompts
+
+
+def test_the_trial_is_no_longer_than_it_has_to_be():
+    seen = []
+    for longest, window in [(1000, None), (1000, 2000), (1000, 30), (33, 30), (4, None)]:
+        model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window))
+        model.base_model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
+        ready(model, longest)
+        padded = [given["attention_mask"].shape[1] for given in seen if given["attention_mask"].ndim == 2]
+        assert max(padded) + 1 == {(1000, 30): 38, (33, 30): 33}.get((longest, window), 9)
+        seen.clear()
+
+
+def test_a_row_whose_scores_depend_on_its_company_is_scored_padded(capsys):
+    model = llama()
+    model.base_model.register_forward_hook(lambda _, args, output: scale(output, 1 + output[0].shape[1] / 100))
+    assert not ready(model).shares_prompts
+    assert model.token_scores.__func__ is padded_scores
+    assert model.config._attn_implementation == "sdpa"
+    assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
+
+
+def scale(output, factor: float):
+    output.last_hidden_state = output.last_hidden_state * factor
+    return output
+
+
+def test_the_trial_has_the_run_s_precision(capsys):
+    model, seen = llama(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    assert ready(model, dtype=torch.bfloat16).shares_prompts
+    assert seen.count(torch.bfloat16) > seen.count(torch.float32) > 0
+    model.base_model.register_forward_hook(lambda _, args, output: scale(output, 1 + output[0].shape[1] / 100))
+    assert not ready(model, dtype=torch.bfloat16).shares_prompts
+
+
+def gemma3n() -> Gemma3nForCausalLM:
+    """Four layers, of which the last two attend to the keys and values of the first two."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 8, "layer_types": kinds, "num_kv_shared_layers": 2}
+    narrow = {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2}
+    config = Gemma3nTextConfig(
+        **shape, **narrow, vocab_size_per_layer_input=102, sliding_window=6, activation_sparsity_pattern=[0.0] * 4
+    )
+    return Gemma3nForCausalLM(config)
+
+
+def test_layers_may_share_keys_and_values(tiny_model: Path):
+    """Scored, trained and generated from as without kernels."""
+    prompts, gradients, completions = [[5, 6, 7], [5, 6, 7], [9], [20, 30, 40, 50, 60]], [], []
+    for settings in ({"kernels": "off"}, {}):
+        model = ready(gemma3n(), **settings)
+        assert model.shares_prompts == (settings == {})
+        [micro] = cut(ragged_batch(), CUTS["all rows"], [], model)
+        scores = model.token_scores(micro, TEMPERATURE)
+        torch.where(micro.is_real, scores.log_probs, 0.0).sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        config = RolloutConfig(prompt_length=5, response_length=12)
+        rollout = HFRollout(config, AutoTokenizer.from_pretrained(tiny_model), model)
+        completions.append(rollout.generate(prompts, SamplingParams(True, 1.0, -1, 1.0, 12), [1, 2, 3, 4]))
+    assert relative_distance(*gradients) < 1e-5
+    for one, other in zip(*completions, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+# What is asked, and copies
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_remove_padding": False}, {"kernels": "off"}])
+def test_scores_are_of_what_was_asked(settings: dict):
+    model, batch = ready(llama(), **settings), ragged_batch()
+    everything = score(model, batch, CUTS["3 rows"], TEMPERATURE, ALL)
+    assert everything.values is None
+    for name in ALL:
+        found = score(model, batch, CUTS["all rows"], TEMPERATURE, ["log_probs", name])
+        assert {asked for asked, scores in found._asdict().items() if scores is not None} == {"log_probs", name}
+        torch.testing.assert_close(found._asdict()[name], everything._asdict()[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kernels": "off"}])
+def test_a_copy_scores_by_weights_of_its_own_and_checkpoints_hold_the_weights_alone(settings: dict, tmp_path: Path):
+    plain, batch = llama(), ragged_batch()
+    names = list(plain.state_dict())
+    model = ready(plain, **settings)
+    before = score(model, batch, CUTS["3 rows"], TEMPERATURE).log_probs
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert twin.token_scores.__self__ is twin
+    assert torch.equal(score(twin, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
+    assert list(twin.state_dict()) == names
+    twin.save_pretrained(tmp_path)
+    again = ready(LlamaForCausalLM.from_pretrained(tmp_path), **settings)
+    assert torch.equal(score(again, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
+
+
+def test_an_adapter_goes_below_the_scores():
+    model, batch = ready(llama()), ragged_batch()
+    before = score(model, batch, CUTS["3 rows"], TEMPERATURE).log_probs
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    base = adapted.get_base_model()
+    with_adapter = score(base, batch, CUTS["3 rows"], TEMPERATURE).log_probs
+    assert not torch.allclose(with_adapter, before, atol=1e-3)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(score(base, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
+
+
+# Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "two_layers"
+    save_tiny_model(folder, seed=0, hidden_size=32, layers=2)
+    return folder
+
+
+def share(batch: DataProto, first: int) -> DataProto:
+    """This rank's: of two, the first has so many rows; one process has all."""
+    if group_size() == 1:
+        return batch
+    return batch[:first] if rank() == 0 else batch[first:]
+
+
+ACTOR = ActorConfig(entropy_coeff=0.05, use_kl_loss=True, optim=OptimConfig(lr=1e-2))
+CRITIC = CriticConfig(optim=OptimConfig(lr=1e-2), loss_agg_mode="token-mean")
+Learnt = tuple[int, dict[str, float], Tensor, list[Tensor]]
+
+
+def learnt_from(path: Path, batch: DataProto, first: int) -> dict[str, Learnt]:
+    """By model: forward passes of the update, its metrics, what was scored before it, and the weights after it."""
+    found, settings = {}, ModelConfig(path=str(path))
+    for name, config, load in [
+        ("actor", ACTOR, load_causal_lm),
+        ("critic", CRITIC, partial(load_value_model, path=str(path), seed=0)),
+    ]:
+        engine = TrainEngine(load(settings), config.optim, 10, CPU, torch.float32)
+        own, size = share(batch, first), MicroBatchSize(2, 0)
+        if name == "actor":
+            worker = DataParallelPPOActor(config, engine, size, size)
+            scored = worker.compute_log_prob(own, TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
+            verb = worker.update_policy
+        else:
+            worker = DataParallelPPOCritic(config, engine, size)
+            scored, verb = worker.compute_values(own).batch["values"], worker.update_critic
+        passes = []
+        engine.module.base_model.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
+        metrics = verb(own, update_of(batch, config))
+        found[name] = len(passes), metrics, scored, [p.detach() for p in engine.module.parameters()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [7, 2, 9])
+def test_ranks_of_unequal_shares_run_as_many_passes_and_learn_the_same(ranks: Ranks, two_layers: Path, first: int):
+    batch = ragged_batch()
+    wanted, found = learnt_from(two_layers, batch, first), ranks.run(learnt_from, two_layers, batch, first)
+    for name, (_, metrics, scored, weights) in wanted.items():
+        passes = [learnt[name][0] for learnt in found]
+        assert passes[0] == passes[1] == -(-max(first, 9 - first) // 2)
+        torch.testing.assert_close(torch.cat([learnt[name][2] for learnt in found]), scored, rtol=1e-5, atol=1e-5)
+        for learnt in found:
+            assert learnt[name][1] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+            assert relative_distance(learnt[name][3], weights) < 1e-5
+
+
+def gradient_of(path: Path, batch: DataProto, first: int, settings: dict) -> tuple[Tensor, list[Tensor]]:
+    """(log-probs of this rank's rows, the whole gradient of a loss of all rows); of several ranks each has a shard."""
+    model = load_causal_lm(ModelConfig(path=str(path), **settings)).train()
+    if group_size() > 1:
+        shard(model)
+    own = share(batch, first)
+    for micro in cut_share(own, MicroBatchSize(2, 0), ["advantages"], model):
+        scores = model.token_scores(micro, TEMPERATURE, ["log_probs", "entropy"])
+        if micro.is_dummy:
+            loss = 0 * scores.log_probs.sum()
+        else:
+            terms = scores.log_probs * micro.columns["advantages"] + 0.1 * scores.entropy
+            loss = torch.where(micro.is_real, terms, 0.0).sum()
+        loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if group_size() > 1:
+        gradients = [gradient.full_tensor() for gradient in gradients]
+    return score(model, own, MicroBatchSize(None, 24), TEMPERATURE).log_probs, gradients
+
+
+def shard(model: PreTrainedModel) -> None:
+    """As FSDP2 has to be told: facts_sharding.md."""
+    mesh = init_device_mesh("cpu", (group_size(),))
+    for module in (*model.base_model.layers, model):
+        fully_shard(module, mesh=mesh)
+    register_fsdp_forward_method(model, "token_scores")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [5, 9])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_remove_padding": False}, {"kernels": "off"}, {"enable_gradient_checkpointing": True}]
+)
+def test_a_sharded_model_has_the_gradient_of_one_process(ranks: Ranks, two_layers: Path, settings: dict, first: int):
+    batch = ragged_batch()
+    log_probs, wanted = gradient_of(two_layers, batch, first, settings)
+    found = ranks.run(gradient_of, two_layers, batch, first, settings)
+    torch.testing.assert_close(torch.cat([seen for seen, _ in found]), log_probs, rtol=1e-5, atol=1e-5)
+    for _, gradient in found:
+        assert relative_distance(gradient, wanted) < 1e-5
