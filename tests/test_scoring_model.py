@@ -36,6 +36,7 @@ from workers.hf_rollout import HFRollout
 from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share
 from workers.models import load_causal_lm, load_value_model
+from workers.rollout import Request
 from workers.scoring_model import padded_scores, score, scoring_model
 
 CPU = torch.device("cpu")
@@ -140,7 +141,8 @@ def test_layers_may_share_keys_and_values(tiny_model: Path):
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         config = RolloutConfig(prompt_length=5, response_length=12)
         rollout = HFRollout(config, AutoTokenizer.from_pretrained(tiny_model), model)
-        completions.append(rollout.generate(prompts, SamplingParams(True, 1.0, -1, 1.0, 12), [1, 2, 3, 4]))
+        sampling = SamplingParams(True, 1.0, -1, 1.0, 12)
+        completions.append(rollout.generate([Request(i, ids, sampling, seed=i) for i, ids in enumerate(prompts)]))
     assert relative_distance(*gradients) < 1e-5
     for one, other in zip(*completions, strict=True):
         assert one.token_ids == other.token_ids
