@@ -164,7 +164,7 @@ VIOLATIONS = [
     ("layers", {"workers/x.py": "import main"}),
     ("layers", {"custom/x.py": "from workers.engine import TrainEngine"}),
     ("quarantine", {"training/x.py": "def f():\n    from ray.util import placement_group"}),
-    ("quarantine", {"workers/hf_rollout.py": "import vllm"}),
+    ("quarantine", {"workers/hf/rollout.py": "import vllm"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "def f():\n    from data.a import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "from data import c", "data/c.py": "import data.a"}),
     ("custom", {"training/x.py": "from custom.env_wrapper import make_env"}),

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from workers import siblings
 from workers.cpu import Linear, is_for_onednn, onednn_linear, pack
-from workers.kv_cache import RowCache
+from workers.hf.cache import RowCache
 from workers.prefix_attention import is_packed
 
 NAME = "prefix_rows"
