@@ -1,4 +1,4 @@
-"""Tokens a second of hf_rollout: python -m benchmarks.rollout [--size S] [--prompts Q --samples G …] [--repeats K]
+"""Tokens a second of workers/hf: python -m benchmarks.rollout [--size S] [--prompts Q --samples G …] [--repeats K]
 
 Llamas with random weights of the sizes of benchmarks/vs_trl.py, which generate until the last token they may. Also
 prints where the time goes: prompts, weights laid out for the CPU's products, one-token steps, and sampling.
@@ -26,8 +26,11 @@ from benchmarks.workload import VOCABULARY
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from training.roles import SamplingParams
-from workers import hf_rollout
+from workers.hf import rollout as rollout_module
+from workers.hf.batch import RunningBatch
+from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
+from workers.rollout import Request
 from workers.scoring_model import scoring_model
 
 SMOLLM2 = {
@@ -44,16 +47,16 @@ def main() -> None:
     start_process(arguments.threads)
     tokenizer = numbers_tokenizer(VOCABULARY[arguments.size])
     config = RolloutConfig(prompt_length=arguments.prompt_tokens, response_length=arguments.response_tokens)
-    rollout = hf_rollout.HFRollout(config, tokenizer, random_llama(arguments.size, tokenizer, arguments.seed))
+    rollout = HFRollout(config, tokenizer, random_llama(arguments.size, tokenizer, arguments.seed))
     prompts, sampling = make_prompts(arguments), SamplingParams(True, 1.0, -1, 1.0, arguments.response_tokens)
     seconds = time_phases()
     totals = []
     for seed in range(arguments.repeats + 1):  # the first warms up
         if seed == 1:
             seconds.clear()
-        seeds = [derive_seed(seed, row) for row in range(len(prompts))]
+        requests = [Request(row, ids, sampling, derive_seed(seed, row)) for row, ids in enumerate(prompts)]
         start = perf_counter()
-        completions = rollout.generate(prompts, sampling, seeds)
+        completions = rollout.generate(requests)
         totals.append(perf_counter() - start)
     tokens = sum(len(done.token_ids) for done in completions)
     print(f"{tokens / median(totals[1:]):.0f} tokens/s: {tokens} in {median(totals[1:]):.2f} s")
@@ -95,13 +98,13 @@ def time_phases() -> dict[str, float]:
     """Seconds by phase, counted from now on. The functions are wrapped where they are looked up."""
     seconds: dict[str, float] = defaultdict(float)
     phases = {
-        "prompts": (hf_rollout.Batch, "_prefill"),
-        "steps": (hf_rollout.Batch, "_forward"),
-        "sampling": (hf_rollout.Batch, "_draw"),
+        "prompts": (RunningBatch, "_prefill"),
+        "steps": (RunningBatch, "_forward"),
+        "sampling": (RunningBatch, "_draw"),
     }
     for phase, (holder, name) in phases.items():
         setattr(holder, name, timed(getattr(holder, name), phase, seconds))
-    hf_rollout.decoding = timed_entry(hf_rollout.decoding, "weights", seconds)
+    rollout_module.decoding = timed_entry(rollout_module.decoding, "weights", seconds)
     return seconds
 
 

@@ -13,7 +13,7 @@ from configs.schema import RolloutConfig
 from data.protocol import DataProto
 from data.seeding import torch_generator
 from training.roles import SamplingParams
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 
 NOISE = 1.0  # standard deviation of what is added to each weight, in units of its matrix's own
 

@@ -26,7 +26,7 @@ from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward, RewardManager
 from training.roles import SamplingParams
 from training.tracking import Tracking
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
 
 TOKENIZER = build_tokenizer()

@@ -668,7 +668,7 @@ CURATED = {
         "config": frozenset({"ActorConfig", "AlgorithmConfig"}),
         "kl_ctrl": frozenset({"KLControlConfig"}),
     },
-    "hf_rollout.py": {"self.config": frozenset({"RolloutConfig"})},
+    "rollout.py": {"self.config": frozenset({"RolloutConfig"})},
 }
 
 

@@ -288,7 +288,7 @@ import signal
 
 import torch
 
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 
 calls = dict.fromkeys(("generation", "update", "write"), 0)
 

@@ -1,14 +1,18 @@
 """The rollout contract, and the sampling loop of our own against `generate` and against plain softmax arithmetic."""
 
 import copy
+import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,9 +33,10 @@ from tests.operations import Operations, needs_onednn
 from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.hf_rollout import HFRollout, sample
+from workers.hf import batch as rollout_batch
+from workers.hf.rollout import HFRollout
+from workers.hf.sampling import sample, sample_rows
 from workers.kernels.decode import PackedProduct, groups_to_pack
-from workers.kernels.packed_attention import is_packed
 from workers.kernels.products import use_onednn
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
@@ -328,16 +333,164 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
         model.eval()
 
 
-def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase):
-    """Not even when it fails: its attention, its weights and its mode are those of before."""
+def mixed_requests() -> list[Request]:
+    """24 rows of all prompts, each with one of several samplings and limits."""
+    samplings = [
+        sampling(),
+        sampling(max_tokens=3, temperature=0.7),
+        replace(GREEDY, max_tokens=7),
+        sampling(max_tokens=20, top_k=20),
+        sampling(max_tokens=1),
+        sampling(temperature=1.3, top_p=0.8),
+    ]
+    return [
+        Request(row, PROMPTS[row % len(PROMPTS)], samplings[row % len(samplings)], derive_seed(9, row))
+        for row in range(24)
+    ]
+
+
+def drain(rollout: Rollout) -> list[Completion]:
+    found = []
+    while rollout.has_unfinished_requests():
+        found += rollout.step()
+    return found
+
+
+def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
+    """Each row's tokens and end, in any order of rows, and log-probs to rounding."""
+    assert sorted(done.id for done in found) == sorted(wanted)
+    for done in found:
+        assert done.token_ids == wanted[done.id].token_ids
+        assert done.finish_reason == wanted[done.id].finish_reason
+        assert done.log_probs == pytest.approx(wanted[done.id].log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("places", [1024, 3])
+def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
+    tokenizer: PreTrainedTokenizerBase, forward: str, places: int
+):
+    """Every row alone; all at once; and some more every few steps, while others run."""
+    model = random_model("Llama, 2 query heads a key head", forward)
+    rollout = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=places)
+    rows = mixed_requests()
+    alone = {row.id: rollout.generate([row])[0] for row in rows}
+    assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
+    assert_same(rollout.generate(rows), alone)
+    rng = np.random.default_rng(places)
+    for _ in range(2):
+        waiting, found = [rows[place] for place in rng.permutation(len(rows))], []
+        while waiting:
+            for _ in range(rng.integers(1, 6)):
+                if waiting:
+                    rollout.add(waiting.pop())
+            for _ in range(rng.integers(0, 5)):
+                found += rollout.step()
+        assert_same(found + drain(rollout), alone)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreTrainedTokenizerBase, forward: str):
+    model = random_model("Llama, untied", forward)
+    rollout = make_rollout(model, tokenizer, max_num_seqs=8)
+    rows = mixed_requests()
+    alone = {done.id: done for done in rollout.generate(rows)}
+    for row in rows:
+        rollout.add(row)
+    found = rollout.step() + rollout.step()
+    assert 0 in rollout.running and 3 in rollout.running and 20 in rollout.waiting
+    rollout.abort([0, 20, 99])
+    assert 0 not in rollout.running and 20 not in rollout.waiting
+    rollout.add(replace(rows[0], id=30))  # in a place that is free again
+    found += drain(rollout)
+    wanted = {i: done for i, done in alone.items() if i not in (0, 20)}
+    assert_same(found, wanted | {30: replace(alone[0], id=30)})
+    for row in rows:
+        rollout.add(row)
+    rollout.step()
+    rollout.abort(range(24))
+    assert not rollout.has_unfinished_requests() and model.training and rollout.step() == []
+    assert_same(rollout.generate(rows), alone)
+
+
+def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
+    """However many have come and gone since the engine was idle."""
+    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
+    taken, columns, row = [], [], 0
+    for _ in range(60):
+        while len(rollout.waiting) < 4:
+            rollout.add(Request(row, PROMPTS[row % 5], sampling(max_tokens=2 + row % R), row))
+            row += 1
+        rollout.step()
+        taken.append(rollout.running.slots.tokens.shape)
+        columns.append(rollout.running.cache.columns)
+    assert row > 60 and max(size for size, _ in taken) <= 16 and max(width for _, width in taken) == 1 + R
+    assert max(columns) <= 1 + R and len(rollout.running.slots.ids) == len(rollout.running) <= 8
+    drain(rollout)
+    assert rollout.running is None
+
+
+def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
+    """Once nothing is left to do, or when it fails: its attention, its weights and its mode are those of before."""
     model = random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
+
+    def is_as_before() -> bool:
+        stand_ins = any("stand_in" in vars(layer) for layer in model.modules())
+        return model.training and model.config._attn_implementation == "prefix_packed" and not stand_ins
+
     generate(rollout, PROMPTS, GREEDY)
-    with pytest.raises(IndexError):
-        generate(rollout, [[5], [10**6], [5], [5]], GREEDY)
-    assert model.training
-    assert is_packed(model)
-    assert all("stand_in" not in vars(layer) for layer in model.modules())
+    assert is_as_before()
+    for row, ids in enumerate(PROMPTS):
+        rollout.add(Request(row, ids, GREEDY, row))
+    assert is_as_before()
+    rollout.step()
+    assert not model.training and not is_as_before()
+    drain(rollout)
+    assert is_as_before()
+    monkeypatch.setattr(rollout_batch, "sample_rows", fail_at_call(3))
+    with pytest.raises(RuntimeError, match="call 3"):
+        generate(rollout, PROMPTS, GREEDY)
+    assert is_as_before() and not rollout.has_unfinished_requests()
+    for row, ids in enumerate(PROMPTS):
+        rollout.add(Request(row, ids, GREEDY, row))
+    monkeypatch.setattr(rollout_batch, "sample_rows", fail_at_call(1))
+    with pytest.raises(RuntimeError, match="call 1"):
+        rollout.step()
+    assert is_as_before() and not rollout.has_unfinished_requests()
+
+
+def fail_at_call(number: int) -> Callable:
+    """`sample_rows` that raises at its number-th call."""
+    calls = itertools.count(1)
+
+    def failing(*args: Any) -> tuple[Tensor, Tensor]:
+        if next(calls) == number:
+            raise RuntimeError(f"call {number}")
+        return sample_rows(*args)
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 5, "request 7 has an empty prompt"),
+        ([5], 0, "request 7 asks for max_tokens=0"),
+        ([5, 300], 5, "request 7 has token ids from 5 to 300, but the model's are 0 to 299"),
+        ([5, -1], 5, "token ids from -1 to 5"),
+        ([5] * 60, 5, r"60 tokens of prompt and max_tokens=5 are more than the model's 64 positions: shorten"),
+    ],
+)
+def test_a_request_that_the_model_cannot_answer_is_refused(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], max_tokens: int, message: str
+):
+    rollout = make_rollout(random_model("GPT-2", "padded"), tokenizer)
+    with pytest.raises(ValueError, match=message):
+        rollout.add(Request(7, prompt, sampling(max_tokens), 0))
+    with pytest.raises(ValueError, match=message):  # with a good one before it, which must not linger
+        rollout.generate([Request(1, [5], GREEDY, 0), Request(7, prompt, sampling(max_tokens), 0)])
+    assert not rollout.has_unfinished_requests()
 
 
 @needs_onednn
@@ -393,6 +546,17 @@ def test_no_uniform_number_leads_to_a_token_of_probability_zero(width: int):
         assert log_probs.tolist() == [0] * len(chosen)
 
 
+def test_rows_with_several_samplings_draw_as_each_would_alone():
+    logits = 2 * torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    samplings = [sampling(temperature=0.7), GREEDY, sampling(top_k=5), sampling(top_p=0.5), sampling(temperature=9.0)]
+    kinds = torch.arange(40) % 4  # nobody has the last one
+    chosen, log_probs = sample_rows(logits, samplings, kinds, uniforms)
+    for row, kind in enumerate(kinds.tolist()):
+        token, log_prob = sample(logits[row : row + 1], samplings[kind], uniforms[row : row + 1])
+        assert chosen[row] == token and log_probs[row] == log_prob
+
+
 @pytest.mark.parametrize("width", [7, 128, 1000])
 def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int):
     """Evenly spaced numbers hit each token in proportion to its probability, to within one of them."""
@@ -405,44 +569,6 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int
     assert (hits - count * wanted.exp()).abs().max() < 1.1
     assert (chosen.diff() >= 0).all()
     assert (log_probs - wanted[chosen]).abs().max() < 1e-5
-
-
-class ScriptedRollout(Rollout):
-    """Answers with the first ids of 70, 71, 72, as many as the prompt has; stops unless that is three."""
-
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        return [self.answer(request, len(request.prompt_ids)) for request in requests]
-
-    def answer(self, request: Request, count: int) -> Completion:
-        reason = "stop" if count < 3 else "length"
-        return Completion(request.id, [70, 71, 72][:count], [-0.5, -0.25, -0.125][:count], reason, 0)
-
-
-def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
-    """Prompts left-padded to P = 4, responses right-padded to R = 3; pad id 0."""
-    rollout = ScriptedRollout(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
-    batch = rollout.generate_sequences(batch_of([[9], [5, 0, 6]], uid=["a", "b"]), GREEDY, seed=3)
-    wanted = {
-        "prompts": [[0, 0, 0, 9], [0, 5, 0, 6]],
-        "responses": [[70, 0, 0], [70, 71, 72]],
-        "input_ids": [[0, 0, 0, 9, 70, 0, 0], [0, 5, 0, 6, 70, 71, 72]],
-        "attention_mask": [[0, 0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]],
-        "position_ids": [[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 3, 4, 5]],
-        "response_mask": [[1, 0, 0], [1, 1, 1]],
-    }
-    assert {name: batch.batch[name].tolist() for name in wanted} == wanted
-    assert {batch.batch[name].dtype for name in wanted} == {torch.int64}
-    assert batch.batch["rollout_log_probs"].tolist() == [[-0.5, 0, 0], [-0.5, -0.25, -0.125]]
-    assert batch.batch["rollout_log_probs"].dtype == torch.float32
-    assert set(batch.batch.keys()) == {*wanted, "rollout_log_probs"}
-    assert batch.non_tensor_batch["end_reason"].tolist() == ["terminated", "max_tokens"]
-    assert batch.non_tensor_batch["uid"].tolist() == ["a", "b"]
-
-
-def test_a_prompt_wider_than_the_columns_is_refused(tokenizer: PreTrainedTokenizerBase):
-    rollout = ScriptedRollout(RolloutConfig(prompt_length=2, response_length=3), tokenizer, None)
-    with pytest.raises(AssertionError, match=r"3 tokens of prompt.*wider than 2, 3"):
-        rollout.generate_sequences(batch_of([[5, 6, 7]]), GREEDY, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -463,15 +589,6 @@ def test_the_stop_set_is_generation_config_and_tokenizer_and_template(
     own.chat_template = template
     config = GenerationConfig(eos_token_id=own.convert_tokens_to_ids(declared)) if declared else None
     assert stop_token_ids(own, config) == set(own.convert_tokens_to_ids(sorted(wanted)))
-
-
-def test_completions_carry_the_version_of_the_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    rollout = make_rollout(model, tokenizer)
-    versions = []
-    for step in (0, 4):
-        rollout.load_weights(model.named_parameters(), step)
-        versions += [done.weight_version for done in generate(rollout, PROMPTS[:1], GREEDY)]
-    assert versions == [0, 4]
 
 
 def test_nothing_but_stop_ids_is_inherited_from_generation_config(

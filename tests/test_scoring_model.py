@@ -32,7 +32,7 @@ from workers.collectives import group_size, rank
 from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share
 from workers.models import load_causal_lm, load_value_model

@@ -12,7 +12,7 @@ from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from workers import worker_group
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
@@ -29,7 +29,7 @@ from workers.worker_group import (
 MY_ROLLOUT = """
 import torch
 from workers import worker_group
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 
 class MyRollout(HFRollout):
     def generate_sequences(self, *args):
@@ -241,7 +241,7 @@ def test_a_rollout_of_the_users_is_used(tiny_model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["x = 1", "from workers.hf_rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
+    "text", ["x = 1", "from workers.hf.rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
 )
 def test_a_file_without_exactly_one_rollout_is_refused(tmp_path: Path, text: str):
     file = tmp_path / "my_rollout.py"

@@ -19,7 +19,7 @@ from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine, compute_dtype
-from workers.hf_rollout import HFRollout
+from workers.hf.rollout import HFRollout
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.rollout import Rollout

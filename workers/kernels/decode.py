@@ -33,7 +33,7 @@ class Prompt(Protocol):
 
 
 class Rows(Protocol):
-    """What attention asks of the cache of the rows that are generating (workers/kv_cache.py)."""
+    """What attention asks of the cache of the rows that are generating (workers/hf/cache.py)."""
 
     layers: Sequence[Prompt]
 

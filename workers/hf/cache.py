@@ -86,12 +86,11 @@ class RowCache(Cache):
     row's first own token; `end`: that of the next.
     """
 
-    def __init__(self, prefilled: DynamicCache, shares_prompts: bool, max_tokens: int) -> None:
-        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it;
-        `max_tokens`: how many own ones a row may get."""
+    def __init__(self, prefilled: DynamicCache, shares_prompts: bool) -> None:
+        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it."""
         super().__init__(layers=[RowLayer(self, layer.keys) for layer in prefilled.layers])
         self.shares_prompts = shares_prompts
-        self.max_tokens = max_tokens
+        self.max_tokens = 0  # that a row may get
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
         self.lengths, self.end = none, 0
@@ -100,9 +99,11 @@ class RowCache(Cache):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor) -> None:
-        """n more rows, which answer the prompts `source` [n] of `prefilled`; `lengths` are those of its prompts."""
+    def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+        """n more rows of at most `max_tokens` own ones, which answer the prompts `source` [n] of `prefilled`; `lengths`
+        are those of its prompts."""
         assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
+        self.max_tokens = max(self.max_tokens, max_tokens)
         answered, of_new = source.unique(return_inverse=True)
         self._drop_prompts(at_least=0)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):

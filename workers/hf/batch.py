@@ -1,0 +1,219 @@
+"""The rows that are generating: a prompt prefilled once for those that start together, then a token of each at a time.
+
+Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
+joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from training.roles import SamplingParams
+from workers.hf.cache import RowCache
+from workers.hf.sampling import sample_rows
+from workers.rollout import Completion, Request
+
+
+class Slots:
+    """What the running rows have drawn, and what they will draw by.
+
+    By slot: `tokens`, `log_probs` and `uniforms` [S, M]; `counts` of tokens so far, `max_tokens`, `kinds` (which of
+    `samplings`) and `stopped` (whether the last token is a stop id) [S]. S and M are as large as it took so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ids: dict[int, int] = {}  # of requests, by the slots in use
+        self.free: list[int] = []
+        self.samplings: dict[SamplingParams, int] = {}  # the distinct ones, numbered
+        self.tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
+        self.log_probs = torch.zeros(0, 0, device=device)
+        self.uniforms = torch.zeros(0, 0, dtype=torch.float64, device=device)
+        self.counts, self.max_tokens, self.kinds = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(3))
+        self.stopped = torch.zeros(0, dtype=torch.bool, device=device)
+
+    def take(self, requests: Sequence[Request]) -> Tensor:
+        """A slot for each request: [n]."""
+        limits = [request.sampling.max_tokens for request in requests]
+        self._reserve(len(requests), max(limits))
+        taken = [self.free.pop() for _ in requests]
+        self.ids |= {slot: request.id for slot, request in zip(taken, requests, strict=True)}
+        uniforms = np.zeros((len(requests), max(limits)))
+        for row, request in enumerate(requests):
+            uniforms[row, : limits[row]] = np.random.default_rng(request.seed).random(limits[row])
+        kinds = [self._kind(request.sampling) for request in requests]
+        device = self.tokens.device
+        slots = torch.tensor(taken, device=device)
+        self.uniforms[slots, : max(limits)] = torch.from_numpy(uniforms).to(device)
+        self.counts[slots] = 0
+        self.max_tokens[slots], self.kinds[slots] = torch.tensor([limits, kinds], device=device)
+        return slots
+
+    def give_back(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            del self.ids[slot]
+        self.free += slots
+
+    def _kind(self, sampling: SamplingParams) -> int:
+        return self.samplings.setdefault(replace(sampling, max_tokens=0), len(self.samplings))
+
+    def _reserve(self, rows: int, width: int) -> None:
+        """At least `rows` free slots, for `width` tokens each; what is too small doubles, so that it seldom is."""
+        size, old_width = self.tokens.shape
+        width = max(width, old_width)
+        new_size = size if rows <= len(self.free) else max(len(self.ids) + rows, 2 * size)
+        if (new_size, width) == (size, old_width):
+            return
+        for name in ("tokens", "log_probs", "uniforms"):
+            setattr(self, name, enlarged(vars(self)[name], new_size, width))
+        for name in ("counts", "max_tokens", "kinds", "stopped"):
+            setattr(self, name, enlarged(vars(self)[name], new_size))
+        self.free += range(size, new_size)
+
+
+def enlarged(memory: Tensor, *shape: int) -> Tensor:
+    """`memory` as the first part of a tensor of this shape, which is 0 elsewhere."""
+    larger = memory.new_zeros(shape)
+    larger[tuple(slice(length) for length in memory.shape)] = memory
+    return larger
+
+
+class RunningBatch:
+    """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the cache's order.
+
+    `shares_prompts`: whether the module's attention reads a prompt once for all its rows.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        stop_ids: Collection[int],
+        pad_token_id: int,
+        weight_version: int,
+        *,
+        shares_prompts: bool,
+    ) -> None:
+        self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
+        self.shares_prompts = shares_prompts
+        self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=module.device)
+        self.slots = Slots(module.device)
+        self.alive = torch.empty(0, dtype=torch.long, device=module.device)
+        self.cache: RowCache | None = None
+
+    def __len__(self) -> int:
+        return len(self.alive)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self.slots.ids.values()
+
+    def join(self, requests: Sequence[Request]) -> list[Completion]:
+        """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
+        prompts = [tuple(request.prompt_ids) for request in requests]
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        prefilled, logits = self._prefill(list(distinct))
+        source = torch.tensor([distinct[prompt] for prompt in prompts], device=logits.device)
+        lengths = torch.tensor([len(prompt) for prompt in distinct], device=logits.device)
+        slots = self.slots.take(requests)
+        ends = self._draw(slots, logits[source])
+        if not ends.all():
+            if self.cache is None:
+                self.cache = RowCache(prefilled, self.shares_prompts)
+            longest = max(request.sampling.max_tokens for request in requests)
+            self.cache.join(prefilled, lengths, source[~ends], longest)
+            self.alive = torch.cat([self.alive, slots[~ends]])
+        return self._completions(slots[ends])
+
+    def step(self) -> list[Completion]:
+        """Draws one more token of each row that is alive; those that end by it leave."""
+        gone = self._draw(self.alive, self._forward()).nonzero()[:, 0]
+        return self._completions(self._leave(gone)) if len(gone) else []
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends the rows of these requests; those that have none here are ignored."""
+        dropped = [slot for slot, request_id in self.slots.ids.items() if request_id in ids]
+        if dropped:
+            self._leave(torch.isin(self.alive, self.alive.new_tensor(dropped)).nonzero()[:, 0])
+            self.slots.give_back(dropped)
+
+    def _leave(self, gone: Tensor) -> Tensor:
+        """The rows at the places `gone` [n], ascending, leave the cache; their slots."""
+        slots = self.alive[gone]
+        self.alive = self.alive[self.cache.leave(gone)]
+        return slots
+
+    def _completions(self, slots: Tensor) -> list[Completion]:
+        """What was drawn in `slots`, which are free from now on."""
+        drawn = self.slots
+        columns = [values[slots].tolist() for values in (drawn.tokens, drawn.log_probs, drawn.counts, drawn.stopped)]
+        ended = slots.tolist()
+        completions = [
+            Completion(
+                drawn.ids[slot],
+                tokens[:count],
+                log_probs[:count],
+                "stop" if stopped else "length",
+                self.weight_version,
+            )
+            for slot, tokens, log_probs, count, stopped in zip(ended, *columns, strict=True)
+        ]
+        drawn.give_back(ended)
+        return completions
+
+    def _draw(self, slots: Tensor, logits: Tensor) -> Tensor:
+        """Records the next token of each of `slots` [b]; which of them end by it, [b] bool."""
+        drawn, counts = self.slots, self.slots.counts[slots]
+        uniforms = drawn.uniforms[slots, counts]
+        sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
+        drawn.tokens[slots, counts] = sampled
+        drawn.log_probs[slots, counts] = log_probs
+        drawn.counts[slots] = counts + 1
+        stopped = torch.isin(sampled, self.stops)
+        drawn.stopped[slots] = stopped
+        return stopped | (counts + 1 == drawn.max_tokens[slots])
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
+        """Keys and values of d prompts, padded on the left, and the logits after them [d, V]."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
+        ids, mask, positions = (column.to(self.module.device) for column in (ids, mask, positions))
+        return cache, last_logits(self.module, ids, positions, mask, cache)
+
+    def _forward(self) -> Tensor:
+        """Logits after the last token of each row that is alive: [b, V]."""
+        positions = self.cache.step()
+        last = self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
+        if self.shares_prompts:
+            no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
+            logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
+        else:
+            mask = self.cache.mask(window=None)
+            logits = last_logits(self.module, last, positions, None if mask is None else mask.long(), self.cache)
+        self.cache.end += 1
+        return logits
+
+
+def last_logits(
+    module: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    cache: DynamicCache | RowCache,
+    **for_attention: RowCache,
+) -> Tensor:
+    """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; None if nothing is padding."""
+    output = module(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **for_attention,
+    )
+    return output.logits[:, -1].float()
