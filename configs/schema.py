@@ -87,7 +87,7 @@ class ModelConfig(Frozen):
     )
     kernels: str = setting(
         "auto",
-        "auto: whatever workers/kernels/ has to make this machine faster; off: PyTorch's and transformers' own alone.",
+        "What makes it faster than as PyTorch and transformers have it (workers/kernels/); off: nothing of it.",
         choices=("auto", "off"),
     )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")

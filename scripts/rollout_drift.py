@@ -53,10 +53,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, noise, sampling")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+    warm_start(arguments.seed)
     with refusals():
         configs = {name: run_config(name, arguments.seed, arguments.overrides) for name in RUNS}
     start_command(configs["exact rollouts"])
-    warm_start(arguments.seed)
     for name, config in configs.items():
         print(name)
         rl.run(config)
