@@ -66,7 +66,7 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
     lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.long)[:, None]
     column = torch.arange(-prompt_width, response_width)  # 0: the first token of the response
     is_real = (column >= -prompt_lengths) & (column < lengths)
-    attention_mask, of_response = is_real.long(), is_real[:, prompt_width:]
+    attention_mask, response_places = is_real.long(), is_real[:, prompt_width:]
     sequences = [[*sample.prompt_ids, *sample.token_ids] for sample in samples]
     input_ids = filled(is_real, sequences, pad_token_id)
     columns = {
@@ -75,8 +75,8 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "response_mask": filled(of_response, [sample.policy_mask for sample in samples], 0),
-        "rollout_log_probs": filled(of_response, [sample.log_probs for sample in samples], 0.0),
+        "response_mask": filled(response_places, [sample.policy_mask for sample in samples], 0),
+        "rollout_log_probs": filled(response_places, [sample.log_probs for sample in samples], 0.0),
     }
     names = samples[0].extras if samples else {}
     assert all(sample.extras.keys() == names.keys() for sample in samples), "samples with different extras"

@@ -21,7 +21,7 @@ from training.core_algos import get_policy_loss
 
 @dataclass(frozen=True)
 class Update:
-    """What one step of the optimiser is told beside its rows."""
+    """The facts that one step of the optimiser is told beside its rows."""
 
     step: int  # of the learning-rate schedule, from 0
     seed: int  # for losses that draw
@@ -30,7 +30,7 @@ class Update:
 
 
 def log_prob_columns(config: Config, step: int) -> list[str]:
-    """What the log-prob pass before the updates of a step (from 1) is asked for; [] where there is no such pass.
+    """The columns that are asked of the log-prob pass before the updates of a step (from 1); []: there is no such pass.
 
     Old log-probs are needed by every update but a batch's first, whose ratio is 1, and by whatever reads them before
     the updates: the KL in the reward, rollout correction, an estimator that names them or another column of the pass.

@@ -28,7 +28,7 @@ class MicroBatchSize:
 
 
 class TokenScores(NamedTuple):
-    """What a model says of each response token, [b, r] float32 each; None where it was not asked for."""
+    """A model's scores of each response token, [b, r] float32 each; None where they were not asked for."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None  # of the distribution that the token came from
@@ -51,7 +51,7 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it is of no row, and only there so that all ranks run as many forward passes."""
+        """Whether it holds no row, and is only there so that all ranks run as many forward passes."""
         return len(self.rows) == 0
 
     def spread(self, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from workers.worker_group import WorkerGroup, distinct_groups
 
 
 def remote_roles(pools: Mapping[str, WorkerGroup]) -> Roles:
-    """What the loop speaks to: a role for each of `pools`, which names the group that plays it."""
+    """The roles that the loop speaks to, one for each of `pools`, which names the group that plays it."""
     return Roles(
         rollout=RemoteRollout(pools["rollout"], "rollout"),
         actor=RemoteActor(pools["actor"], "actor"),
@@ -39,11 +39,11 @@ class RemoteRole:
     name: str
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What every worker answers to the same call, by rank."""
+        """The answers of all workers to the same call, by rank."""
         return self.group.submit(self.name, method, [arguments] * self.group.size).result()
 
     def share_out(self, method: str, batch: DataProto, *arguments: Any) -> list[Any]:
-        """What every worker answers when it is given its rows of `batch`, by rank."""
+        """The answers of all workers to a call with their rows of `batch`, by rank."""
         shares = [(share, *arguments) for share in shares_of(batch, self.group.size)]
         return self.group.submit(self.name, method, shares).result()
 

@@ -47,7 +47,7 @@ class Resources:
         return cls(trainer.nnodes * workers_a_node, threads, min(gpus, 1))
 
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for one worker."""
+        """The resources that Ray reserves for one worker."""
         return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
@@ -141,7 +141,7 @@ class RayPending:
     calls: list[ray.ObjectRef]
 
     def result(self) -> list[Any]:
-        """What the workers return, by rank. The first failure ends the wait: others may wait for the rank that failed.
+        """The workers' answers, by rank. The first failure ends the wait: others may wait for the rank that failed.
 
         Raises:
             WorkerError: a worker failed or died.

@@ -19,7 +19,7 @@ from workers.rollout import Completion, Request
 
 
 class Slots:
-    """What the running rows have drawn, and what they will draw by.
+    """The tokens that the running rows have drawn, and the numbers by which they will draw.
 
     By slot: `tokens`, `log_probs` and `uniforms` [S, M]; `counts` of tokens so far, `max_tokens`, `kinds` (which of
     `samplings`) and `stopped` (whether the last token is a stop id) [S]. S and M are as large as it took so far.
@@ -145,7 +145,7 @@ class RunningBatch:
         return slots
 
     def _completions(self, slots: Tensor) -> list[Completion]:
-        """What was drawn in `slots`, which are free from now on."""
+        """The responses in `slots`, which are free from now on."""
         drawn = self.slots
         columns = [values[slots].tolist() for values in (drawn.tokens, drawn.log_probs, drawn.counts, drawn.stopped)]
         ended = slots.tolist()

@@ -104,11 +104,11 @@ class RowCache(Cache):
         are those of its prompts."""
         assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
         self.max_tokens = max(self.max_tokens, max_tokens)
-        answered, of_new = source.unique(return_inverse=True)
+        answered, new_places = source.unique(return_inverse=True)
         self._drop_prompts(at_least=0)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
             layer.add_prompts(prompts.keys[answered], prompts.values[answered])
-        prompt_of_row = torch.cat([self.prompt_of_row, len(self.lengths) + of_new])
+        prompt_of_row = torch.cat([self.prompt_of_row, len(self.lengths) + new_places])
         self.lengths = torch.cat([self.lengths, lengths[answered]])
         if len(prompt_of_row) > self.places:
             self._resize(len(prompt_of_row))
@@ -138,7 +138,7 @@ class RowCache(Cache):
         return (self.lengths[self.prompt_of_row] + self.end - self.starts)[:, None]
 
     def mask(self, window: int | None) -> Tensor | None:
-        """What the next tokens attend to, of their prompts' columns and then their own, [b, P + width + 1] bool; None:
+        """The keys that the next tokens attend to, of their prompts' columns and then their own, [b, P + width + 1] bool; None:
         everything. `window`: how far back they see, themselves included, if that is limited."""
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -149,11 +149,11 @@ class RowCache(Cache):
         window = window if window and window < columns else None
         if not self._is_ragged and not window:
             return None
-        of_prompt = torch.arange(self.prompt_width, device=self.starts.device) - self.prompt_width
+        prompt_columns = torch.arange(self.prompt_width, device=self.starts.device) - self.prompt_width
         own = torch.arange(self.first, self.end + 1, device=self.starts.device)
         lengths, starts = self.lengths[self.prompt_of_row, None], self.starts[:, None]
-        positions = torch.cat([lengths + of_prompt, lengths + own - starts], dim=1)
-        attended = torch.cat([lengths + of_prompt >= 0, own >= starts], dim=1)
+        positions = torch.cat([lengths + prompt_columns, lengths + own - starts], dim=1)
+        attended = torch.cat([lengths + prompt_columns >= 0, own >= starts], dim=1)
         return attended & (lengths + self.end - starts - positions < window) if window else attended
 
     def by_prompt(self, rows: Tensor) -> Tensor:

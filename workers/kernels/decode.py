@@ -33,7 +33,7 @@ class Prompt(Protocol):
 
 
 class Rows(Protocol):
-    """What attention asks of the cache of the rows that are generating (workers/hf/cache.py)."""
+    """The cache of the rows that are generating (workers/hf/cache.py), as attention needs it."""
 
     layers: Sequence[Prompt]
 
@@ -97,7 +97,7 @@ class PackedProduct:
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, place: int, values: Tensor) -> Tensor:
-        """What the layer at `place` makes of `values`."""
+        """The output of the layer at `place` for `values`."""
         tensor, version = self.read
         # Whatever the names say, layers share a product only where they share its input.
         if values is not tensor or values._version != version:
@@ -146,8 +146,10 @@ def decode_attention(
     mask = rows.mask(sliding_window)
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
-    of_prompt, of_own = scores.softmax(-1).to(value.dtype).split([layer.prompt_keys.shape[2], key.shape[2]], dim=-1)
-    output = rows.by_row(rows.by_prompt(of_prompt) @ layer.prompt_values) + of_own @ value
+    to_prompt_tokens, to_own_tokens = (
+        scores.softmax(-1).to(value.dtype).split([layer.prompt_keys.shape[2], key.shape[2]], dim=-1)
+    )
+    output = rows.by_row(rows.by_prompt(to_prompt_tokens) @ layer.prompt_values) + to_own_tokens @ value
     return output.reshape(b, 1, heads, d), None
 
 

@@ -83,7 +83,7 @@ def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normalized(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What `rms_norm` computes, and the 1 / √… of each token, [..., 1]."""
+    """The output of `rms_norm`, and the 1 / √… of each token, [..., 1]."""
     length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
     factor = length.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
     return (values * factor).mul_(weight), factor
@@ -100,11 +100,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         values, weight, factor = ctx.saved_tensors
-        of_values, of_weight, _ = ctx.needs_input_grad
+        wants_values, wants_weight, _ = ctx.needs_input_grad
         mean = torch.zeros_like(factor)
         d_values, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            gradient, values, weight.shape, mean, factor, weight, None, [of_values, of_weight, False]
+            gradient, values, weight.shape, mean, factor, weight, None, [wants_values, wants_weight, False]
         )
-        if of_values:  # LayerNorm has subtracted factor · mean(weight · gradient)
+        if wants_values:  # LayerNorm has subtracted factor · mean(weight · gradient)
             d_values += (gradient @ weight).div_(len(weight)).unsqueeze(-1) * factor
         return d_values, d_weight, None

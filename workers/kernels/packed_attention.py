@@ -57,8 +57,8 @@ class Packed:
         is_forwarded = torch.arange(response_width, device=device) < torch.tensor(forwarded, device=device)[:, None]
 
         def pack(column: Tensor) -> Tensor:
-            of_prompts = column[first_rows, :split][mask[first_rows, :split]]
-            return torch.cat([of_prompts, column[:, split:][is_forwarded]])
+            prompt_tokens = column[first_rows, :split][mask[first_rows, :split]]
+            return torch.cat([prompt_tokens, column[:, split:][is_forwarded]])
 
         packed_prompts = Ragged([len(prompt) for prompt in distinct], device)
         prompt_ends = list(accumulate(len(prompt) for prompt in distinct))
@@ -81,9 +81,9 @@ class Packed:
         """[b], for each row of the padded responses, that of the padded prompts."""
         return self.prompts.ranks[self.prompt_of_row[self.responses.order]]
 
-    def for_rows(self, of_prompts: Tensor) -> Tensor:
+    def for_rows(self, values: Tensor) -> Tensor:
         """[d, …] → [b, …], each row's prompt's, both padded."""
-        rows = of_prompts.index_select(0, self.answered)
+        rows = values.index_select(0, self.answered)
         if rows.requires_grad:
             rows.register_hook(Tensor.contiguous)  # they are added row by row, much faster so
         return rows
@@ -97,7 +97,7 @@ class Packed:
 
     @cached_property
     def masked(self) -> dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]]:
-        """What `masked_blocks` has made."""
+        """The results of `masked_blocks`, which all layers share."""
         return {}
 
     def masked_blocks(self, window: int | None, dtype: torch.dtype) -> list[list[MaskedBlock]]:
@@ -121,7 +121,7 @@ class Packed:
 
     @cached_property
     def block_masks(self) -> dict[int | None, BlockMask]:
-        """By the width of a sliding window: what each of the T tokens may attend to."""
+        """The results of `block_mask`, which all layers share, by the width of a sliding window."""
         return {}
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -171,17 +171,17 @@ def packed_attention(
         return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
     prompts, responses = packed.prompts, packed.responses
     window = sliding_window if sliding_window and sliding_window < prompts.shape[1] + responses.shape[1] else None
-    of_prompts, of_responses = packed.masked_blocks(window, query.dtype)
+    prompt_blocks, response_blocks = packed.masked_blocks(window, query.dtype)
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [tensor.squeeze(0).split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
     q, k, v = (prompts.pad(prompt) for prompt, _ in parts)
-    outputs = [attend(q, k, v, of_prompts, options)]
+    outputs = [attend(q, k, v, prompt_blocks, options)]
     if responses.total:
         k, v = (
             torch.cat([packed.for_rows(prompt), responses.pad(own)], dim=2)
             for prompt, (_, own) in zip((k, v), parts[1:], strict=True)
         )
-        outputs.append(attend(responses.pad(parts[0][1]), k, v, of_responses, options))
+        outputs.append(attend(responses.pad(parts[0][1]), k, v, response_blocks, options))
     output = torch.cat(outputs, dim=1)
     if packed.places is not None:
         output = output.index_select(1, packed.places)
@@ -189,7 +189,7 @@ def packed_attention(
 
 
 def takes_flex(query: Tensor) -> bool:
-    """Where FlexAttention is compiled and has a backward."""
+    """Whether FlexAttention is compiled for this device, and has a backward there."""
     return query.is_cuda
 
 

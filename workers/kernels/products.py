@@ -94,8 +94,8 @@ def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
 
 def onednn_weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
     """gradientᵀ @ values, of values in oneDNN's layout."""
-    of_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values, weight, False)
-    return of_weight
+    d_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values, weight, False)
+    return d_weight
 
 
 def values_gradient(gradients: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
@@ -119,16 +119,16 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, *weights = ctx.saved_tensors
-        of_values, *of_parameters = ctx.needs_input_grad
-        of_weights, of_biases = halves(of_parameters)
-        laid_out = values.to_mkldnn() if any(of_weights) else None
+        wants_values, *wants_parameters = ctx.needs_input_grad
+        wants_weights, wants_biases = halves(wants_parameters)
+        laid_out = values.to_mkldnn() if any(wants_weights) else None
         return (
-            values_gradient(gradients, weights) if of_values else None,
+            values_gradient(gradients, weights) if wants_values else None,
             *(
                 onednn_weight_gradient(gradient, laid_out, weight) if wanted else None
-                for gradient, weight, wanted in zip(gradients, weights, of_weights, strict=True)
+                for gradient, weight, wanted in zip(gradients, weights, wants_weights, strict=True)
             ),
-            *(gradient.sum(0) if wanted else None for gradient, wanted in zip(gradients, of_biases, strict=True)),
+            *(gradient.sum(0) if wanted else None for gradient, wanted in zip(gradients, wants_biases, strict=True)),
         )
 
 

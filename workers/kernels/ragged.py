@@ -69,7 +69,7 @@ class Ragged:
 
     @property
     def elements(self) -> int:
-        """Of all blocks together."""
+        """How many elements all blocks have together."""
         return sum(prod(block.shape) for block in self.blocks)
 
     @cached_property
@@ -111,7 +111,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: list[MaskedBlock],
 
 
 def views_of(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """What takes part in a block."""
+    """The queries of a block, and the keys and values that they see."""
     rows, seen = slice(block.rows), slice(key.shape[2] - query.shape[2] + block.end)
     return query[rows, :, block.start : block.end], key[rows, :, seen], value[rows, :, seen]
 
@@ -148,9 +148,9 @@ class _Attend(torch.autograd.Function):
         totals = [torch.zeros_like(tensor) for tensor in ctx.inputs]
         parts = gradient.split([prod(block.shape) for block in ctx.blocks], dim=1)
         for block, (leaves, output), part in zip(ctx.blocks, ctx.graphs, parts, strict=True):
-            of_output = part.unflatten(1, block.shape).transpose(0, 1)
-            of_leaves = torch.autograd.grad(output, leaves, of_output)
-            for total, of_leaf in zip(views_of(*totals, block), of_leaves, strict=True):
-                total += of_leaf
+            d_output = part.unflatten(1, block.shape).transpose(0, 1)
+            d_leaves = torch.autograd.grad(output, leaves, d_output)
+            for total, d_leaf in zip(views_of(*totals, block), d_leaves, strict=True):
+                total += d_leaf
         ctx.inputs = ctx.graphs = None  # free what they hold
         return *totals, None, None

@@ -28,7 +28,7 @@ class Siblings:
         return {"layers": self.layers, "read": (None, 0), "waiting": {}}
 
     def __call__(self, layer: Linear, values: Tensor) -> Tensor:
-        """What `layer` makes of `values`."""
+        """The output of `layer` for `values`."""
         tensor, version = self.read
         # Whatever the names say, layers share an input only where it is the same.
         if values is not tensor or values._version != version or layer not in self.waiting:
@@ -52,7 +52,7 @@ def join_siblings(module: nn.Module) -> None:
 
 
 def groups(layers: dict[str, Linear]) -> Iterator[list[Linear]]:
-    """Those of one parent's layers, by name, that are siblings."""
+    """The groups of siblings among one parent's `layers`, which are given by name."""
     for names in NAMES:
         group = [layers[name] for name in names if name in layers]
         if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:

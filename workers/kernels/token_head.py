@@ -77,7 +77,7 @@ class _Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything but the matrix products."""
+        """The precision of everything but the matrix products."""
         return torch.promote_types(self.compute_dtype, torch.float32)
 
     def blocks(self, num_tokens: int, vocab_size: int) -> list[slice]:
@@ -160,7 +160,7 @@ class _ScoreTokens(torch.autograd.Function):
         if d_log_probs is None:
             d_log_probs = torch.zeros_like(normalizer)
         # [N, 1] each; the division by the temperature is done here, once for all columns.
-        upstream, of_entropy = (
+        upstream, entropy_upstream = (
             None if x is None else (x / head.temperature).unsqueeze(1) for x in (d_log_probs, d_entropy)
         )
         states = hidden.to(head.compute_dtype)
@@ -171,11 +171,11 @@ class _ScoreTokens(torch.autograd.Function):
             slope = head.slope(z)
             log_pi = z.sub_(normalizer.unsqueeze(1))
             # ∂ log π(label) / ∂z_v = [v = label] - π_v;  ∂H / ∂z_v = -π_v (log π_v + H)
-            if of_entropy is None:
+            if entropy_upstream is None:
                 d_z = log_pi.exp_().mul_(-upstream)
             else:
                 pi = log_pi.exp()
-                d_z = pi.mul_(log_pi.add_(entropy.unsqueeze(1)).mul_(-of_entropy).sub_(upstream))
+                d_z = pi.mul_(log_pi.add_(entropy.unsqueeze(1)).mul_(-entropy_upstream).sub_(upstream))
             inside, column = _find(labels, block)
             d_logits = d_z.scatter_add_(1, column, inside.unsqueeze(1) * upstream)
             if slope is not None:
