@@ -138,8 +138,10 @@ class RowCache(Cache):
         return (self.lengths[self.prompt_of_row] + self.end - self.starts)[:, None]
 
     def mask(self, window: int | None) -> Tensor | None:
-        """The keys that the next tokens attend to, of their prompts' columns and then their own, [b, P + width + 1] bool; None:
-        everything. `window`: how far back they see, themselves included, if that is limited."""
+        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own.
+
+        None: all of them. `window`: how far back they see, themselves included, if that is limited.
+        """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         return self._masks[window]
