@@ -146,10 +146,9 @@ def decode_attention(
     mask = rows.mask(sliding_window)
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
-    to_prompt_tokens, to_own_tokens = (
-        scores.softmax(-1).to(value.dtype).split([layer.prompt_keys.shape[2], key.shape[2]], dim=-1)
-    )
-    output = rows.by_row(rows.by_prompt(to_prompt_tokens) @ layer.prompt_values) + to_own_tokens @ value
+    widths = [layer.prompt_keys.shape[2], key.shape[2]]
+    prompt_weights, own_weights = scores.softmax(-1).to(value.dtype).split(widths, dim=-1)
+    output = rows.by_row(rows.by_prompt(prompt_weights) @ layer.prompt_values) + own_weights @ value
     return output.reshape(b, 1, heads, d), None
 
 
