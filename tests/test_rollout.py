@@ -333,8 +333,8 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
         model.eval()
 
 
-def mixed_requests() -> list[Request]:
-    """24 rows of all prompts, each with one of several samplings and limits."""
+def mixed_requests(count: int) -> list[Request]:
+    """Rows of all prompts, each with one of several samplings and limits."""
     samplings = [
         sampling(),
         sampling(max_tokens=3, temperature=0.7),
@@ -345,7 +345,7 @@ def mixed_requests() -> list[Request]:
     ]
     return [
         Request(row, PROMPTS[row % len(PROMPTS)], samplings[row % len(samplings)], derive_seed(9, row))
-        for row in range(24)
+        for row in range(count)
     ]
 
 
@@ -373,7 +373,7 @@ def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
     """Every row alone; all at once; and some more every few steps, while others run."""
     model = random_model("Llama, 2 query heads a key head", forward)
     rollout = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=places)
-    rows = mixed_requests()
+    rows = mixed_requests(12)
     alone = {row.id: rollout.generate([row])[0] for row in rows}
     assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
     assert_same(rollout.generate(rows), alone)
@@ -393,7 +393,7 @@ def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
 def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreTrainedTokenizerBase, forward: str):
     model = random_model("Llama, untied", forward)
     rollout = make_rollout(model, tokenizer, max_num_seqs=8)
-    rows = mixed_requests()
+    rows = mixed_requests(24)
     alone = {done.id: done for done in rollout.generate(rows)}
     for row in rows:
         rollout.add(row)
