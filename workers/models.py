@@ -15,7 +15,8 @@ from data.seeding import derive_seed
 from data.tokenizer import check_model_path
 from workers.scoring_model import scoring_model
 
-CPU, LONGEST = torch.device("cpu"), 1 << 20
+CPU = torch.device("cpu")
+LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
 
 logging.disable_progress_bar()
 
