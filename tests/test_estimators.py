@@ -661,6 +661,6 @@ def test_the_driver_calls_every_estimator(name):
         }
     )
     config = SimpleNamespace(**asdict(AlgorithmConfig(adv_estimator=name, lam=LAM)) | vars(CONFIG))
-    done = compute_advantage(proto, config)
+    found, _ = compute_advantage(proto, config)
     for column, expected in zip(("advantages", "returns"), batch.estimate(name), strict=True):
-        torch.testing.assert_close(done.batch[column], expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found[column], expected, rtol=0, atol=0, equal_nan=True)
