@@ -254,7 +254,10 @@ def forward_size(config: ActorConfig | CriticConfig) -> str:
 
 
 def cuts_by_tokens(config: ActorConfig | CriticConfig) -> bool:
-    """use_dynamic_bsz decides where it is set; else a given number of sequences wins over the token budget."""
+    """Whether forward passes hold so many tokens, not so many sequences.
+
+    use_dynamic_bsz decides where it is set; else a given number of sequences wins over the token budget.
+    """
     return bool(config.use_dynamic_bsz) or config.ppo_micro_batch_size_per_gpu is None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from configs.checks import cuts_by_tokens
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_module, load_modules
 from data.protocol import DataProto
@@ -103,12 +104,13 @@ def files_of_rows(config: Config) -> list[str]:
 
 
 def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:
-    """use_dynamic_bsz decides where it is set; else a given number of sequences wins over the token budget."""
-    sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
+    """The size of a forward pass with a backward."""
+    sequences = None if cuts_by_tokens(config) else config.ppo_micro_batch_size_per_gpu
     return MicroBatchSize(sequences, config.ppo_max_token_len_per_gpu)
 
 
 def log_prob_size(config: RolloutConfig | RefConfig) -> MicroBatchSize:
+    """The size of a forward pass that only scores."""
     return MicroBatchSize(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
 
 
