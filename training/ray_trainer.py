@@ -146,7 +146,8 @@ class RayPPOTrainer:
                 metrics |= add_columns(batch, token_level_rewards(batch, config, self.kl_ctrl))
                 metrics |= add_columns(batch, correct_rollout(batch, algorithm.rollout_correction))
                 metrics |= add_columns(batch, compute_advantage(batch, algorithm))
-                metrics |= add_columns(batch, draw_rows(batch, algorithm, self.seed_of("pf_ppo")))
+                draw_seed = derive_seed(config.trainer.seed, "pf_ppo", self.global_step)
+                metrics |= add_columns(batch, draw_rows(batch, algorithm, draw_seed))
             if self.critic:
                 with timer("update_critic", timing):
                     parts = mini_batches(batch, config, config.critic, self.global_step)
@@ -158,9 +159,6 @@ class RayPPOTrainer:
                 with timer("update_weights", timing):
                     self.rollout.update_weights(self.global_step)
         return batch, metrics | self.describe(batch, timing)
-
-    def seed_of(self, purpose: str) -> int:
-        return derive_seed(self.config.trainer.seed, purpose, self.global_step)
 
     def learn(
         self, verb: Callable[[DataProto, Update], Metrics], mini_batches: Iterable[tuple[DataProto, Update]]
