@@ -57,3 +57,14 @@ def load_tokenizer(model: ModelConfig, section: str = "actor_rollout_ref.model")
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token right after an assistant's message in the chat template, if there is one."""
+    if not tokenizer.chat_template:
+        return None
+    marker = "answer-0417"
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
+    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)[2]
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None

@@ -25,7 +25,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed
 from data.sft_dataset import SFTDataset
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, template_terminator
 from training.checkpoint import save_checkpoint
 from training.metric_utils import timer
 from training.skipped_updates import SkippedUpdates
@@ -34,7 +34,6 @@ from workers.engine import TrainEngine, compute_dtype
 from workers.kernels import start_process
 from workers.micro_batches import MicroBatch, MicroBatchSize, cut
 from workers.models import load_causal_lm, training_device
-from workers.rollout import template_terminator
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
 

@@ -18,6 +18,7 @@ from configs.schema import RolloutConfig
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
+from data.tokenizer import template_terminator
 from training.roles import SamplingParams
 
 END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
@@ -166,14 +167,3 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Genera
     declared = declared if isinstance(declared, list) else [declared]
     found = {*declared, tokenizer.eos_token_id, template_terminator(tokenizer)}
     return {token_id for token_id in found if token_id is not None}
-
-
-def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token right after an assistant's message in the chat template, if there is one."""
-    if not tokenizer.chat_template:
-        return None
-    marker = "answer-0417"
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
