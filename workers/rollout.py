@@ -147,7 +147,7 @@ class Rollout:
             Request(row, list(ids), sampling, derive_seed(seed, "row", first_row + row))
             for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
         ]
-        completions = self.generate(requests)
+        completions = self.generate(requests) if requests else []  # a share may be without rows
         samples = [answered(request, done) for request, done in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         return rollouts.union(prompts)
