@@ -257,7 +257,7 @@ TOUR_STOP = re.compile(r"^\d+\. \[([\w/]+\.py)\]\(\.\./\1\)", re.MULTILINE)
 
 
 def product_files() -> list[str]:
-    """What git tracks, or, where there is no repository, what lies here: all files in folders, and Python beside them."""
+    """What git tracks (where there is no repository: what lies here): all files in folders, and Python beside them."""
     if (ROOT / ".git").exists():
         tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         files = tracked.stdout.splitlines()

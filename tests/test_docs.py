@@ -1,7 +1,7 @@
-"""The README and docs/ are true: their files and commands run, their links, paths and settings exist.
+"""The pages are true: their files and commands run, their links, paths and settings exist.
 
-In a page, a paragraph that is only a path in backticks and a colon names the fenced block below it as a file, and a
-fenced block under `<!-- run -->` is run. Both happen in a copy of the repository, page by page and in their order.
+Files are written and commands run (tests/pages.py) in a copy of the repository, page by page and in their order;
+CONTRIBUTING.md has a test of its own.
 """
 
 import json
@@ -23,13 +23,12 @@ from configs.recipes import options
 from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from scripts import algorithms, quickstart, rollout_drift
+from tests.pages import RUN_BLOCK, WRITTEN_FILE
 from tests.runs import ROOT
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
-WRITTEN_FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUN_BLOCK = re.compile(r"^<!-- run -->\n```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IN_TEXT = re.compile(r"`([^`\n]+)`")
 
 
