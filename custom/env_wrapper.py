@@ -12,12 +12,14 @@ states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see
 
 import importlib
 from collections.abc import Collection
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from custom.text_env import EnvState, TextEnv
+from configs.loader import notice
+from custom.text_env import EnvState, TextEnv, rendered
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env"]
 
@@ -118,6 +120,9 @@ def make_env(
     if module:
         importlib.import_module(module)  # registers the id, and may add the entry
     settings = dict(ENVIRONMENTS.get(name, {}))
+    if strangers := settings.keys() - {setting.name for setting in fields(TextEnv)}:
+        able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name != "env_id")
+        raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(strangers)}: an entry may hold {able}")
     random_map = settings.pop("random_map", None)
     if random_maps:
         if random_map is None or {"desc", "map_name"} & env_kwargs.keys():
@@ -126,4 +131,10 @@ def make_env(
         settings["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
     given = {"max_turns": max_turns, "instruction": instruction, "reward": reward, "invalid_reward": invalid_reward}
     settings |= {name: value for name, value in given.items() if value is not None}
-    return TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)
+    environment = TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)
+    if environment.observation_to_text is rendered and environment.env_kwargs.get("render_mode") != "ansi":
+        notice(
+            f"{env_id} has no text of its own, so the policy is shown str(observation): "
+            f"ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
+        )
+    return environment

@@ -277,12 +277,20 @@ class TextEnv:
         try:
             return gym.make(self.env_id, **settings)
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
-            close = difflib.get_close_matches(self.env_id, [*gym.registry], n=3)
-            remedy = "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
+            module, _, name = self.env_id.rpartition(":")
+            close = difflib.get_close_matches(name, [*gym.registry], n=3)
+            remedy = (
+                f"{module} was imported, and registers no such id: it needs gym.register({name!r}, TheClass)."
+                if module
+                else "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
+            )
             raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
 
     def _observe(self, env: gym.Env, observation: Any) -> str:
-        return mark_ansi(self.observation_to_text(env.unwrapped, observation))
+        text = self.observation_to_text(env.unwrapped, observation)
+        if not isinstance(text, str):
+            raise TypeError(f"observation_to_text returned {text!r}, which is no text")
+        return mark_ansi(text)
 
     def _play(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:
         """Reset and play `actions`, up to the one that would end the episode: the state reached."""

@@ -199,7 +199,24 @@ def lost(self: Rollout) -> list[Completion]:
     [
         ("step", lost, r"Broken ran dry without completions of the requests \[0, 1\]"),
         ("generate", lambda self, requests: Rollout.generate(self, requests), "Broken defines generate"),
-        ("generate", lambda self, requests: [answer(one, 0) for one in requests[::-1]], "request 1 stands where .* 0 "),
+        (
+            "generate",
+            lambda self, requests: [answer(one, 0) for one in requests[::-1]],
+            "of request 1 where .* 0 belongs",
+        ),
+        (
+            "generate",
+            lambda self, requests: [answer(requests[0], 0)],
+            "returned 1 completions for 2 requests: generate",
+        ),
+        (
+            "generate",
+            lambda self, requests: None,
+            "returned NoneType: generate must return a list of",
+        ),
+        ("generate", lambda self, requests: [[7], [8]], "returned list: generate must return a list of one"),
+        ("generate", lambda self, requests: [Completion(0, [7, 8], [-1.0], "stop", 0)] * 2, "2 token_ids and 1 log_pr"),
+        ("generate", lambda self, requests: [Completion(0, [7] * 6, [-1.0] * 6, "stop", 0)] * 2, "max_tokens=5 tokens"),
         ("generate", lambda self, requests: [Completion(0, [], [], "done", 0)], "finish_reason='done'.*stop, length"),
     ],
 )

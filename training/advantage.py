@@ -21,6 +21,7 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
+from training.reward import callable_name
 from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
 from training.torch_functional import masked_mean, zero_masked
 
@@ -145,8 +146,8 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
     found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
     if found != [tuple(shape)] * 2:
         raise ValueError(
-            f"algorithm.adv_estimator={name} returned {found}; it must return advantages and returns, both tensors of "
-            f"shape {tuple(shape)}."
+            f"algorithm.adv_estimator={name}: {callable_name(estimator)} returned {found}; it must return advantages "
+            f"and returns, both tensors of shape {tuple(shape)}."
         )
     return dict(zip(("advantages", "returns"), pair, strict=True)), {}
 

@@ -94,8 +94,10 @@ NEEDS_GROUPS = {
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], AdvEstimatorFn]:
-    """Decorator that adds an advantage estimator; raises ValueError if another function already has the name."""
+    """Decorator that adds an advantage estimator; raises ValueError if another function already has the name, and
+    TypeError without a name."""
     name = _registry_key(name_or_enum)
+    _check_name(name, "register_adv_est")
 
     def register(fn: AdvEstimatorFn) -> AdvEstimatorFn:
         known = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
@@ -122,10 +124,19 @@ def _registry_key(name_or_enum: str | Enum) -> str:
     return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
 
 
+def _check_name(name: Any, decorator: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"@{decorator} needs the name by which the config finds the function: @{decorator}('mine')")
+
+
 def register_policy_loss(
     name: str, *, over_mini_batch: bool = False, silent_at_zero: bool = False
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that adds a policy loss, replacing any of the same name; `PolicyLoss` says what the marks mean."""
+    """Decorator that adds a policy loss, replacing any of the same name; `PolicyLoss` says what the marks mean.
+
+    Raises TypeError without a name.
+    """
+    _check_name(name, "register_policy_loss")
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSS_REGISTRY[name] = PolicyLoss(fn, over_mini_batch, silent_at_zero)

@@ -18,7 +18,13 @@ from data.seeding import derive_seed, seed_everything
 from data.tokenizer import check_model_path, load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs, takes
 from training.checkpoint import find_checkpoint
-from training.core_algos import NEEDS_GROUPS, get_adv_estimator_fn, get_policy_loss_fn
+from training.core_algos import (
+    NEEDS_GROUPS,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
 from training.reward import RewardManager, load_reward_manager
 from training.tracking import check_loggers
 
@@ -41,8 +47,8 @@ def prepare(config: Config) -> Parts:
         ValueError, FileNotFoundError, RuntimeError …: what cannot work, with its key, file or row.
     """
     seed_everything(config.trainer.seed)
+    load_modules(config.actor_rollout_ref.model.external_lib)  # first: it may register what the rest looks up
     check_loggers(config.trainer.logger)
-    load_modules(config.actor_rollout_ref.model.external_lib)
     check_algorithm(config)
     check_files_of_workers(config)
     environment = build_environment(config)
@@ -107,16 +113,18 @@ def check_algorithm(config: Config) -> None:
     algorithm, settings = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     mode = policy_loss_name(settings, algorithm.rollout_correction)
-    for key, chosen, get, kwargs in (
-        ("algorithm.adv_estimator", name, get_adv_estimator_fn, algorithm.adv_estimator_kwargs),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", mode, get_policy_loss_fn, settings.kwargs),
+    loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    for key, chosen, get, decorator, kwargs in (
+        ("algorithm.adv_estimator", name, get_adv_estimator_fn, register_adv_est, algorithm.adv_estimator_kwargs),
+        (loss_key, mode, get_policy_loss_fn, register_policy_loss, settings.kwargs),
     ):
         try:
             function = get(chosen)
         except ValueError as error:
             loaded = config.actor_rollout_ref.model.external_lib
             raise ConfigError(
-                f"{key}={chosen}: {error} (imported from actor_rollout_ref.model.external_lib: {loaded})"
+                f"{key}={chosen}: {error}. One of yours stands under @{decorator.__name__}({chosen!r}) in a file that "
+                f"actor_rollout_ref.model.external_lib names; it names {loaded or 'none'}."
             ) from error
         if strangers := sorted(argument for argument in kwargs if not takes(function, argument)):
             raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")

@@ -17,6 +17,7 @@ from data.protocol import DataProto
 from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty
 from training.mini_batches import Update
+from training.reward import callable_name
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
@@ -111,7 +112,7 @@ class DataParallelPPOActor:
         mask = columns["response_mask"]
         # Passed on only where there are any, so that a loss of five arguments and a config is enough.
         weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
-        loss, loss_metrics = self.policy_loss.function(
+        result = self.policy_loss.function(
             columns.get("old_log_probs", log_probs.detach()),
             log_probs,
             columns["advantages"],
@@ -121,6 +122,7 @@ class DataParallelPPOActor:
             **weights,
             **self.config.policy_loss.kwargs,
         )
+        loss, loss_metrics = checked_loss(result, self.policy_loss.function)
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
             metrics.add_mean(name, value, int(mask.sum()))
@@ -155,6 +157,18 @@ class DataParallelPPOActor:
             loss = loss + config.kl_loss_coef * kl_loss
         metrics.add_sum("actor/loss", loss)
         return loss
+
+
+def checked_loss(result: Any, function: Callable) -> tuple[Tensor, dict[str, float]]:
+    """The loss, a number in a tensor, and the metrics that `function` returned; raises ValueError for anything else."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
+        found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in (loss, metrics)]
+        raise ValueError(
+            f"the policy loss {callable_name(function)} returned {found}; it must return the loss, a tensor of "
+            "shape () as from agg_loss, and a dict of metrics."
+        )
+    return loss, metrics
 
 
 class ReferencePolicy:

@@ -19,6 +19,7 @@ from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.tokenizer import template_terminator
+from training.reward import callable_name
 from training.roles import SamplingParams
 
 END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
@@ -58,7 +59,7 @@ class Rollout:
     Args:
         config: rollout settings.
         tokenizer: for the pad id and the stop set.
-        model: the actor's, for its stop ids, and for engines that sample from it; None: there is none.
+        model: the actor's, for its stop ids, and, as `module`, for engines that sample from it; None: there is none.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -74,6 +75,7 @@ class Rollout:
         self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None
     ) -> None:
         self.config = config
+        self.module = model
         self.pad_token_id = tokenizer.pad_token_id
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config if model else None)
         self.weight_version = 0
@@ -148,14 +150,39 @@ class Rollout:
             for row, ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"])
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows
+        check_completions(f"the engine {callable_name(type(self))}", requests, completions)
         samples = [answered(request, done) for request, done in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         return rollouts.union(prompts)
 
 
+def check_completions(name: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Raises ValueError unless what the engine called `name` returned is one completion a request, in their order, with
+    a log-prob for each token, and no more tokens than were asked for."""
+    rule = (
+        "generate must return a list of one Completion for each request, in the order of the requests, with their ids"
+    )
+    strangers = [completions] if not isinstance(completions, list | tuple) else completions
+    if strange := [type(one).__name__ for one in strangers if not isinstance(one, Completion)]:
+        raise ValueError(f"{name} returned {strange[0]}: {rule}.")
+    if len(completions) != len(requests):
+        raise ValueError(f"{name} returned {len(completions)} completions for {len(requests)} requests: {rule}.")
+    for place, (request, done) in enumerate(zip(requests, completions, strict=True)):
+        if done.id != request.id:
+            raise ValueError(
+                f"{name} returned the completion of request {done.id} where that of request {request.id} belongs, at "
+                f"place {place}: {rule}."
+            )
+        tokens, log_probs, most = len(done.token_ids), len(done.log_probs), request.sampling.max_tokens
+        if log_probs != tokens or tokens > most:
+            raise ValueError(
+                f"{name} returned {tokens} token_ids and {log_probs} log_probs for request {request.id}: there must be "
+                f"a log-prob for each token, and at most request.sampling.max_tokens={most} tokens."
+            )
+
+
 def answered(request: Request, done: Completion) -> Sample:
     """The row of a request and its completion; nothing is learnt from one that was aborted."""
-    assert done.id == request.id, f"the completion of request {done.id} stands where that of {request.id} belongs"
     sample = Sample(request.prompt_ids, end_reason=END_REASONS[done.finish_reason])
     sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
     return sample

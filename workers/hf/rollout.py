@@ -26,7 +26,6 @@ class HFRollout(Rollout):
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
-        self.module = model
         text = model.config.get_text_config()
         self.vocab_size, self.positions = text.vocab_size, position_count(text)
         self.running: RunningBatch | None = None  # while there are requests

@@ -1,0 +1,237 @@
+"""CONTRIBUTING.md is enough: its examples train exactly as they stand, and what can be forgotten is named."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import gymnasium as gym
+import pytest
+import torch
+
+import main
+import workers.worker_group
+from custom.env_wrapper import ENVIRONMENTS
+from tests.pages import SECTION, WRITTEN_FILE, runs_of_main
+from tests.runs import ROOT, learning_metrics
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, get_adv_estimator_fn
+from training.tracking import VIEWS
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+FILES = {title: dict(WRITTEN_FILE.findall(text)) for title, text in SECTION.findall(PAGE)}
+COMMANDS = {title: runs_of_main(text) for title, text in SECTION.findall(PAGE)}
+ADDED = ["An estimator", "A policy loss", "A recipe", "An engine", "An environment", "A reward", "A logger"]
+REGISTRIES = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, ENVIRONMENTS, VIEWS, gym.registry)
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the page's files and model; what they register and import is forgotten afterwards."""
+    for name, text in WRITTEN_FILE.findall(PAGE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "custom").symlink_to(ROOT / "custom")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/tiny_model").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(workers.worker_group, "start_command", lambda config: None)  # this process is pytest's
+    modules, registered = set(sys.modules), [dict(registry) for registry in REGISTRIES]
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        if str(vars(sys.modules[name]).get("__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+    for registry, before in zip(REGISTRIES, registered, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
+def test_the_page_has_an_example_of_everything_it_says_how_to_add():
+    assert [*COMMANDS] == [*ADDED, "How we work"]
+    assert all(FILES[title] and len(COMMANDS[title]) == 1 for title in ADDED)
+
+
+@pytest.mark.parametrize("title", ADDED)
+def test_an_example_is_one_short_file_and_trains_two_steps(users_folder: Path, title: str):
+    assert all(len(text.splitlines()) < 30 for text in FILES[title].values())
+    assert len(FILES[title]) == (2 if title == "A recipe" else 1)  # it needs a yaml that names it
+    main.main(COMMANDS[title][0])
+    [folder] = [path.parent for path in users_folder.glob("outputs/*/metrics.jsonl")]
+    metrics = learning_metrics(folder)
+    assert list(metrics) == [1, 2]
+    assert all(step["actor/grad_norm"] >= 0 and step["actor/skipped_updates"] == 0 for step in metrics.values())
+    if title == "A reward":
+        assert "reward/is_move/mean" in metrics[2]
+    if title == "A logger":
+        rows = (folder / "metrics.csv").read_text().splitlines()
+        assert {row.split(",")[0] for row in rows} == {"1", "2"} and len(rows) > 50
+
+
+def test_the_estimator_by_hand(users_folder: Path):
+    """Scores 1, 0, 0.5 of one prompt, with mean 0.5, and a failed row of another."""
+    exec(compile(FILES["An estimator"]["my_estimator.py"], "my_estimator.py", "exec"), {"__name__": "by_hand"})
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [9.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]])
+    advantages, returns = get_adv_estimator_fn("sign")(rewards, mask, index=["a", "a", "a", "b"])
+    assert advantages.tolist() == [[1, 1], [-1, -1], [0, 0], [0, 0]] and returns is advantages
+
+
+def said(argv: list[str], capsys: pytest.CaptureFixture) -> str:
+    """What main.py says as it ends with an error."""
+    with pytest.raises((SystemExit, ValueError, AssertionError, RuntimeError)) as ended:
+        main.main(argv)
+    return capsys.readouterr().err + "".join(traceback.format_exception_only(ended.value))
+
+
+# Each: the section, what is changed in its file or its command and into what, and what the message must hold.
+MISTAKES = {
+    "no decorator": (
+        "An estimator", '@register_adv_est("sign")\n', "",
+        "algorithm.adv_estimator=sign: ", "stands under @register_adv_est('sign')", "my_estimator.py",
+    ),
+    "a decorator without a name": (
+        "An estimator", '@register_adv_est("sign")', "@register_adv_est",
+        "my_estimator.py", "@register_adv_est needs the name by which the config finds the function",
+    ),
+    "another name in the config": (
+        "An estimator", "adv_estimator=sign", "adv_estimator=sing", "algorithm.adv_estimator=sing: ", "'sign'",
+    ),
+    "a file that nobody imports": (
+        "An estimator", "actor_rollout_ref.model.external_lib=my_estimator.py", "trainer.seed=0",
+        "algorithm.adv_estimator=sign", "actor_rollout_ref.model.external_lib names; it names none",
+    ),
+    "a file that is not there": (
+        "An estimator", "external_lib=my_estimator.py", "external_lib=my_estimater.py",
+        "my_estimater.py: there is no file", "the working directory is",
+    ),
+    "one tensor instead of two": (
+        "An estimator", "return advantages, advantages", "return advantages",
+        "algorithm.adv_estimator=sign: sign_advantage", "my_estimator.py) returned [(32, 1)]",
+        "must return advantages and returns, both tensors of shape (32, 1)",
+    ),
+    "one number a row": (
+        "An estimator", "return advantages, advantages", "return distance, distance",
+        "my_estimator.py) returned [(32,), (32,)]", "both tensors of shape (32, 1)",
+    ),
+    "an argument that no run has": (
+        "An estimator", "response_mask, index):", "response_mask, index, group_size):",
+        "algorithm.adv_estimator=sign needs ['group_size'], which this run does not have", "adv_estimator_kwargs",
+    ),
+    "a loss without metrics": (
+        "A policy loss", "**config.global_batch_info), {}", "**config.global_batch_info)",
+        "the policy loss trusting", "my_loss.py) returned [(), 'NoneType']", "and a dict of metrics",
+    ),
+    "a loss by token": (
+        "A policy loss", "return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}",
+        "return losses, {}", "my_loss.py) returned [", "a tensor of shape () as from agg_loss",
+    ),
+    "a setting that the loss does not take": (
+        "A policy loss", "{limit: 0.5}", "{limits: 0.5}",
+        "policy_loss.loss_mode=trusting takes no argument ['limits']",
+    ),
+    "a recipe by another name": (
+        "A recipe", "recipe: centred", "recipe: centered", "centered", "my_recipe.yaml cannot be read",
+    ),
+    "a recipe for one section": (
+        "A recipe", "# @package _global_\n", "", "'# @package _global_' must be its first line",
+    ),
+    "an engine that cannot generate": (
+        "An engine", "def generate(", "def generated(",
+        "my_engine.py: TypeError: PlainRollout cannot generate", "defines generate(requests) -> list[Completion]",
+    ),
+    "two engines in one file": (
+        "An engine", "class PlainRollout(Rollout):", "class Other(Rollout):\n    generate = None\n\n\n"
+        "class PlainRollout(Rollout):", "actor_rollout_ref.rollout.name=my_engine.py", "exactly one subclass",
+        "['Other', 'PlainRollout']",
+    ),
+    "a class that is no engine": (
+        "An engine", "class PlainRollout(Rollout):", "class PlainRollout:",
+        "my_engine.py", "exactly one subclass of workers.rollout.Rollout, it defines []",
+    ),
+    "an engine that is not there": (
+        "An engine", "rollout.name=my_engine.py", "rollout.name=my_engin.py", "my_engin.py: there is no file",
+    ),
+    "completions out of order": (
+        "An engine", "for request in requests]", "for request in requests[::-1]]",
+        "the engine PlainRollout", "my_engine.py) returned the completion of request 31 where that of request 0",
+        "in the order of the requests",
+    ),
+    "too few completions": (
+        "An engine", "for request in requests]", "for request in requests[1:]]",
+        "my_engine.py) returned 31 completions for 32 requests: generate must return a list of one Completion for each",
+    ),
+    "no completions": (
+        "An engine", "return [self.answer(request) for", "[self.answer(request) for",
+        "my_engine.py) returned NoneType: generate must return a list of one Completion",
+    ),
+    "token ids instead of completions": (
+        "An engine", "return Completion(", "return ids, (",
+        "my_engine.py) returned tuple: generate must return a list of one Completion",
+    ),
+    "no log-probs": (
+        "An engine", "            log_probs.append(choices[token].item())\n", "            log_probs += [0.0] * 2\n",
+        "log_probs for request 0: there must be a log-prob for each token",
+    ),
+    "a reason to end of its own": (
+        "An engine", 'else "length"', 'else "tired"', "finish_reason='tired', which is none of stop, length, aborted",
+    ),
+    "an id that nobody registers": (
+        "An environment", 'gym.register("Lamps-v0", Lamps)\n', "",
+        "env.id=my_lamps:Lamps-v0", "my_lamps was imported, and registers no such id: it needs gym.register('Lamps-v0'",
+    ),
+    "an id that is misspelt": (
+        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamps:Lamp-v0", "Close ids: Lamps-v0",
+    ),
+    "an id without its module": (
+        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=Lamps-v0",
+        "For one of your own, name the module that registers it",
+    ),
+    "a module that is not there": (
+        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamp:Lamps-v0", "No module named 'my_lamp'",
+    ),
+    "a misspelt entry": (
+        "An environment", '"observation_to_text"', '"observation_to_txt"',
+        "ENVIRONMENTS['Lamps-v0'] has ['observation_to_txt']: an entry may hold observation_to_text, text_to_action",
+    ),
+    "a text that is none": (
+        "An environment", 'return "".join("*" if place == lit else "." for place in range(8))', "return lit",
+        "Lamps-v0", "observation_to_text returned ", "which is no text",
+    ),
+    "a step of gym, not gymnasium": (
+        "An environment", "True, False, {}", "True, {}", "Lamps-v0 raised ValueError: not enough values to unpack",
+    ),
+    "a reward of text": (
+        "A reward", "    return {", "    return ground_truth, {",
+        "the reward compute_score", "my_reward.py) returned (", "it must be a number, or a dict",
+    ),
+    "a reward that is not there": (
+        "A reward", "def compute_score", "def score", "my_reward.py has no 'compute_score'; it has score",
+    ),
+    "a logger that nobody imports": (
+        "A logger", "external_lib=my_logger.py", "external_lib=my_reward.py", "trainer.logger has 'csv': choose from",
+    ),
+    "a logger whose package is missing": (
+        "A logger", 'module = "csv"', 'module = "cvs"', "needs a package that is not installed", "'cvs'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_was_forgotten_is_named(users_folder: Path, capsys: pytest.CaptureFixture, mistake: str):
+    title, old, new, *says = MISTAKES[mistake]
+    files = {name: text.replace(old, new) for name, text in FILES[title].items()}
+    argv = [part.replace(old, new) for part in COMMANDS[title][0]]
+    assert files != FILES[title] or argv != COMMANDS[title][0]
+    for name, text in files.items():
+        (users_folder / name).write_text(text)
+    message = said(argv, capsys)
+    for part in says:
+        assert part in message
+
+
+def test_an_environment_without_a_text_of_its_own_trains_and_says_so(users_folder: Path, capsys: pytest.CaptureFixture):
+    file = users_folder / "my_lamps.py"
+    file.write_text(file.read_text().replace('"observation_to_text": to_text, ', ""))
+    main.main(COMMANDS["An environment"][0])
+    said = capsys.readouterr().err
+    assert "my_lamps:Lamps-v0 has no text of its own" in said and "ENVIRONMENTS['Lamps-v0']" in said
