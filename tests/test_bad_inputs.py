@@ -84,7 +84,7 @@ BEFORE_ANYTHING_STARTS = [
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
         "loss_mode=vanila",
         "vanilla",
-        "external_lib: None",
+        "external_lib names; it names none",
     ),
     Case("unknown recipe", "recipe=dappo", "recipe=dappo: no such recipe. Did you mean 'dapo'"),
     Case("unknown preset", "algorithm.rollout_correction=tis", "no such preset", "bypass_pg_is"),
