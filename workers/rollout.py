@@ -157,11 +157,9 @@ class Rollout:
 
 
 def check_completions(name: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Raises ValueError unless what the engine called `name` returned is one completion a request, in their order, with
-    a log-prob for each token, and no more tokens than were asked for."""
-    rule = (
-        "generate must return a list of one Completion for each request, in the order of the requests, with their ids"
-    )
+    """Raises ValueError unless what the engine called `name` returned is one completion for each request, in
+    their order, with a log-prob for each token, and no more tokens than were asked for."""
+    rule = "generate must return a list of one Completion for each request, in the order of the requests"
     strangers = [completions] if not isinstance(completions, list | tuple) else completions
     if strange := [type(one).__name__ for one in strangers if not isinstance(one, Completion)]:
         raise ValueError(f"{name} returned {strange[0]}: {rule}.")
