@@ -117,7 +117,8 @@ def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_reci
     assert [entry["step"] for entry in recorded(copy / "outputs/my_algorithm")] == [1, 2]
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
-    registered = {**ADV_ESTIMATOR_REGISTRY, **POLICY_LOSS_REGISTRY}
+    losses = {name: loss.function for name, loss in POLICY_LOSS_REGISTRY.items()}
+    registered = {**ADV_ESTIMATOR_REGISTRY, **losses}
     shipped = {name for name, function in registered.items() if function.__module__ == "training.core_algos"}
     assert shipped | set(PRESETS) | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)
