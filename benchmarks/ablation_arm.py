@@ -40,7 +40,7 @@ def leave_out(module: Any, name: str, instead: Any) -> Callable[[], None]:
 KERNELS = {
     "oneDNN products": leave_out(products, "HAS_ONEDNN", False),
     "one backward for siblings": leave_out(kernels, "join_siblings", nothing),
-    "RMSNorm's backward": leave_out(kernels, "use_fast_norms", nothing),
+    "backward of RMSNorm": leave_out(kernels, "use_fast_norms", nothing),
     "weights packed for decoding": leave_out(decode, "is_packable", lambda layer: False),
     "siblings packed as one": leave_out(decode, "groups", lambda layers: iter(())),
     "prompts read once in decoding": leave_out(decode, "is_packed", lambda model: False),
