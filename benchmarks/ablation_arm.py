@@ -39,10 +39,8 @@ def leave_out(module: Any, name: str, instead: Any) -> Callable[[], None]:
 # name → what makes a process go without it
 KERNELS = {
     "oneDNN products": leave_out(products, "HAS_ONEDNN", False),
-    "one backward for siblings": leave_out(kernels, "join_siblings", nothing),
     "backward of RMSNorm": leave_out(kernels, "use_fast_norms", nothing),
     "weights packed for decoding": leave_out(decode, "is_packable", lambda layer: False),
-    "siblings packed as one": leave_out(decode, "groups", lambda layers: iter(())),
     "prompts read once in decoding": leave_out(decode, "is_packed", lambda model: False),
     "packed forward": leave_out(scoring_model.Trial, "problem", lambda trial: "left out"),
     "attention by blocks": leave_out(ragged, "BLOCK", 1 << 30),

@@ -5,16 +5,20 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from configs.schema import ModelConfig
 from tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
 from workers.kernels import start_process
 from workers.kernels.products import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
+from workers.models import load_causal_lm
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -108,6 +112,21 @@ def test_a_layer_of_a_class_of_its_own_is_left_alone():
     layer = Doubled(4, 3)
     use_onednn(layer)
     assert type(layer) is Doubled
+
+
+@needs_onednn
+def test_a_model_s_gradients_are_those_of_transformers_and_it_is_saved_as_it_was(tiny_model: Path, tmp_path: Path):
+    fast, plain = load_causal_lm(ModelConfig(path=str(tiny_model))), AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert {type(layer) for layer in fast.modules() if isinstance(layer, nn.Linear)} == {Linear}
+    ids = torch.arange(10).view(2, 5)
+    for model in (fast, plain):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for one, other in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    fast.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(again[name], weight)
 
 
 @needs_onednn

@@ -29,15 +29,12 @@ from transformers import (
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
-from tests.operations import Operations, needs_onednn
 from training.roles import SamplingParams
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
-from workers.kernels.decode import PackedProduct, groups_to_pack
-from workers.kernels.products import use_onednn
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout, stop_token_ids
@@ -491,33 +488,6 @@ def test_a_request_that_the_model_cannot_answer_is_refused(
     with pytest.raises(ValueError, match=message):  # with a good one before it, which must not linger
         rollout.generate([Request(1, [5], GREEDY, 0), Request(7, prompt, sampling(max_tokens), 0)])
     assert not rollout.has_unfinished_requests()
-
-
-@needs_onednn
-@pytest.mark.parametrize("biased", ["", "v_proj", "q_proj k_proj v_proj"])
-def test_layers_that_read_the_same_tensor_are_one_product(biased: str):
-    """And where the names promise too much, each gets what it asked for."""
-    names, values, other = ("q_proj", "k_proj", "v_proj"), torch.randn(8, 1, 12), torch.randn(8, 1, 12)
-    parent = torch.nn.ModuleDict({name: torch.nn.Linear(12, 4, bias=name in biased) for name in names})
-    parent["o_proj"] = torch.nn.Linear(12, 12)
-    use_onednn(parent)
-    [group, alone] = groups_to_pack(parent)
-    assert group == [parent[name] for name in names] and alone == [parent["o_proj"]]
-    product = PackedProduct(group, rows=8)
-    with Operations() as operations:
-        found = [product(place, values) for place in range(3)]
-    assert operations.count["mkldnn._linear_pointwise"] == 1
-    for outputs, layer in zip(found, group, strict=True):
-        torch.testing.assert_close(outputs, layer(values))
-    for place, read in ((0, values), (1, other), (2, values), (0, values.neg_())):
-        torch.testing.assert_close(product(place, read), group[place](read))
-
-
-@needs_onednn
-def test_siblings_of_other_inputs_are_packed_alone():
-    parent = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(4, 3), "up_proj": torch.nn.Linear(5, 3)})
-    use_onednn(parent)
-    assert list(groups_to_pack(parent)) == [[parent["gate_proj"]], [parent["up_proj"]]]
 
 
 def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):

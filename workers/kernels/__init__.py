@@ -15,7 +15,6 @@ from workers.kernels.norms import use_fast_norms
 from workers.kernels.packed_attention import use_packed_attention
 from workers.kernels.packed_forward import packed_scores
 from workers.kernels.products import use_onednn
-from workers.kernels.siblings import join_siblings
 from workers.micro_batches import TokenScores
 
 __all__ = ["decoding", "prepare", "start_process"]
@@ -32,7 +31,6 @@ def prepare(model: PreTrainedModel, device: torch.device) -> Callable[..., Token
     if device.type == "cpu":
         use_onednn(model)
         use_fast_norms(model)
-        join_siblings(model)
     register_row_attention()
     use_packed_attention(model)
     return packed_scores

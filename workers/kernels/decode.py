@@ -1,9 +1,8 @@
 """The narrow work of generation: a step has one token a row, so its matrices are a few rows high.
 
 Attention reads a prompt's keys and values once for all rows that answer it, and each key head once for the query heads
-that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products, those of layers that
-read the same tensor as one. Both stand in for the module's own only while `decoding` lasts, and change nothing but the
-order of additions.
+that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products. Both stand in for the
+module's own only while `decoding` lasts, and change nothing but the order of additions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ from transformers.masking_utils import sdpa_mask
 
 from workers.kernels.packed_attention import is_packed
 from workers.kernels.products import Linear, is_for_onednn, onednn_linear, pack
-from workers.kernels.siblings import groups
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
@@ -52,17 +50,17 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
     `rows=`. For a model that was not prepared nothing changes, and that is False.
     """
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
-    packed = list(groups_to_pack(model)) if gains else []
+    packed = [layer for layer in model.modules() if is_packable(layer)] if gains else []
     attention = model.config._attn_implementation
     shares_prompts = is_packed(model) and not layers_share_keys(model)
     try:
         if shares_prompts:
             model.set_attn_implementation(NAME)
-        for layers in packed:
-            pack_group(layers, rows)
+        for layer in packed:
+            layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
         yield shares_prompts
     finally:
-        for layer in (layer for layers in packed for layer in layers):
+        for layer in packed:
             vars(layer).pop("stand_in", None)
         if shares_prompts:
             model.set_attn_implementation(attention)
@@ -71,49 +69,6 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
 def layers_share_keys(model: PreTrainedModel) -> bool:
     """Whether some layers attend to another's keys and values: the row cache has none under their own index."""
     return bool(model.config.get_text_config().to_dict().get("num_kv_shared_layers"))
-
-
-def pack_group(layers: list[Linear], rows: int) -> None:
-    """Lets one product stand in for all of them."""
-    if len(layers) == 1:
-        [layer] = layers
-        layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
-        return
-    product = PackedProduct(layers, rows)
-    for place, layer in enumerate(layers):
-        layer.stand_in = partial(product, place)
-
-
-class PackedProduct:
-    """The product of several layers with one tensor: asked for that of one of them, it has the others' as well."""
-
-    def __init__(self, layers: list[Linear], rows: int) -> None:
-        self.weight, self.bias = pack(torch.cat([layer.weight for layer in layers]), rows), None
-        if any(layer.bias is not None for layer in layers):
-            none = layers[0].weight.new_zeros
-            self.bias = torch.cat([none(layer.out_features) if layer.bias is None else layer.bias for layer in layers])
-        self.widths = [layer.out_features for layer in layers]
-        self.read: tuple[Tensor | None, int] = (None, 0)  # the tensor, and how often it had been written to
-        self.outputs: tuple[Tensor, ...] = ()
-
-    def __call__(self, place: int, values: Tensor) -> Tensor:
-        """The output of the layer at `place` for `values`."""
-        tensor, version = self.read
-        # Whatever the names say, layers share a product only where they share its input.
-        if values is not tensor or values._version != version:
-            self.read = (values, values._version)
-            self.outputs = onednn_linear(values, self.weight, self.bias).split(self.widths, dim=-1)
-        return self.outputs[place]
-
-
-def groups_to_pack(module: nn.Module) -> Iterator[list[Linear]]:
-    """The packable layers of `module`, each in one group: siblings together, the others alone."""
-    for parent in module.modules():
-        layers = {name: layer for name, layer in parent.named_children() if is_packable(layer)}
-        together = list(groups(layers))
-        yield from together
-        joined = [layer for group in together for layer in group]
-        yield from ([layer] for layer in layers.values() if layer not in joined)
 
 
 def is_packable(layer: nn.Module) -> bool:

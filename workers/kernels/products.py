@@ -7,8 +7,7 @@ everything here is what torch does anyway.
 """
 
 import platform
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +23,9 @@ class Linear(nn.Linear):
     """nn.Linear by way of oneDNN: the same weight and bias, under the same names."""
 
     stand_in: Callable[[Tensor], Tensor] | None = None  # computes the same, where there is one
-    siblings: Callable[["Linear", Tensor], Tensor] | None = None  # the same with gradients, for several layers
 
     def forward(self, values: Tensor) -> Tensor:
-        if self.stand_in is not None:
-            return self.stand_in(values)
-        if self.siblings is not None and torch.is_grad_enabled():
-            return self.siblings(self, values)
-        return linear(values, self.weight, self.bias)
+        return linear(values, self.weight, self.bias) if self.stand_in is None else self.stand_in(values)
 
 
 def use_onednn(module: nn.Module) -> None:
@@ -45,17 +39,10 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
     if not is_for_onednn(values, weight):
         return F.linear(values, weight, bias)
-    [output] = linears(values, [weight], [bias])
-    return output
-
-
-def linears(values: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """values @ weightᵀ + bias by several weights and biases, all for oneDNN."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, *weights, *biases)):
-        # Rows in and out, as oneDNN would return views of them, in which autograd lets nobody write.
-        outputs = _Linears.apply(values.flatten(0, -2), *weights, *biases)
-        return tuple(output.unflatten(0, values.shape[:-1]) for output in outputs)
-    return tuple(map(partial(onednn_linear, values), weights, biases))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, weight, bias)):
+        # Rows in and out, as oneDNN would return a view of them, in which autograd lets nobody write.
+        return _Linear.apply(values.flatten(0, -2), weight, bias).unflatten(0, values.shape[:-1])
+    return onednn_linear(values, weight, bias)
 
 
 def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
@@ -89,49 +76,25 @@ def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
     """gradientᵀ @ values: [rows, out] and [rows, in] → [out, in], as `weight` is."""
     if not is_for_onednn(values, weight):
         return gradient.T @ values
-    return onednn_weight_gradient(gradient, values.to_mkldnn(), weight)
-
-
-def onednn_weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
-    """gradientᵀ @ values, of values in oneDNN's layout."""
-    d_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values, weight, False)
+    d_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values.to_mkldnn(), weight, False)
     return d_weight
 
 
-def values_gradient(gradients: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
-    """Σ gradient @ weight, [n, out] and [out, in] → [n, in]: each product adds to the sum of those before it."""
-    total = onednn_linear(gradients[0], weights[0].T)
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        total = torch.ops.mkldnn._linear_pointwise.binary(gradient, total, weight.T, None, "add")
-    return total
-
-
-class _Linears(torch.autograd.Function):
-    """Products of rows, [n, in], with several weights: [n, out] each."""
+class _Linear(torch.autograd.Function):
+    """The product of rows, [n, in], with a weight."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = halves(parameters)
-        ctx.save_for_backward(values, *weights)
-        return tuple(map(partial(onednn_linear, values), weights, biases))
+    def forward(ctx: FunctionCtx, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, weight)
+        return onednn_linear(values, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, *weights = ctx.saved_tensors
-        wants_values, *wants_parameters = ctx.needs_input_grad
-        wants_weights, wants_biases = halves(wants_parameters)
-        laid_out = values.to_mkldnn() if any(wants_weights) else None
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        values, weight = ctx.saved_tensors
+        wants_values, wants_weight, wants_bias = ctx.needs_input_grad
         return (
-            values_gradient(gradients, weights) if wants_values else None,
-            *(
-                onednn_weight_gradient(gradient, laid_out, weight) if wanted else None
-                for gradient, weight, wanted in zip(gradients, weights, wants_weights, strict=True)
-            ),
-            *(gradient.sum(0) if wanted else None for gradient, wanted in zip(gradients, wants_biases, strict=True)),
+            onednn_linear(gradient, weight.T) if wants_values else None,
+            weight_gradient(gradient, values, weight) if wants_weight else None,
+            gradient.sum(0) if wants_bias else None,
         )
-
-
-def halves(parameters: Sequence) -> tuple[Sequence, Sequence]:
-    """Weights and biases of as many layers."""
-    return parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
