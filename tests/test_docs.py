@@ -160,7 +160,7 @@ def test_links_and_named_files_exist(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_that_a_page_names_exists(page: Path):
-    text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```(?:python|text)\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     schemas = [OmegaConf.structured(schema) for schema in (Config, SFTConfig)]
     sections = {*schemas[0], *schemas[1], *(key.partition(".")[0] for key in RENAMED)}
     named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+(?![\w/([])", text))
