@@ -44,7 +44,9 @@ def main() -> None:
 def read_arguments() -> tuple[argparse.Namespace, Workload]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", metavar="A,B", help=f"which to do without, one at a time: {', '.join(KERNELS)}")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="processes beside the one with all (2); at 135m each takes 5 GB")
+    parser.add_argument(
+        "--at-once", type=int, default=2, metavar="N", help="beside the one with all (2); at 135m each takes 5 GB"
+    )
     own, others = parser.parse_known_args()
     if unknown := set(filter(None, (own.kernels or "").split(","))) - set(KERNELS):
         parser.error(f"--kernels names {sorted(unknown)}, which are none of {', '.join(KERNELS)}")
