@@ -1,9 +1,9 @@
-"""What each kernel gains: python -m benchmarks.ablation [--size {1m,10m,135m}] [--kernels a,b] [--json FILE] [--help]
+"""What each kernel gains: python -m benchmarks.ablation [--size {1m,10m,135m}] [--kernels A,B] [--json FILE] [--help]
 
-The step of benchmarks/vs_trl.py, by processes that take turns: one as it is, and for each kernel of workers/kernels/
-one that goes without it. Prints the median seconds of a step, of its rollout and of its update, and the median of their
-ratios to those of the process that has all, step by step in the same round, as a shared machine is not equally fast all
-the time: 1.10 means that a step takes a tenth more without the kernel. The quarters of the ratios stand beside it.
+The step of benchmarks/vs_trl.py in one process, which goes with and without a part of workers/kernels/ by turns: pairs
+of steps next to each other, as a shared machine is not equally fast all the time, and of one process, as two differ in
+the memory pages that they happen to get. Prints the median of the ratios of each pair, of the step, its rollout and its
+update: 1.10 means that it takes a tenth longer without the kernel. The quarters of the ratios stand beside it.
 """
 
 from configs.process import set_environment
@@ -12,99 +12,167 @@ if __name__ == "__main__":
     set_environment()  # before torch is loaded
 
 import argparse
+import ctypes
+import gc
 import json
-import sys
-import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
+from unittest.mock import patch
 
-from benchmarks.ablation_arm import KERNELS
-from benchmarks.vs_trl import FOLDER, SETTLE_SECONDS, Arm, workload_of
+from transformers import PreTrainedModel
+
+from benchmarks.ours_arm import OursArm
 from benchmarks.vs_trl import read_arguments as read_workload
-from benchmarks.workload import Workload, command
+from benchmarks.vs_trl import workload_of
+from benchmarks.workload import Workload
+from workers import scoring_model
+from workers.kernels import decode, memory, norms, packed_forward, products, ragged
 
 PHASES = ("step", "rollout", "update")
-EVERYTHING = "all kernels"
+NORM_CLASSES = {name for name, _ in norms.EPSILONS}
+USUAL_MMAP_MAX, USUAL_TRIM_THRESHOLD = 65536, 128 << 10  # glibc's own settings
+
+
+def plain_head(
+    hidden, weight, labels, *, bias=None, temperature=1.0, softcap=None, with_entropy=False, with_sum_pi_squared=False
+):
+    """The scores of labels from whole logits, which autograd takes apart."""
+    logits = products.linear(hidden, weight, bias) / temperature
+    log_pi = logits.log_softmax(-1)
+    entropy = -(log_pi.exp() * log_pi).sum(-1) if with_entropy else None
+    return log_pi.gather(1, labels[:, None])[:, 0], entropy, None
+
+
+def instead(module: Any, name: str, value: Any) -> Callable[[PreTrainedModel], AbstractContextManager]:
+    return lambda model: patch.object(module, name, value)
+
+
+@contextmanager
+def padded(model: PreTrainedModel) -> Iterator[None]:
+    """The padded forward, and prompts that decoding reads once a row."""
+    forward, attention = model.token_scores, model.config._attn_implementation
+    scoring_model.set_forward(model, scoring_model.padded_scores, shares_prompts=False)
+    model.set_attn_implementation("sdpa")
+    yield
+    scoring_model.set_forward(model, forward.__func__, shares_prompts=True)
+    model.set_attn_implementation(attention)
+
+
+@contextmanager
+def plain_norms(model: PreTrainedModel) -> Iterator[None]:
+    fast = {layer: type(layer) for layer in model.modules() if isinstance(layer, norms.RMSNorm)}
+    for layer, own in fast.items():
+        layer.__class__ = own.__mro__[2]  # the model's
+    yield
+    for layer, own in fast.items():
+        layer.__class__ = own
+
+
+@contextmanager
+def plain_memory(model: PreTrainedModel) -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(memory.M_MMAP_MAX, USUAL_MMAP_MAX)
+    libc.mallopt(memory.M_TRIM_THRESHOLD, USUAL_TRIM_THRESHOLD)
+    libc.malloc_trim(0)
+    yield
+    libc.mallopt(memory.M_MMAP_MAX, 0)
+    libc.mallopt(memory.M_TRIM_THRESHOLD, memory.MAX_INT)
+
+
+@contextmanager
+def unfrozen(model: PreTrainedModel) -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+# name → model → a context in which a step goes without it
+KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
+    "oneDNN products": instead(products, "HAS_ONEDNN", False),
+    "backward of RMSNorm": plain_norms,
+    "weights packed for decoding": instead(decode, "is_packable", lambda layer: False),
+    "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),
+    "packed forward": padded,
+    "attention by blocks": instead(ragged, "BLOCK", 1 << 30),
+    "token head": instead(packed_forward, "score_tokens", plain_head),
+    "kept memory": plain_memory,
+    "frozen collector": unfrozen,
+}
+Step = dict[str, float]
+SETTLING = {"kept memory": 1}  # steps after each change that are not counted: memory is given back, or found again
 
 
 def main() -> None:
-    arguments, workload = read_arguments()
-    rows: list[dict[str, Any]] = []
-    kernels = arguments.kernels.split(",") if arguments.kernels else list(KERNELS)
-    for start in range(0, len(kernels), arguments.at_once):
-        rows += compare(workload, kernels[start : start + arguments.at_once], arguments)
+    arguments, workload, kernels = read_arguments()
+    arm = OursArm(workload, arguments.overrides)
+    model, steps = arm.group.worker.policy.module, iter(range(workload.steps))
+
+    def step() -> dict[str, float]:
+        return arm.step(next(steps))
+
+    for _ in range(1 + arguments.warmup):
+        step()
+    rows = []
+    for name in kernels:
+        pairs = compare(step, partial(KERNELS[name], model), arguments.steps, SETTLING.get(name, 0))
+        rows.append(figures(name, pairs))
+        print(line(rows[-1]), flush=True)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def read_arguments() -> tuple[argparse.Namespace, Workload]:
+def read_arguments() -> tuple[argparse.Namespace, Workload, list[str]]:
+    """The arguments, the workload with all steps that will be taken, and the names of the kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", metavar="A,B", help=f"which to do without, one at a time: {', '.join(KERNELS)}")
-    parser.add_argument(
-        "--at-once", type=int, default=2, metavar="N", help="beside the one with all (2); at 135m each takes 5 GB"
-    )
     own, others = parser.parse_known_args()
-    if unknown := set(filter(None, (own.kernels or "").split(","))) - set(KERNELS):
+    kernels = own.kernels.split(",") if own.kernels else list(KERNELS)
+    if unknown := set(kernels) - set(KERNELS):
         parser.error(f"--kernels names {sorted(unknown)}, which are none of {', '.join(KERNELS)}")
     arguments = read_workload(others)
-    vars(arguments).update(vars(own))
-    return arguments, workload_of(arguments)
+    steps = sum(2 * arguments.steps * (1 + SETTLING.get(name, 0)) for name in kernels)
+    return arguments, replace(workload_of(arguments), steps=1 + arguments.warmup + steps), kernels
 
 
-def compare(workload: Workload, kernels: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row of figures for the process with all kernels, and for each that goes without one."""
-    with ExitStack() as running:
-        arms = {name: start_arm(workload, name, arguments.overrides, running) for name in (EVERYTHING, *kernels)}
-        for _ in range(1 + arguments.warmup):
-            for arm in arms.values():
-                arm.step()
-        steps: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-        for _ in range(0, arguments.steps, arguments.block):
-            for name, arm in arms.items():
-                time.sleep(SETTLE_SECONDS)
-                steps[name] += [arm.step() for _ in range(arguments.block)]
-    rows = [figures(name, taken, steps[EVERYTHING]) for name, taken in steps.items()]
-    for row in rows:
-        print(line(row), flush=True)
-    return rows
+def compare(
+    step: Callable[[], Step], without: Callable[[], AbstractContextManager], pairs: int, settling: int
+) -> list[tuple[Step, Step]]:
+    """So many `pairs` of a step with the kernel and one without; which of them is first changes."""
+
+    def settled() -> Step:
+        return [step() for _ in range(settling + 1)][-1]
+
+    found = []
+    for pair in range(pairs):
+        first = settled() if pair % 2 else None
+        with without():
+            other = settled()
+        found.append((first or settled(), other))
+    return found
 
 
-def start_arm(workload: Workload, kernel: str, overrides: list[str], running: ExitStack) -> Arm:
-    folder = FOLDER / "ablation" / kernel.replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    own = [kernel, *overrides] if kernel != EVERYTHING else ["", *overrides]
-    arm = Arm(
-        sys.executable,
-        command("benchmarks.ablation_arm", replace(workload, folder=str(folder)), own),
-        Path(folder, "arm.log"),
-    )
-    running.callback(arm.close)
-    return arm
-
-
-def figures(name: str, steps: list[dict[str, float]], with_all: list[dict[str, float]]) -> dict[str, Any]:
-    """`steps` of one process beside those of the process `with_all` kernels, in the same order."""
-    pairs = list(zip(steps, with_all, strict=True))
-    ratios = {phase: [one[phase] / other[phase] for one, other in pairs] for phase in PHASES}
+def figures(name: str, pairs: list[tuple[Step, Step]]) -> dict[str, Any]:
+    ratios = {phase: [other[phase] / own[phase] for own, other in pairs] for phase in PHASES}
     return {
         "without": name,
-        "seconds": {phase: median(step[phase] for step in steps) for phase in PHASES},
+        "pairs": len(pairs),
+        "seconds_with": {phase: median(own[phase] for own, _ in pairs) for phase in PHASES},
         "ratio": {phase: quantiles(found, n=4, method="inclusive") for phase, found in ratios.items()},
-        "peak_rss_gb": steps[-1]["peak_rss_gb"],
     }
 
 
 def line(row: dict[str, Any]) -> str:
-    without = row["without"] if row["without"] == EVERYTHING else f"without {row['without']}"
     cells = []
     for phase in PHASES:
         low, middle, high = row["ratio"][phase]
-        cells.append(f"{phase} {row['seconds'][phase]:.3f} s {middle:.2f} ({low:.2f} to {high:.2f})")
-    return f"{without:<40}" + "  ".join(cells) + f"  {row['peak_rss_gb']:.1f} GB"
+        cells.append(f"{phase} {middle:.2f} ({low:.2f} to {high:.2f}) of {row['seconds_with'][phase]:.3f} s")
+    return f"without {row['without']:<31}" + "  ".join(cells)
 
 
 if __name__ == "__main__":
