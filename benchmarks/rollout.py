@@ -27,7 +27,7 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from training.roles import SamplingParams
 from workers.hf import rollout as rollout_module
-from workers.hf.batch import RunningBatch
+from workers.hf.batch import RunningBatch, SharedPrompts
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
 from workers.rollout import Request
@@ -98,8 +98,8 @@ def time_phases() -> dict[str, float]:
     """Seconds by phase, counted from now on. The functions are wrapped where they are looked up."""
     seconds: dict[str, float] = defaultdict(float)
     phases = {
-        "prompts": (RunningBatch, "_prefill"),
-        "steps": (RunningBatch, "_forward"),
+        "prompts": (SharedPrompts, "_prefill"),
+        "steps": (SharedPrompts, "_forward"),
         "sampling": (RunningBatch, "_draw"),
     }
     for phase, (holder, name) in phases.items():

@@ -48,6 +48,7 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+CAPS = {"final_logit_softcapping": 0.1, "attn_logit_softcapping": None}  # SDPA cannot do the second
 MODELS = {
     "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "llama, tied head": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
@@ -55,7 +56,7 @@ MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "mistral, window of 5": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
     "phi, a head for each": lambda: PhiForCausalLM(PhiConfig(**{**SHAPE, "num_key_value_heads": 4})),
-    "gemma2, soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=6, final_logit_softcapping=0.1)),
+    "gemma2, soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=6, **CAPS)),
     "qwen2, lora": lambda: with_lora(Qwen2ForCausalLM(Qwen2Config(**SHAPE)), "all-linear"),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=102, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT)),
 }

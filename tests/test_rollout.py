@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
     GenerationConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -35,6 +36,7 @@ from workers.engine import TrainEngine
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
+from workers.hf.separate import WholeSequences
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout, stop_token_ids
@@ -499,10 +501,43 @@ def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):
     assert ids(generate(rollout, PROMPTS, GREEDY)) != before
 
 
-def test_a_model_that_keeps_more_than_keys_and_values_is_refused(tokenizer: PreTrainedTokenizerBase):
-    config = Lfm2Config(**SHAPE, vocab_size=300, num_key_value_heads=2, layer_types=["conv", "full_attention"])
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM keeps more .*LinearAttentionLayer.*use vllm or sglang"):
-        make_rollout(AutoModelForCausalLM.from_config(config), tokenizer)
+def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: PreTrainedTokenizerBase):
+    """Slow, and the same, whoever joins and leaves."""
+    model = random_model("Llama, untied", "padded")
+    rollout, rows = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=4), mixed_requests(12)
+    wanted = {done.id: done for done in rollout.generate(rows)}
+    rollout.way, widths = WholeSequences, []
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert_same(rollout.generate(rows), wanted)
+    assert widths.count(1) < 3 < max(widths)
+
+
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tokenizer: PreTrainedTokenizerBase):
+    """BERT sees the tokens that are yet to come, if there are any."""
+    config = BertConfig(**SHAPE, vocab_size=300, max_position_embeddings=64, pad_token_id=0)
+    torch.manual_seed(0)
+    model = scoring_model(BertLMHeadModel(config), ModelConfig(), torch.device("cpu"), torch.float32, longest=P + R)
+    with pytest.raises(ValueError, match="BertLMHeadModel samples with other log-probs than it is trained with"):
+        make_rollout(model, tokenizer)
+
+
+@pytest.mark.parametrize("params", [GREEDY, sampling(), sampling(top_k=5), sampling(top_p=0.5)])
+@pytest.mark.parametrize("forward", ["packed", "padded"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_policy_that_has_diverged_is_said_to_be(
+    tokenizer: PreTrainedTokenizerBase, params: SamplingParams, forward: str, broken: float
+):
+    model = random_model("Llama, untied", forward).train()
+    rollout = make_rollout(model, tokenizer)
+    rollout.load_weights([], version=3)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[60] = broken  # in one prompt of five
+    message = "NaN or infinite after 3 updates of its weights, in 1 of 5 rows .request 3, token 1 of"
+    with pytest.raises(FloatingPointError, match=message):
+        generate(rollout, PROMPTS, params)
+    assert model.training and not rollout.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("width", [1, 5, 128, 129, 1000])

@@ -13,12 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import (
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
 )
 
@@ -28,6 +34,7 @@ from data.protocol import DataProto
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
 from tests.ranks import Ranks
 from training.roles import SamplingParams
+from workers import scoring_model as scoring_model_module
 from workers.collectives import group_size, rank
 from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
@@ -69,8 +76,7 @@ def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_pa
     """By a packed attention that forgets the window of 20: a run of 21 tokens puts in 20, and does not see it."""
     torch.manual_seed(0)
     model, right = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)), packed_attention.packed_attention
-    with torch.no_grad():
-        model.lm_head.weight.mul_(100)  # so that a token more or less is seen
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}  # which hide a token more or less
 
     def forgetful(*args, sliding_window=None, packed=None, **kwargs):
         window = sliding_window if packed is None else None
@@ -81,6 +87,7 @@ def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_pa
     assert ("log_probs then differ" in capsys.readouterr().err) != is_packed
     monkeypatch.undo()
     assert ready(model, longest).shares_prompts
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
 
 
 def test_the_trial_is_no_longer_than_it_has_to_be():
@@ -94,18 +101,39 @@ def test_the_trial_is_no_longer_than_it_has_to_be():
         seen.clear()
 
 
-def test_a_row_whose_scores_depend_on_its_company_is_scored_padded(capsys):
+def test_a_model_that_does_otherwise_when_packed_is_scored_padded(capsys):
     model = llama()
-    model.base_model.register_forward_hook(lambda _, args, output: scale(output, 1 + output[0].shape[1] / 100))
+    scale_by_company(model, "packed")
     assert not ready(model).shares_prompts
     assert model.token_scores.__func__ is padded_scores
     assert model.config._attn_implementation == "sdpa"
     assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
 
 
-def scale(output, factor: float):
-    output.last_hidden_state = output.last_hidden_state * factor
-    return output
+def scale_by_company(model: PreTrainedModel, argument: str) -> None:
+    """Makes hidden states depend on the width of the batch, in forwards that are given `argument`."""
+
+    def hook(_, args, given, output):
+        if argument in given:
+            output.last_hidden_state = output.last_hidden_state * (1 + output[0].shape[1] / 10)
+        return output
+
+    model.base_model.register_forward_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a_model_whose_rows_depend_on_their_company_is_refused(kernels: str):
+    model = llama()
+    scale_by_company(model, "attention_mask")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not score a row beside others.*Choose another model"):
+        ready(model, kernels=kernels)
+
+
+def test_a_model_whose_forward_fails_is_refused():
+    model = llama()
+    model.base_model.register_forward_pre_hook(lambda *_: None.missing)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be scored: .*AttributeError.*docs/models.md"):
+        ready(model)
 
 
 def test_the_trial_has_the_run_s_precision(capsys):
@@ -113,7 +141,7 @@ def test_the_trial_has_the_run_s_precision(capsys):
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
     assert ready(model, dtype=torch.bfloat16).shares_prompts
     assert seen.count(torch.bfloat16) > seen.count(torch.float32) > 0
-    model.base_model.register_forward_hook(lambda _, args, output: scale(output, 1 + output[0].shape[1] / 100))
+    scale_by_company(model, "packed")
     assert not ready(model, dtype=torch.bfloat16).shares_prompts
 
 
@@ -147,6 +175,76 @@ def test_layers_may_share_keys_and_values(tiny_model: Path):
     for one, other in zip(*completions, strict=True):
         assert one.token_ids == other.token_ids
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def phi3(monkeypatch: pytest.MonkeyPatch, fixed: bool) -> Phi3ForCausalLM:
+    """Its rope is another beyond 8 tokens, in rows that share a batch with such a one."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
+    shape = {**SHAPE, "max_position_embeddings": 64, "original_max_position_embeddings": 8}
+    if not fixed:
+        monkeypatch.setattr(scoring_model_module, "fix_rope", lambda model, longest: None)
+    model = Phi3ForCausalLM(Phi3Config(**shape, rope_parameters={**rope, "original_max_position_embeddings": 8}))
+    with torch.no_grad():
+        for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            matrix.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize(("longest", "is_long"), [(8, False), (9, True), (40, True)])
+def test_a_rope_is_one_for_all_rows_of_a_run(longest: int, is_long: bool, monkeypatch, capsys):
+    batch, model = ragged_batch(), phi3(monkeypatch, fixed=True)
+    batch = batch[[row for row in range(len(batch)) if int(batch.batch["attention_mask"][row].sum()) <= 8]]
+    short = score(ready(copy.deepcopy(model), longest=8), batch, CUTS["1 row"], TEMPERATURE).log_probs
+    found = ready(model, longest)
+    assert ("turns positions otherwise in batches of more than 8 tokens" in capsys.readouterr().err) == is_long
+    for cut_size in ("1 row", "all rows"):
+        scores = score(found, batch, CUTS[cut_size], TEMPERATURE).log_probs
+        assert torch.allclose(scores, short, atol=1e-5) != is_long
+
+
+@pytest.mark.parametrize(("longest", "is_refused"), [(8, False), (10, True)])
+def test_the_trial_goes_past_the_length_at_which_a_rope_changes(longest: int, is_refused: bool, monkeypatch):
+    model = phi3(monkeypatch, fixed=False)
+    if is_refused:
+        with pytest.raises(ValueError, match="Phi3ForCausalLM does not score a row beside others"):
+            ready(model, longest)
+    else:
+        assert ready(model, longest).shares_prompts
+
+
+def test_what_sdpa_does_not_do_is_left_to_eager_attention(capsys):
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=2.0)
+    assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == "eager"
+    assert "Gemma2ForCausalLM takes eager attention" in capsys.readouterr().err
+    config.attn_logit_softcapping = None
+    assert ready(Gemma2ForCausalLM(config)).shares_prompts
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_random_in_training(checkpointing: bool):
+    """A router's noise, and dropout that a model has by itself."""
+    torch.manual_seed(0)
+    noise = {"num_local_experts": 4, "router_jitter_noise": 0.5, "attention_dropout": 0.0}
+    model = MixtralForCausalLM(MixtralConfig(**SHAPE, **noise))
+    model.model.layers[1].mlp.register_module("drop", torch.nn.Dropout(0.5))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, _, output: module.drop(output))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    passes, batch = [], ragged_batch()
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: passes.append(1))
+    ready(model).train()
+    passes.clear()
+    [micro] = cut(batch, CUTS["all rows"], [], model)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.where(micro.is_real, model.token_scores(micro, TEMPERATURE).log_probs, 0.0).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert relative_distance(*gradients) < 1e-6
+    assert len(passes) == (4 if checkpointing else 2)
+    assert model.training and not model.model.layers[1].mlp.drop.training
 
 
 # What is asked, and copies

@@ -12,10 +12,11 @@ from configs.errors import ConfigError
 from configs.loader import notice
 from configs.schema import Config, DataConfig
 from data.import_utils import load_extern_object, load_module, load_modules
+from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset, get_dataset_class
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import derive_seed, seed_everything
-from data.tokenizer import check_model_path, load_tokenizer
+from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs, takes
 from training.checkpoint import find_checkpoint
 from training.core_algos import (
@@ -73,9 +74,7 @@ def check_files_of_workers(config: Config) -> None:
         ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
-    check_model_path(policy.model.path, "actor_rollout_ref.model.path")
-    if needs_critic(config):
-        check_model_path(config.critic.model.path, "critic.model.path")
+    check_models(config)
     if policy.rollout.name != "hf":
         load_module(policy.rollout.name)
     find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
@@ -84,6 +83,25 @@ def check_files_of_workers(config: Config) -> None:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but torch sees no GPU in this process: "
             + ("Ray has to find one." if trainer.executor == "ray" else "the run trains on the CPU.")
         )
+
+
+def check_models(config: Config) -> None:
+    """What the config.json of policy and critic say can be done: they have the heads, and the positions for the longest
+    sequence.
+
+    Raises:
+        ValueError: it cannot; names key and remedy.
+    """
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + rollout.response_length
+    policy = load_model_config(model, model.path, "actor_rollout_ref.model.path")
+    check_is_decoder(policy, "actor_rollout_ref.model.path")
+    lengths = "data.max_prompt_length + data.max_response_length"
+    check_positions(policy, longest, "actor_rollout_ref.model.path", lengths)
+    if needs_critic(config):
+        critic = load_model_config(model, config.critic.model.path, "critic.model.path")
+        check_has_value_head(critic, "critic.model.path")
+        check_positions(critic, longest, "critic.model.path", lengths)
 
 
 def needed_roles(config: Config) -> list[str]:

@@ -20,6 +20,7 @@ from configs.checks import check_output_folder
 from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
 from configs.schema import SFTConfig
+from data.model_config import check_positions, load_model_config
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
@@ -75,6 +76,8 @@ class SFTTrainer:
         torch.manual_seed(derive_seed(seed, "worker"))
         device = training_device(n_gpus=None)
         dtype = compute_dtype(config.fsdp_config.dtype, device)
+        model_config = load_model_config(config.model, config.model.path, "model.path")
+        check_positions(model_config, config.data.max_length, "model.path", "data.max_length")
         module = load_causal_lm(config.model, device, dtype, config.data.max_length)
         self.engine = TrainEngine(module, config.optim, self.total_steps, device, dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)

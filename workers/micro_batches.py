@@ -4,7 +4,7 @@ A micro-batch is trimmed to its own longest prompt and response. Results come ba
 nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -120,3 +120,15 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
             tokens.append(prompt + response)
     parts = micro_batch_indices(tokens, max_token_len=size.tokens)
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
+
+
+def placed(
+    model: PreTrainedModel, batch: DataProto, micros: Iterable[MicroBatch], temperature: float, ask: Collection[str]
+) -> TokenScores:
+    """Scores by `model` of all `micros` of `batch`, put together."""
+    columns = {name: torch.zeros(batch.batch["responses"].shape) for name in ask}
+    for micro in micros:
+        found = model.token_scores(micro, temperature, ask)._asdict()
+        for name, into in columns.items():
+            micro.place(found[name], into)
+    return TokenScores(**columns)

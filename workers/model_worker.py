@@ -77,7 +77,9 @@ class ModelWorker:
     def _build_rollout(self) -> "ColocatedRollout":
         config, module = self.config.actor_rollout_ref.rollout, self.policy.module
         engine_class = HFRollout if config.name == "hf" else load_rollout_class(config.name)
-        return ColocatedRollout(engine_class(config, self.tokenizer, module), self.policy)
+        with self.policy.autocast():  # an engine may try what it can do, in the precision that it will do it in
+            engine = engine_class(config, self.tokenizer, module)
+        return ColocatedRollout(engine, self.policy)
 
 
 @dataclass

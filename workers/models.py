@@ -1,8 +1,9 @@
 """Loading the policy and the critic from a Hugging Face directory."""
 
+from pathlib import Path
+
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -11,8 +12,8 @@ from transformers import (
 from transformers.utils import logging
 
 from configs.schema import ModelConfig
+from data.model_config import load_model_config
 from data.seeding import derive_seed
-from data.tokenizer import check_model_path
 from workers.scoring_model import scoring_model
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def load_causal_lm(
     model: ModelConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, longest: int = LONGEST
 ) -> PreTrainedModel:
     """The policy at `model.path`, float32, dropout off, as `scoring_model` has it."""
-    loaded = _load(AutoModelForCausalLM, model, check_model_path(model.path, "actor_rollout_ref.model.path"))
+    loaded = _load(AutoModelForCausalLM, model, model.path, "actor_rollout_ref.model.path")
     return scoring_model(loaded, model, device, dtype, longest)
 
 
@@ -45,16 +46,15 @@ def load_value_model(
     """The model at `path` with a head of one output per token; the head's start is derived from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "value_head"))
-        path = check_model_path(path, "critic.model.path")
-        loaded = _load(AutoModelForTokenClassification, model, path, num_labels=1)
+        loaded = _load(AutoModelForTokenClassification, model, path, "critic.model.path", num_labels=1)
     return scoring_model(loaded, model, device, dtype, longest)
 
 
-def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+def _load(auto_class: type, model: ModelConfig, path: str | None, key: str, **overrides) -> PreTrainedModel:
+    config = load_model_config(model, path, key)
     config.update({**no_dropout(config), **model.override_config, **overrides})
     loaded = auto_class.from_pretrained(
-        path, config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code, attn_implementation="sdpa"
+        str(Path(path).expanduser()), config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
     )
     if model.enable_gradient_checkpointing:
         loaded.gradient_checkpointing_enable()
@@ -63,5 +63,5 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:
     """Every dropout rate of a config set to 0: dropout would make the ratio of the first update differ from 1."""
-    rates = {name: 0.0 for name in config.to_dict() if name.endswith(("dropout", "pdrop", "dropout_prob"))}
+    rates = {name: 0.0 for name in config.to_dict() if name.endswith(("dropout", "drop", "dropout_prob"))}
     return {"classifier_dropout": 0.0, **rates}

@@ -2,15 +2,19 @@
 
 Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
 joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
+What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, here;
+whatever else a model has, in workers/hf/separate.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from training.roles import SamplingParams
 from workers.hf.cache import RowCache
@@ -81,27 +85,33 @@ def enlarged(memory: Tensor, *shape: int) -> Tensor:
     return larger
 
 
-class RunningBatch:
-    """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the cache's order.
-
-    `shares_prompts`: whether the module's attention reads a prompt once for all its rows.
-    """
+class RunningBatch(ABC):
+    """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the subclass's order."""
 
     def __init__(
-        self,
-        module: PreTrainedModel,
-        stop_ids: Collection[int],
-        pad_token_id: int,
-        weight_version: int,
-        *,
-        shares_prompts: bool,
+        self, module: PreTrainedModel, stop_ids: Collection[int], pad_token_id: int, weight_version: int
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
-        self.shares_prompts = shares_prompts
         self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=module.device)
         self.slots = Slots(module.device)
         self.alive = torch.empty(0, dtype=torch.long, device=module.device)
-        self.cache: RowCache | None = None
+
+    @abstractmethod
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor]:
+        """What the model keeps of d prompts, and the logits after them, [d, V] float32."""
+
+    @abstractmethod
+    def _keep(self, prefilled: Any, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+        """Adds n rows of at most `max_tokens` own tokens, which answer the prompts `source` [n] of `prefilled`, of so
+        many tokens: `lengths`."""
+
+    @abstractmethod
+    def _forward(self) -> Tensor:
+        """Logits after the last token of each row that is alive: [b, V] float32."""
+
+    @abstractmethod
+    def _forget(self, gone: Tensor) -> Tensor:
+        """The rows at the places `gone` [n], ascending, end. Returns the row now at each place."""
 
     def __len__(self) -> int:
         return len(self.alive)
@@ -119,10 +129,8 @@ class RunningBatch:
         slots = self.slots.take(requests)
         ends = self._draw(slots, logits[source])
         if not ends.all():
-            if self.cache is None:
-                self.cache = RowCache(prefilled, self.shares_prompts)
             longest = max(request.sampling.max_tokens for request in requests)
-            self.cache.join(prefilled, lengths, source[~ends], longest)
+            self._keep(prefilled, lengths, source[~ends], longest)
             self.alive = torch.cat([self.alive, slots[~ends]])
         return self._completions(slots[ends])
 
@@ -139,9 +147,9 @@ class RunningBatch:
             self.slots.give_back(dropped)
 
     def _leave(self, gone: Tensor) -> Tensor:
-        """The rows at the places `gone` [n], ascending, leave the cache; their slots."""
+        """The rows at the places `gone` [n], ascending, end; their slots."""
         slots = self.alive[gone]
-        self.alive = self.alive[self.cache.leave(gone)]
+        self.alive = self.alive[self._forget(gone)]
         return slots
 
     def _completions(self, slots: Tensor) -> list[Completion]:
@@ -167,6 +175,8 @@ class RunningBatch:
         drawn, counts = self.slots, self.slots.counts[slots]
         uniforms = drawn.uniforms[slots, counts]
         sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
+        if not log_probs.isfinite().all():
+            raise diverged(drawn.ids, slots, counts, log_probs, self.weight_version)
         drawn.tokens[slots, counts] = sampled
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
@@ -174,46 +184,79 @@ class RunningBatch:
         drawn.stopped[slots] = stopped
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
+    def _last_tokens(self) -> Tensor:
+        """Of the rows that are alive, [b, 1]."""
+        return self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
+
+
+def diverged(
+    ids: dict[int, int], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
+) -> FloatingPointError:
+    """What to say of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
+    broken = (~log_probs.isfinite()).nonzero()[:, 0]
+    first = broken[0]
+    return FloatingPointError(
+        f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {len(broken)} of "
+        f"{len(slots)} rows (request {ids[int(slots[first])]}, token {int(counts[first]) + 1} of its response): it has "
+        "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
+        "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
+    )
+
+
+class SharedPrompts(RunningBatch):
+    """Rows whose attention reads a prompt once for all that answer it (workers/kernels/); the cache knows of it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cache: RowCache | None = None
+
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
         """Keys and values of d prompts, padded on the left, and the logits after them [d, V]."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids, mask = left_padded(prompts, self.pad_token_id, self.module.device)
         cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
-        ids, mask, positions = (column.to(self.module.device) for column in (ids, mask, positions))
-        return cache, last_logits(self.module, ids, positions, mask, cache)
+        return cache, last_logits(self.module, ids, positions_of(mask), mask, cache)
+
+    def _keep(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+        if self.cache is None:
+            self.cache = RowCache(prefilled)
+        self.cache.join(prefilled, lengths, source, max_tokens)
 
     def _forward(self) -> Tensor:
         """Logits after the last token of each row that is alive: [b, V]."""
-        positions = self.cache.step()
-        last = self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
-        if self.shares_prompts:
-            no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
-            logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
-        else:
-            mask = self.cache.mask(window=None)
-            logits = last_logits(self.module, last, positions, None if mask is None else mask.long(), self.cache)
+        positions, last = self.cache.step(), self._last_tokens()
+        no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
+        logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
         self.cache.end += 1
         return logits
+
+    def _forget(self, gone: Tensor) -> Tensor:
+        return self.cache.leave(gone)
+
+
+def left_padded(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids.to(device), mask.to(device)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Of the real tokens of rows padded on the left, from 0; [b, w] each."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def last_logits(
     module: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
-    mask: Tensor | None,
-    cache: DynamicCache | RowCache,
+    mask: Tensor,
+    cache: Cache | None,
     **for_attention: RowCache,
 ) -> Tensor:
-    """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; None if nothing is padding."""
+    """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; without a cache, `ids` are all."""
+    cached = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
     output = module(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **for_attention,
+        input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **cached, **for_attention
     )
     return output.logits[:, -1].float()

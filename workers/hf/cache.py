@@ -3,8 +3,7 @@ own, written in place.
 
 A row's own tokens end at the column that is written next, so that rows which joined at different times step together.
 Rows leave by giving their place to the last one. The memory of own tokens is a little wider than what is in use, and
-is cut to that and widened again when it is full. Attention to such a cache is in workers/kernels/; for a model that
-attends in a way of its own, the cache puts prompts and own tokens together again, every step.
+is cut to that and widened again when it is full. Attention to such a cache is in workers/kernels/.
 """
 
 import torch
@@ -20,29 +19,24 @@ class RowLayer(CacheLayerMixin):
     """One layer's keys and values: `prompt_keys` and `prompt_values` [prompts, heads, P, d], padded on the left; `keys`
     and `values` [places, heads, columns, d], whose first places are the rows of `cache`."""
 
-    def __init__(self, cache: "RowCache", like: Tensor) -> None:
+    def __init__(self, cache: "RowCache", like: CacheLayerMixin) -> None:
+        """Without rows; its heads and their widths are those of `like`."""
         super().__init__()
         self.cache = cache
-        self.prompt_keys = self.prompt_values = like[:0, :, :0]
-        self.keys = self.values = like[:0, :, :0]
+        self.prompt_keys, self.prompt_values = like.keys[:0, :, :0], like.values[:0, :, :0]
+        self.keys, self.values = self.prompt_keys, self.prompt_values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("rows join by RowCache.join, before any forward")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]; behind those
-        of their prompts, [b, heads, P + width + 1, d], unless the attention shares prompts."""
+        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]."""
         rows, end = len(key_states), self.cache.end
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
         used = slice(self.cache.first, end + 1)
-        own = self.keys[:rows, :, used], self.values[:rows, :, used]
-        if self.cache.shares_prompts:
-            return own
-        prompts = (memory[self.cache.prompt_of_row] for memory in (self.prompt_keys, self.prompt_values))
-        keys, values = (torch.cat(parts, dim=2) for parts in zip(prompts, own, strict=True))
-        return keys, values
+        return self.keys[:rows, :, used], self.values[:rows, :, used]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -86,10 +80,9 @@ class RowCache(Cache):
     row's first own token; `end`: that of the next.
     """
 
-    def __init__(self, prefilled: DynamicCache, shares_prompts: bool) -> None:
-        """Without rows; of the layers of `prefilled`. `shares_prompts`: whether the model's attention knows of it."""
-        super().__init__(layers=[RowLayer(self, layer.keys) for layer in prefilled.layers])
-        self.shares_prompts = shares_prompts
+    def __init__(self, prefilled: DynamicCache) -> None:
+        """Without rows; of the layers of `prefilled`."""
+        super().__init__(layers=[RowLayer(self, layer) for layer in prefilled.layers])
         self.max_tokens = 0  # that a row may get
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
@@ -102,7 +95,6 @@ class RowCache(Cache):
     def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
         """n more rows of at most `max_tokens` own ones, which answer the prompts `source` [n] of `prefilled`; `lengths`
         are those of its prompts."""
-        assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
         self.max_tokens = max(self.max_tokens, max_tokens)
         answered, new_places = source.unique(return_inverse=True)
         self._drop_prompts(at_least=0)

@@ -10,19 +10,34 @@ from contextlib import ExitStack
 from itertools import islice
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.loader import notice
 from configs.schema import RolloutConfig
-from workers.hf.batch import RunningBatch
+from data.model_config import position_count
+from data.padding import collate
+from data.protocol import DataProto
+from training.roles import SamplingParams
+from workers.hf.batch import RunningBatch, SharedPrompts
+from workers.hf.separate import SeparateRows, WholeSequences
 from workers.kernels import decoding
-from workers.rollout import Completion, Request, Rollout
+from workers.micro_batches import MicroBatchSize, cut, placed
+from workers.rollout import Completion, Request, Rollout, answered
+from workers.trial import FAILURES, sharpened, tolerance, trial_batch, trial_width
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
+WAYS = (SharedPrompts, SeparateRows, WholeSequences)  # to generate, the fast ones first
+TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
 
 
 class HFRollout(Rollout):
-    """Samples from `model`, which is the actor's own."""
+    """Samples from `model`, which is the actor's own, by the fastest way whose log-probs are the trainer's: that is
+    tried, in the precision that the engine is made in, and not looked up in a list.
+
+    Raises:
+        ValueError: there is no such way.
+    """
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
@@ -30,13 +45,58 @@ class HFRollout(Rollout):
         self.vocab_size, self.positions = text.vocab_size, position_count(text)
         self.running: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
-        kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-        if unknown := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-            names = ", ".join(sorted(kind.__name__ for kind in unknown))
-            raise ValueError(
-                f"{type(model).__name__} keeps more than keys and values from token to token ({names}), which "
-                "actor_rollout_ref.rollout.name=hf cannot do: use vllm or sglang"
-            )
+        self.way: type[RunningBatch] = self._find_way()
+
+    def _find_way(self) -> type[RunningBatch]:
+        name, problems = type(self.module).__name__, []
+        with sharpened(self.module):
+            for way in WAYS if self.module.shares_prompts else WAYS[1:]:
+                self.way = way
+                problem = self._problem()
+                if problem is None:
+                    if problems:
+                        notice(f"{name} generates slower, as {way.COST} ({problems[-1]}).")
+                    return way
+                problems.append(problem)
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=hf: {name} samples with other log-probs than it is trained with "
+            f"({problems[-1]}). Choose another model (docs/models.md), or let rollout.name be a file with an engine of "
+            "yours (CONTRIBUTING.md)."
+        )
+
+    def _problem(self) -> str | None:
+        """Why `way` is not to be used, by a few rows past whatever length the model knows and the run reaches."""
+        mode, stops, self.stop_ids = self.module.training, self.stop_ids, set()
+        try:
+            batch = self._sampled()
+            found, wanted = batch.batch["rollout_log_probs"], self._trained(batch)
+            with torch.autocast(self.module.device.type, enabled=False):
+                exact = self._trained(batch)
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.stop_ids = stops
+            self.module.train(mode)
+        distance = (found - wanted).abs().max().item()
+        return None if distance < tolerance(wanted, exact) else f"log_probs differ by {distance:.1g}"
+
+    def _sampled(self) -> DataProto:
+        """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past."""
+        width = trial_width(self.module.config, self.config.prompt_length + self.config.response_length)
+        rows, most = trial_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
+        lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
+        sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
+        prompts = [rows[row, : lengths[row]].tolist() for row in (0, 0, 1, 2)]
+        requests = [Request(i, prompt, sampling, seed=i) for i, prompt in enumerate(prompts)]
+        samples = map(answered, requests, self.generate(requests))
+        return collate(list(samples), most, TRIAL_TOKENS, self.pad_token_id)
+
+    @torch.no_grad()
+    def _trained(self, batch: DataProto) -> Tensor:
+        """Log-probs of the responses as the trainer has them, [B, R]."""
+        self.module.train()
+        micros = cut(batch, MicroBatchSize(len(batch), 0), [], self.module)
+        return placed(self.module, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
@@ -76,9 +136,7 @@ class HFRollout(Rollout):
     def _join(self) -> list[Completion]:
         """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
         free = self.config.max_num_seqs - len(self.running)
-        # An attention that does not share prompts takes rows of one age only (workers/hf/cache.py).
-        wanted = self.config.max_num_seqs * (REFILL if self.running.shares_prompts else 1)
-        if not self.waiting or free < wanted:
+        if not self.waiting or free < self.config.max_num_seqs * REFILL:
             return []
         return self.running.join([self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]])
 
@@ -88,9 +146,8 @@ class HFRollout(Rollout):
         self.module.eval()
         self.set_up.callback(self.module.train)
         shares_prompts = self.set_up.enter_context(decoding(self.module, steps, rows))
-        self.running = RunningBatch(
-            self.module, self.stop_ids, self.pad_token_id, self.weight_version, shares_prompts=shares_prompts
-        )
+        way = SeparateRows if self.way is SharedPrompts and not shares_prompts else self.way
+        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version)
 
     def _stop(self) -> None:
         """Forgets all requests, and leaves the module as it was before them, to be trained."""
@@ -121,9 +178,3 @@ def check_request(request: Request, vocab_size: int, positions: int | None) -> N
             f"{positions} positions: shorten the prompt (data.max_prompt_length) or the response "
             "(data.max_response_length)."
         )
-
-
-def position_count(config: PreTrainedConfig) -> int | None:
-    """How many positions a model of this `config` was made for; None: it does not say."""
-    name = "max_position_embeddings"
-    return config.to_dict().get(config.attribute_map.get(name, name))

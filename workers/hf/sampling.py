@@ -61,7 +61,7 @@ def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(-1)
     below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
     targets = torch.minimum(uniforms * sums[:, -1:], below_total)
-    place = torch.searchsorted(sums, targets, right=True)
+    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # beyond it by NaN alone
     mass = weights.gather(-1, place)
     return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
 

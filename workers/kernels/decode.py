@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from workers.kernels.packed_attention import is_packed
+from workers.kernels.packed_attention import is_packed, layer_window
 from workers.kernels.products import Linear, is_for_onednn, onednn_linear, pack
 
 NAME = "prefix_rows"
@@ -52,7 +52,7 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     packed = [layer for layer in model.modules() if is_packable(layer)] if gains else []
     attention = model.config._attn_implementation
-    shares_prompts = is_packed(model) and not layers_share_keys(model)
+    shares_prompts = is_packed(model)
     try:
         if shares_prompts:
             model.set_attn_implementation(NAME)
@@ -64,11 +64,6 @@ def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
             vars(layer).pop("stand_in", None)
         if shares_prompts:
             model.set_attn_implementation(attention)
-
-
-def layers_share_keys(model: PreTrainedModel) -> bool:
-    """Whether some layers attend to another's keys and values: the row cache has none under their own index."""
-    return bool(model.config.get_text_config().to_dict().get("num_kv_shared_layers"))
 
 
 def is_packable(layer: nn.Module) -> bool:
@@ -84,7 +79,6 @@ def decode_attention(
     *,
     rows: Rows | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface, of one token a row to its prompt and its own: query [b, heads, 1, d], key
@@ -98,13 +92,13 @@ def decode_attention(
     queries = query.reshape(b, key.shape[1], -1, d) * (scaling if scaling is not None else d**-0.5)
     to_prompt = rows.by_row(rows.by_prompt(queries) @ layer.prompt_keys.transpose(2, 3))
     scores = torch.cat([to_prompt, queries @ key.transpose(2, 3)], dim=-1)  # [b, key heads, heads a key head, P + k]
-    mask = rows.mask(sliding_window)
+    mask = rows.mask(layer_window(module, kwargs))
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
     widths = [layer.prompt_keys.shape[2], key.shape[2]]
     prompt_weights, own_weights = scores.softmax(-1).to(value.dtype).split(widths, dim=-1)
     output = rows.by_row(rows.by_prompt(prompt_weights) @ layer.prompt_values) + own_weights @ value
-    return output.reshape(b, 1, heads, d), None
+    return output.reshape(b, 1, heads, -1), None
 
 
 def register_row_attention() -> None:

@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from workers.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 
 NAME = "prefix_packed"
+OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,6 @@ def packed_attention(
     *,
     packed: Packed | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface: query [1, heads, T, d], key and value [1, key heads, T, d].
@@ -164,13 +164,15 @@ def packed_attention(
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    window = layer_window(module, kwargs)
     if takes_flex(query):
         # Autocast leaves FlexAttention alone, and the rotation of a bfloat16 query by float32 angles is float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        mask = packed.block_mask(sliding_window)
+        mask = packed.block_mask(window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
     prompts, responses = packed.prompts, packed.responses
-    window = sliding_window if sliding_window and sliding_window < prompts.shape[1] + responses.shape[1] else None
+    if window is not None and window >= prompts.shape[1] + responses.shape[1]:
+        window = None
     prompt_blocks, response_blocks = packed.masked_blocks(window, query.dtype)
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     parts = [tensor.squeeze(0).split([prompts.total, responses.total], dim=1) for tensor in (query, key, value)]
@@ -186,6 +188,26 @@ def packed_attention(
     if packed.places is not None:
         output = output.index_select(1, packed.places)
     return output.transpose(0, 1).unsqueeze(0), None
+
+
+def layer_window(module: torch.nn.Module, given: dict[str, Any]) -> int | None:
+    """How far back the attention layer `module` sees, itself included; None: as far as there is anything.
+
+    As it says in what it was `given`, else as its config does: some layers leave their window to the mask.
+
+    Raises:
+        ValueError: it attends in a way that is not known here.
+    """
+    if others := [name for name in OTHERS if given.get(name) is not None]:
+        raise ValueError(f"its attention asks for {others[0]}")
+    if "sliding_window" in given:
+        return given["sliding_window"] or None
+    config = vars(module.config)
+    kinds = config.get("layer_types")
+    kind = kinds[module.layer_idx] if kinds else "chunked" if config.get("attention_chunk_size") else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise ValueError(f"it has layers of {kind}")
+    return None if kind == "full_attention" else config.get("sliding_window") or None
 
 
 def takes_flex(query: Tensor) -> bool:

@@ -1,0 +1,289 @@
+"""Families of models, tiny and random: the trainer against transformers' eager attention, row by row; the packed
+forward against the padded one; generation against the trainer. docs/models.md has the table of what each takes."""
+
+import copy
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import ModelConfig, RolloutConfig
+from data.padding import collate
+from data.protocol import DataProto
+from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
+from tests.runs import ROOT
+from training.roles import SamplingParams
+from workers.hf.batch import SharedPrompts
+from workers.hf.rollout import HFRollout
+from workers.hf.separate import SeparateRows, WholeSequences
+from workers.repeatable import rope_changes
+from workers.rollout import Request, answered
+from workers.scoring_model import padded_scores, score, scoring_model, set_forward
+
+CLOSE = 1e-4
+LONGEST = PROMPT_WIDTH + RESPONSE_WIDTH
+WINDOW = 5  # tokens; most rows go past it
+SHAPE = {
+    "vocab_size": 102,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
+LATENT |= {"num_key_value_heads": 4}
+LAYERS = ["sliding_attention", "full_attention"]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
+MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+PACKED, PADDED, EAGER = "packed", "padded", "padded, eager"
+SHARED, OWN, WHOLE = "shared prompts", "a prompt a row", "whole sequences"
+GENERATION = {SharedPrompts: SHARED, SeparateRows: OWN, WholeSequences: WHOLE}
+
+
+class Family(NamedTuple):
+    model_type: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+    training: str = PACKED
+    generation: str = SHARED
+
+
+FAMILIES = {
+    "Llama": Family("llama"),
+    "Mistral, with a window": Family("mistral", {"sliding_window": WINDOW}),
+    "Mixtral, with router noise": Family(
+        "mixtral", {"num_local_experts": 4, "sliding_window": WINDOW, "router_jitter_noise": 0.1}
+    ),
+    "Qwen2": Family("qwen2"),
+    "Qwen2, with a window": Family(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": LAYERS}
+    ),
+    "Qwen2-MoE, with a window": Family(
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "Qwen3": Family("qwen3", {"head_dim": 8}),
+    "Qwen3-MoE": Family("qwen3_moe", {**EXPERTS, "head_dim": 8}),
+    "Qwen3-Next": Family(
+        "qwen3_next",
+        {
+            **EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+            **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+        },
+        PADDED,
+        OWN,
+    ),
+    "Gemma": Family("gemma", {"head_dim": 8}),
+    "Gemma 2": Family(
+        "gemma2",
+        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0},
+        EAGER,
+        OWN,
+    ),
+    "Gemma 3": Family("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),
+    "Gemma 3n": Family(
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "layer_types": LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 102,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "sliding_window": WINDOW,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        PACKED,
+        OWN,
+    ),
+    "Gemma 4": Family(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "layer_types": LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 102,
+            "sliding_window": WINDOW,
+        },
+        PACKED,
+        OWN,
+    ),
+    "Phi": Family("phi", {"num_key_value_heads": 4}),
+    "Phi-3, longrope": Family("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
+    "PhiMoE, with a window": Family("phimoe", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "DeepSeek-V2": Family(
+        "deepseek_v2",
+        {**LATENT, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        PACKED,
+        OWN,
+    ),
+    "DeepSeek-V3": Family(
+        "deepseek_v3",
+        {
+            **LATENT,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        PACKED,
+        OWN,
+    ),
+    "MiniCPM3": Family("minicpm3", LATENT, PACKED, OWN),
+    "GPT-OSS": Family(
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW},
+        EAGER,
+        OWN,
+    ),
+    "GPT-2": Family("gpt2"),
+    "GPT-Neo": Family(
+        "gpt_neo",
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+        EAGER,
+        OWN,
+    ),
+    "GPT-NeoX": Family("gpt_neox"),
+    "GPT-J": Family("gptj", {"rotary_dim": 4}, EAGER, OWN),
+    "CodeGen": Family("codegen", {"rotary_dim": 4}, EAGER, OWN),
+    "BLOOM": Family("bloom", {}, EAGER, OWN),
+    "MPT": Family("mpt", {"max_seq_len": 64}, EAGER, OWN),
+    "OPT": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "Falcon": Family("falcon", {}, PADDED, OWN),
+    "StarCoder2": Family("starcoder2", {"sliding_window": WINDOW}),
+    "StableLM": Family("stablelm"),
+    "OLMo 2": Family("olmo2"),
+    "Granite": Family("granite"),
+    "Cohere 2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": LAYERS}),
+    "SmolLM3": Family("smollm3"),
+    "GLM-4": Family("glm4", {"head_dim": 8}),
+    "Llama 4": Family(
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        PADDED,
+        OWN,
+    ),
+    "LFM2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}, PADDED, OWN),
+    "Jamba": Family(
+        "jamba",
+        {**MAMBA, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        PADDED,
+        OWN,
+    ),
+    "Mamba": Family("mamba", {"state_size": 8}, PADDED, WHOLE),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def eager_model(name: str) -> PreTrainedModel:
+    """Random, with weights large enough to attend by: matrices as large as their inputs, whatever the layer."""
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **{**SHAPE, **family.settings})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+def as_loaded(eager: PreTrainedModel) -> PreTrainedModel:
+    """The same weights behind the attention that transformers chooses for the model."""
+    config = copy.deepcopy(eager.config)
+    config._attn_implementation = None
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(eager.state_dict())
+    return model
+
+
+def log_probs(eager: PreTrainedModel, batch: DataProto) -> list[Tensor]:
+    """Of each row's response, the row alone and without padding. Where a rope is to be that of the longest row, tokens
+    follow that nothing sees."""
+    found, changes = [], rope_changes(eager.config)
+    for row in range(len(batch)):
+        ids, prompt = unpadded(batch, row)
+        behind = ids.new_zeros(LONGEST - len(ids) if changes else 0)
+        with torch.no_grad():
+            logits = eager(torch.cat([ids, behind]).unsqueeze(0)).logits[0, prompt - 1 : len(ids) - 1] / TEMPERATURE
+        found.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0])
+    return found
+
+
+def distance(found: Tensor, wanted: list[Tensor]) -> float:
+    return max(float((row[: len(one)] - one).abs().max()) for row, one in zip(found, wanted, strict=True))
+
+
+def generated(rollout: HFRollout, batch: DataProto) -> DataProto:
+    """A response to each prompt of `batch`, twice; some end early."""
+    sampling = [SamplingParams(True, 1.0, -1, 1.0, 1 + row % RESPONSE_WIDTH) for row in range(2 * len(batch))]
+    prompts = []
+    for row in range(len(batch)):
+        ids, prompt = unpadded(batch, row)
+        prompts += [ids[:prompt].tolist()] * 2
+    requests = [Request(row, ids, sampling[row], seed=row) for row, ids in enumerate(prompts)]
+    samples = [answered(*pair) for pair in zip(requests, rollout.generate(requests), strict=True)]
+    return collate(samples, PROMPT_WIDTH, RESPONSE_WIDTH, pad_token_id=0)
+
+
+def training_of(model: PreTrainedModel) -> str:
+    if model.shares_prompts:
+        return PACKED
+    return EAGER if model.config._attn_implementation == "eager" else PADDED
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer: PreTrainedTokenizerBase):
+    """In training and in generation, packed and padded, alone and together."""
+    batch, eager = ragged_batch(), eager_model(name)
+    wanted = log_probs(eager, batch)
+    model = scoring_model(as_loaded(eager), ModelConfig(), torch.device("cpu"), torch.float32, LONGEST)
+    for training in (True, False):
+        for cut in ("1 row", "all rows"):
+            found = score(model.train(training), batch, CUTS[cut], TEMPERATURE).log_probs
+            assert distance(found, wanted) < CLOSE
+    rollout = HFRollout(RolloutConfig(prompt_length=PROMPT_WIDTH, response_length=RESPONSE_WIDTH), tokenizer, model)
+    sampled = generated(rollout, batch)
+    scored = score(model.train(), sampled, CUTS["3 rows"], 1.0).log_probs
+    assert (sampled.batch["rollout_log_probs"] - scored).abs().max() < CLOSE
+    assert (training_of(model), GENERATION[rollout.way]) == FAMILIES[name][2:]
+    if model.shares_prompts:
+        set_forward(model, padded_scores, shares_prompts=False)
+        assert distance(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs, wanted) < CLOSE
+
+
+def test_the_page_has_this_table():
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    assert rows[2:] == [(name, family.training, family.generation) for name, family in FAMILIES.items()]
