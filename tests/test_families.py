@@ -151,7 +151,7 @@ FAMILIES = {
         PACKED,
         OWN,
     ),
-    "MiniCPM3": Family("minicpm3", LATENT, PACKED, OWN),
+    "MiniCPM3": Family("minicpm3", LATENT, PADDED, OWN),
     "GPT-OSS": Family(
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": WINDOW},
@@ -173,10 +173,10 @@ FAMILIES = {
     "OPT": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "Falcon": Family("falcon", {}, PADDED, OWN),
     "StarCoder2": Family("starcoder2", {"sliding_window": WINDOW}),
-    "StableLM": Family("stablelm"),
+    "StableLM": Family("stablelm", {}, PADDED, OWN),
     "OLMo 2": Family("olmo2"),
     "Granite": Family("granite"),
-    "Cohere 2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": LAYERS}),
+    "Cohere 2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": LAYERS}, PADDED, OWN),
     "SmolLM3": Family("smollm3"),
     "GLM-4": Family("glm4", {"head_dim": 8}),
     "Llama 4": Family(
@@ -198,7 +198,7 @@ FAMILIES = {
         PADDED,
         OWN,
     ),
-    "Mamba": Family("mamba", {"state_size": 8}, PADDED, WHOLE),
+    "Mamba": Family("mamba", {"state_size": 8}, EAGER, WHOLE),
 }
 
 

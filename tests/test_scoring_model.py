@@ -233,7 +233,7 @@ def test_nothing_is_random_in_training(checkpointing: bool):
     if checkpointing:
         model.gradient_checkpointing_enable()
     passes, batch = [], ragged_batch()
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: passes.append(1))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
     ready(model).train()
     passes.clear()
     [micro] = cut(batch, CUTS["all rows"], [], model)
@@ -243,7 +243,7 @@ def test_nothing_is_random_in_training(checkpointing: bool):
         torch.where(micro.is_real, model.token_scores(micro, TEMPERATURE).log_probs, 0.0).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert relative_distance(*gradients) < 1e-6
-    assert len(passes) == (4 if checkpointing else 2)
+    assert (len(passes) > 2) == checkpointing
     assert model.training and not model.model.layers[1].mlp.drop.training
 
 
