@@ -16,8 +16,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertLMHeadModel,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -515,12 +513,15 @@ def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: P
 
 
 def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tokenizer: PreTrainedTokenizerBase):
-    """BERT sees the tokens that are yet to come, if there are any."""
-    config = BertConfig(**SHAPE, vocab_size=300, max_position_embeddings=64, pad_token_id=0)
-    torch.manual_seed(0)
-    model = scoring_model(BertLMHeadModel(config), ModelConfig(), torch.device("cpu"), torch.float32, longest=P + R)
-    with pytest.raises(ValueError, match="BertLMHeadModel samples with other log-probs than it is trained with"):
+    model = random_model("Llama, untied", "packed")
+    model.register_forward_hook(sharper)  # the trainer does not call, it enters by `token_scores`
+    with pytest.raises(ValueError, match="LlamaForCausalLM samples with other log-probs than it is trained with"):
         make_rollout(model, tokenizer)
+
+
+def sharper(_: PreTrainedModel, args: tuple, output: Any) -> Any:
+    output.logits = 2 * output.logits
+    return output
 
 
 @pytest.mark.parametrize("params", [GREEDY, sampling(), sampling(top_k=5), sampling(top_p=0.5)])

@@ -47,13 +47,14 @@ def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     In two stages, first a block of tokens and then a token of it: one pass over V, and float64 where sums get long.
     """
+    width = weights.shape[-1]
     weights = F.pad(weights, (0, -weights.shape[-1] % BLOCK)) if weights.shape[-1] % BLOCK else weights
     blocks = weights.unflatten(-1, (-1, BLOCK))
     masses = blocks.sum(-1).double()
     total = masses.sum(-1)
     block, share = pick(masses, uniforms[:, None])
     token, _ = pick(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].double(), share)
-    return (block * BLOCK + token)[:, 0], total
+    return (block * BLOCK + token)[:, 0].clamp_(max=width - 1), total
 
 
 def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +62,7 @@ def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(-1)
     below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
     targets = torch.minimum(uniforms * sums[:, -1:], below_total)
-    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # beyond it by NaN alone
+    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
     mass = weights.gather(-1, place)
     return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
 
