@@ -147,7 +147,8 @@ class HFRollout(Rollout):
         self.set_up.callback(self.module.train)
         shares_prompts = self.set_up.enter_context(decoding(self.module, steps, rows))
         way = SeparateRows if self.way is SharedPrompts and not shares_prompts else self.way
-        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version)
+        most = self.config.max_num_batched_tokens
+        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most)
 
     def _stop(self) -> None:
         """Forgets all requests, and leaves the module as it was before them, to be trained."""
