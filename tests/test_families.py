@@ -286,4 +286,4 @@ def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer:
 
 def test_the_page_has_this_table():
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
-    assert rows[2:] == [(name, family.training, family.generation) for name, family in FAMILIES.items()]
+    assert rows[1:] == [(name, family.training, family.generation) for name, family in FAMILIES.items()]
