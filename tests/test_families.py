@@ -130,7 +130,9 @@ FAMILIES = {
     ),
     "Phi": Family("phi", {"num_key_value_heads": 4}),
     "Phi-3, longrope": Family("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
-    "PhiMoE, with a window": Family("phimoe", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "PhiMoE, with a window": Family(
+        "phimoe", {"num_local_experts": 4, "sliding_window": WINDOW, "router_jitter_noise": 0.5}
+    ),
     "DeepSeek-V2": Family(
         "deepseek_v2",
         {**LATENT, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
