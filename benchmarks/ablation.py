@@ -91,9 +91,9 @@ def unfrozen(model: PreTrainedModel) -> Iterator[None]:
     gc.freeze()
 
 
-# name → model → a context in which a step goes without it
+# name → model → a context in which a step goes without it (for the products: by the other library)
 KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
-    "oneDNN products": instead(products, "HAS_ONEDNN", False),
+    "oneDNN products": instead(products, "IS_FASTER", not products.IS_FASTER),
     "backward of RMSNorm": plain_norms,
     "weights packed for decoding": instead(decode, "is_packable", lambda layer: False),
     "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),

@@ -16,13 +16,27 @@ from transformers import AutoModelForCausalLM
 from configs.schema import ModelConfig
 from tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
-from workers.kernels import start_process
+from workers.kernels import products, start_process
 from workers.kernels.products import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
 from workers.models import load_causal_lm
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def onednn_has_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU, or half of this file would try nothing where MKL is the faster."""
+    monkeypatch.setattr(products, "IS_FASTER", products.HAS_ONEDNN)
+
+
+def test_where_torch_is_faster_it_has_the_products(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "IS_FASTER", False)
+    values, weight = numbers(5, 11).requires_grad_(), numbers(6, 11, seed=1).requires_grad_()
+    with Operations() as operations:
+        linear(values, weight).sum().backward()
+    assert not any("mkldnn" in name for name in operations.count)
 
 
 @needs_onednn
