@@ -22,10 +22,10 @@ def main(argv: list[str] | None = None) -> None:
         config = load_config(arguments, Config)
         check_config(config)
         from training.preparation import prepare
+        from workers.worker_group import check_machine, start_command
 
+        check_machine(config.trainer)
         parts = prepare(config)
-    from workers.worker_group import start_command
-
     start_command(config)
     train(config, parts)
 
@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
     from training.preparation import prepare
+    from workers.worker_group import check_machine
 
+    check_machine(config.trainer)
     return train(config, prepare(config))
 
 

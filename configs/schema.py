@@ -362,7 +362,7 @@ class TrainerConfig(Frozen):
         choices=("auto", "disable", "resume_path"),
     )  # fmt: skip
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
-    critic_warmup: int = setting(0, "Steps in which only the critic learns.", ge=0)
+    critic_warmup: int = setting(0, "The policy learns from this step on; before it, the critic alone.", ge=0)
     rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
     rollout_data_freq: int = setting(1, "Write them every so many steps.", ge=1)
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")

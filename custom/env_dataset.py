@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
-from data.rl_dataset import RLHFDataset
+from data.rl_dataset import RLHFDataset, prompt_text
+from data.unknown_characters import report_unknown_characters
+
+SAMPLE = 32  # states that are looked at before training
 
 
 class CustomEnvDataset(RLHFDataset):
@@ -28,7 +31,10 @@ class CustomEnvDataset(RLHFDataset):
         self.environment = environment
         self.size = size
         self.first = first
-        self[0]  # an environment or prompt that cannot work says so now, not at the first step
+        # An environment or prompt that cannot work says so now, not at the first step.
+        sample = [self[position] for position in range(min(size, SAMPLE))]
+        texts = ((prompt_text(row["raw_prompt"]), row["raw_prompt_ids"]) for row in sample)
+        report_unknown_characters(texts, tokenizer, f"the first {len(sample)} states of {environment.env_id}")
 
     def __len__(self) -> int:
         return self.size

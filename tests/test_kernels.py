@@ -15,6 +15,7 @@ from configs.process import VARIABLES
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from main import run
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
 from workers.dp_actor import DataParallelPPOActor
@@ -102,7 +103,7 @@ assert state() == before, (state(), before)
 
 def product_modules() -> list[str]:
     folders = ("configs", "data", "training", "workers", "custom")
-    files = [ROOT / "main.py", *(file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))]
+    files = [ROOT / "main.py", *shipped_modules(*folders)]
     return [module_of(file.relative_to(ROOT).as_posix()) for file in files]
 
 

@@ -189,7 +189,7 @@ STAGES = {
         ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
     ),
     "critic alone, in warm-up": (
-        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"],
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2"],
         {"critic": True},
         ["generate", "reward", "values", "update_critic"],
     ),
@@ -211,10 +211,30 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
     assert timed == set(expected) - {"generate"}
 
 
-def test_after_warm_up_the_actor_learns(tmp_path):
-    trainer, bandit = make_trainer(tmp_path, "trainer.critic_warmup=2", critic=True, steps=3)
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])
+def test_the_actor_learns_from_step_critic_warmup_on_and_its_schedule_starts_there(tmp_path, warmup, updates):
+    trainer, bandit = make_trainer(tmp_path, f"trainer.critic_warmup={warmup}", critic=True, steps=4)
     trainer.fit()
-    assert bandit.calls.count("update_critic") == 3 and bandit.calls.count("update_actor") == 1
+    assert bandit.calls.count("update_critic") == 4
+    assert [update.step for update in bandit.told] == [*range(updates)]
+
+
+def test_the_actors_warm_up_and_decay_lie_within_the_steps_in_which_it_learns(tmp_path, tiny_model):
+    """The critic's have all steps."""
+    optim = "{lr: 1.0e-3, lr_scheduler_type: cosine, lr_warmup_steps: 1, min_lr_ratio: 0.1}"
+    overrides = [
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=3",
+        "trainer.total_training_steps=5",
+        f"actor_rollout_ref.actor.optim={optim}",
+        f"critic.optim={optim}",
+        "env.val_episodes=0",
+    ]
+    main.run(compose(*short_run(tiny_model, tmp_path, *overrides)))
+    metrics = learning_metrics(tmp_path)
+    actor, critic = ([metrics[step].get(f"{who}/lr") for step in range(1, 6)] for who in ("actor", "critic"))
+    assert actor == [None, None, 0.0, 1e-3, pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))]
+    assert critic[:2] == [0.0, 1e-3] and critic[2] > critic[3] > critic[4] > 1e-4
 
 
 def test_the_first_update_of_a_batch_is_on_policy_and_the_others_know_the_old_log_probs(tmp_path):
@@ -343,7 +363,8 @@ class Drifting(Bandit):
         (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], []),
         (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
-        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=2"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.use_kl_loss=true"], []),
         (["algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
         (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
@@ -394,7 +415,7 @@ def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, 
 
 
 def test_a_critic_that_warms_up_alone_needs_no_old_log_probs(tmp_path):
-    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=1")
+    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=2")
     trainer, bandit = make_trainer(tmp_path, *overrides, critic=True)
     trainer.global_step = 1
     trainer.step()

@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.loader import notice
 from configs.schema import Config, DataConfig
 from data.import_utils import load_extern_object, load_module, load_modules
 from data.rl_dataset import create_rl_dataset, get_dataset_class
@@ -79,11 +77,6 @@ def check_files_of_workers(config: Config) -> None:
     if policy.rollout.name != "hf":
         load_module(policy.rollout.name)
     find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    if trainer.n_gpus_per_node and not torch.cuda.is_available():
-        notice(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but torch sees no GPU in this process: "
-            + ("Ray has to find one." if trainer.executor == "ray" else "the run trains on the CPU.")
-        )
 
 
 def needed_roles(config: Config) -> list[str]:

@@ -37,7 +37,7 @@ from training.metric_utils import (
     reduce_metrics,
     timer,
 )
-from training.mini_batches import Update, log_prob_columns, mini_batches, policy_mini_batches
+from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
 from training.reports import nothing_left
 from training.reward import RewardManager
 from training.roles import Roles
@@ -152,7 +152,7 @@ class RayPPOTrainer:
                 with timer("update_critic", timing):
                     parts = mini_batches(batch, config, config.critic, self.global_step)
                     metrics |= self.learn(self.critic.update_critic, parts)
-            if self.global_step > config.trainer.critic_warmup:
+            if self.global_step >= first_policy_step(config):
                 with timer("update_actor", timing):
                     parts = policy_mini_batches(batch, config, self.global_step)
                     metrics |= self.learn(self.actor.update_policy, parts)

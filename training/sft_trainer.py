@@ -4,14 +4,16 @@ The loss is the mean negative log-likelihood of response tokens; prompts are rea
 own, it wires the same engine and forward pass that the actor uses.
 """
 
-from configs.process import available_cores, set_environment  # isort: skip
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import set_environment
+
     set_environment()  # before torch is loaded
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from configs.checks import check_output_folder
 from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
+from configs.process import available_cores
 from configs.schema import SFTConfig
 from data.padding import Sample, collate
 from data.protocol import DataProto
