@@ -387,6 +387,9 @@ class TrainerConfig(Frozen):
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
+    no_signal_steps: int = setting(
+        20, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
+    )
 
 
 @dataclass
