@@ -64,7 +64,7 @@ class DataConfig(Frozen):
 @dataclass
 class SuccessConfig(Frozen):
     terminated: bool | None = setting(
-        None, "true: the environment itself must have ended the episode; false: the step limit must have."
+        None, "Whether the environment itself must have ended the episode; false: the step limit must have."
     )
     last_reward_above: float | None = setting(None, "The last reward must be above this.")
     return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
