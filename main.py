@@ -54,7 +54,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools)
-        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
+        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,

@@ -62,16 +62,35 @@ class DataConfig(Frozen):
 
 
 @dataclass
+class SuccessConfig(Frozen):
+    terminated: bool | None = setting(
+        None, "Whether the environment itself must have ended the episode; false: the step limit must have."
+    )
+    last_reward_above: float | None = setting(None, "The last reward must be above this.")
+    return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
+
+
+@dataclass
 class EnvConfig(Frozen):
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
-    name: str = setting("make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, **kwargs).")
+    name: str = setting(
+        "make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs)."
+    )
     kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
     train_size: int = setting(10_000, "States an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
     max_turns: int | None = setting(None, "Most moves an episode; null: the environment's own limit.", ge=1)
+    max_walk: int | None = setting(
+        None,
+        "Most random moves from a reset to a training state, where no transition table leads there; null: 20.",
+        ge=0,
+    )
+    success: SuccessConfig = group(
+        SuccessConfig, "When an episode is a success: if all that is set holds; nothing set: as the environment says."
+    )
 
 
 @dataclass
@@ -353,7 +372,7 @@ class TrainerConfig(Frozen):
     n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
     n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores, shared out.", ge=1)
     val_before_train: bool = setting(True, "Validate before the first step.")
-    val_only: bool = setting(False, "Validate and stop.")
+    val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
@@ -368,6 +387,9 @@ class TrainerConfig(Frozen):
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
+    no_signal_steps: int = setting(
+        20, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
+    )
 
 
 @dataclass

@@ -46,7 +46,8 @@ EXEMPT = {
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/tiny_model.py": "a command",
         "main.py": "the batch arithmetic, at the start of a run",
-        "training/ray_trainer.py": "says what a run resumes from",
+        "training/ray_trainer.py": "says what a run resumes from, and what a validation found",
+        "training/reports.py": "all metrics of a run that only validates",
         "training/tracking.py": "the console logger",
     },
     "environment": {

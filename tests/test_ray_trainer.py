@@ -580,3 +580,34 @@ def test_the_overlong_penalty_is_for_training_alone(tmp_path, tiny_model):
     mean = with_penalty["reward/overlong_reward/mean"]
     assert mean < 0 and with_penalty["critic/rewards/mean"] == pytest.approx(without["critic/rewards/mean"] + mean)
     assert mean == pytest.approx(-with_penalty["reward/overlong/mean"])  # a buffer of one token: all or nothing
+
+
+def test_a_reward_that_never_comes_is_said_once_with_its_likeliest_cause(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, "trainer.no_signal_steps=4", reward=lambda data: [0.0] * len(data), steps=9)
+    trainer.fit()
+    messages = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("4 steps in a row taught nothing") and "every response scores 0" in messages[0]
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_alone(tmp_path, tiny_model, capsys):
+    run, dumps = tmp_path / "run", tmp_path / "dumps"
+    command = short_run(tiny_model, run, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=2")
+    last = main.run(compose(*command))
+    before = files_of(run)
+    capsys.readouterr()
+    assert main.run(compose(*command, "trainer.val_only=true")) == last
+    printed = capsys.readouterr().out
+    assert "validation at step 2: FrozenLake-v1: acc" in printed and "resuming from" in printed
+    assert all(f"  {name}: {value:.6g}" in printed for name, value in last.items())
+    assert files_of(run) == before
+    for _ in range(2):
+        main.run(compose(*command, "trainer.val_only=true", f"trainer.validation_data_dir={dumps}"))
+    record = [json.loads(line) for line in (dumps / "validation_metrics.jsonl").read_text().splitlines()]
+    assert record == [{"step": 2, "data": last}] * 2
+    assert len((dumps / "2.jsonl").read_text().splitlines()) == 2

@@ -1,5 +1,6 @@
 """What people read of a run: printed samples, curves, the sentence for a run that has nothing left to do."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -11,7 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data.files import read_metrics
+from data.files import json_line, read_metrics
+from training.metric_utils import CORE_VARIABLES
 
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 EPISODE_ANSWERS = 20  # and longer episodes
@@ -136,3 +138,28 @@ def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> s
     ]
     lines += [f"  {name}: {short_number(value)}" for name, value in validation.items() if name.startswith("val-core/")]
     return "\n".join(lines)
+
+
+def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
+    """What a validation found, a line for each data source: the means of acc, reward and return, as far as it has them.
+
+    `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
+    """
+    found: dict[str, list[str]] = {}
+    names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
+    for name, value in metrics.items():
+        if match := names.fullmatch(name):
+            found.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in found.items())
+
+
+def report_validation(step: int, metrics: dict[str, float], folder: str | None) -> dict[str, float]:
+    """Prints every metric of a run that only validates, and adds a line to `folder`/validation_metrics.jsonl, if given.
+
+    Returns `metrics`. The run's own folder is left alone: the run itself may be writing there.
+    """
+    print("\n".join(f"  {name}: {value:.6g}" for name, value in metrics.items()))
+    if folder:
+        with (Path(folder) / "validation_metrics.jsonl").open("ab") as record:
+            record.write(json_line({"step": step, "data": metrics}))
+    return metrics
