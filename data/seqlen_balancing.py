@@ -71,7 +71,11 @@ def _merge(one: list[_Set], other: list[_Set], k: int, following: list[int]) -> 
     for a, b in zip(one[:met], reversed(other[:met]), strict=True):
         following[a.last] = b.first
         joined.append(_Set(a.total + b.total, a.count + b.count, a.first, b.last))
-    return sorted(joined + one[met:] + other[met:])
+    rest, added = one[met:], joined + other[met:]
+    if len(added) == 1:  # most often
+        insort(rest, added[0])
+        return rest
+    return sorted(rest + added)
 
 
 def _items(part: _Set, following: list[int]) -> list[int]:
