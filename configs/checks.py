@@ -5,6 +5,7 @@ from pathlib import Path
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.paths import find_path
+from configs.process import worker_threads
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 
@@ -104,6 +105,7 @@ def check_workers(config: Config) -> None:
             f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
             "null (Ray then hosts them), or set each of the three to 1."
         )
+    worker_threads(trainer.n_threads)
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: that engine is not part of this version. Use hf (the model "

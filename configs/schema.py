@@ -222,6 +222,11 @@ class RolloutConfig(Frozen):
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
+    max_num_batched_tokens: int = setting(
+        8192,
+        "Tokens of prompts, padding included, that go through the model at once; a longer prompt goes alone.",
+        ge=1,
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
     )
@@ -299,6 +304,10 @@ class RewardKwargsConfig(Frozen):
 class RewardConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
+    max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
+    timeout: float | None = setting(
+        None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
+    )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
 
 
@@ -370,7 +379,9 @@ class TrainerConfig(Frozen):
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
     n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
-    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores, shared out.", ge=1)
+    n_threads: int | None = setting(
+        None, "CPU threads of a worker; null: OMP_NUM_THREADS, else the cores, shared out.", ge=1
+    )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
@@ -426,7 +437,7 @@ class SFTTrainerConfig(Frozen):
     experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
-    n_threads: int | None = setting(None, "CPU threads; null: the machine's cores.", ge=1)
+    n_threads: int | None = setting(None, "CPU threads; null: OMP_NUM_THREADS, else the cores.", ge=1)
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
 
 
