@@ -10,9 +10,10 @@ Weights of each token do not help, as none of the tokens before a slip is to bla
 sequence do. Writes outputs/rollout_drift/table.md and curves.png.
 """
 
-from configs.process import set_environment  # isort: skip
+from configs.process import end_on_interrupt, set_environment  # isort: skip
 
 if __name__ == "__main__":
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 import argparse

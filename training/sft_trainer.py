@@ -4,12 +4,14 @@ The loss is the mean negative log-likelihood of response tokens; prompts are rea
 own, it wires the same engine and forward pass that the actor uses.
 """
 
-from configs.process import available_cores, set_environment  # isort: skip
+from configs.process import available_cores, end_on_interrupt, set_environment  # isort: skip
 
 if __name__ == "__main__":
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,17 +19,20 @@ import torch
 from torch import Tensor
 
 from configs.checks import check_output_folder
-from configs.errors import ConfigError, refusals
+from configs.errors import ConfigError, late_refusals, refusals
 from configs.loader import load_config, parse_arguments
 from configs.schema import SFTConfig
+from data.files import rewrite
+from data.locking import sole_run
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed
 from data.sft_dataset import SFTDataset
 from data.tokenizer import load_tokenizer, template_terminator
-from training.checkpoint import save_checkpoint
+from training.checkpoint import CONFIG_FILE, Saver, config_yaml
 from training.metric_utils import timer
+from training.reports import files_left
 from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
 from workers.engine import TrainEngine, compute_dtype
@@ -47,14 +52,17 @@ def main(argv: list[str] | None = None) -> None:
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
-        start_process(n_threads(config), config.model.kernels)
-        trainer = SFTTrainer(config)
-    trainer.fit()
+    with late_refusals(), sole_run(config.trainer.default_local_dir):
+        with refusals():
+            start_process(n_threads(config), config.model.kernels)
+            trainer = SFTTrainer(config)
+        trainer.fit()
 
 
 def run(config: SFTConfig) -> Path:
     """Trains as `config` says; the Hugging Face directory of the result."""
-    return SFTTrainer(config).fit()
+    with sole_run(config.trainer.default_local_dir):
+        return SFTTrainer(config).fit()
 
 
 def n_threads(config: SFTConfig) -> int:
@@ -79,6 +87,7 @@ class SFTTrainer:
         self.engine = TrainEngine(module, config.optim, self.total_steps, device, dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
         self.folder = Path(config.trainer.default_local_dir)
+        self.saver = Saver(self.folder, self.write_state, ["hf_model"])
         self.skipped_updates = SkippedUpdates(
             MAX_SKIPPED_UPDATES,
             None,
@@ -96,7 +105,11 @@ class SFTTrainer:
         return PromptLoader(dataset, data.train_batch_size, sampler)
 
     def fit(self) -> Path:
-        settings = self.config.trainer
+        """Trains to the last step; the Hugging Face directory of the result."""
+        settings, result = self.config.trainer, f"global_step_{self.total_steps}"
+        print(f"files go to {self.folder}: metrics.jsonl, {CONFIG_FILE}, and after the last step {result}/huggingface.")
+        rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
+        self.saver.try_out()
         with Tracking(
             self.folder,
             settings.logger,
@@ -112,8 +125,10 @@ class SFTTrainer:
                     metrics["val/loss"] = self.validate()
                 tracking.log(step, metrics)
                 self.skipped_updates.check(metrics)
-        save_checkpoint(self.folder, self.total_steps, self.write_state, keep=None)
-        return self.folder / f"global_step_{self.total_steps}" / "huggingface"
+            self.saver.save(self.total_steps)
+            self.saver.check(self.total_steps)
+        print(files_left(self.folder))
+        return self.folder / result / "huggingface"
 
     def step(self, step: int) -> dict[str, float]:
         """One optimiser step: L = −Σ log p(response token) / number of response tokens."""
@@ -160,8 +175,8 @@ class SFTTrainer:
             sample.extend(ids, log_probs=None, policy=True)
         return collate(samples, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id)
 
-    def write_state(self, folder: Path) -> None:
-        self.engine.save(folder, ["hf_model"])
+    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
+        self.engine.save(folder, contents)
         self.tokenizer.save_pretrained(folder / "huggingface")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
-from data.files import dump_jsonl
+from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.rl_dataset import encode_prompt
 from data.sampler import PromptLoader
@@ -86,7 +86,9 @@ class Validator:
             samples += part_samples
         settings = self.config.trainer
         if settings.validation_data_dir:
-            dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
+            path = Path(settings.validation_data_dir) / f"{step}.jsonl"
+            with dispensable(str(path)):
+                dump_jsonl(path, samples)
         if settings.log_val_generations:
             shown = spread(samples, settings.log_val_generations)
             print_samples(f"validation at step {step}", [printed(row) for row in shown])

@@ -1,15 +1,19 @@
 """Loading the policy and the critic from a Hugging Face directory."""
 
+import copy
+
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging
 
+from configs.loader import notice
 from configs.schema import ModelConfig
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path
@@ -58,7 +62,33 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
     )
     if model.enable_gradient_checkpointing:
         loaded.gradient_checkpointing_enable()
+    if loaded.can_generate():
+        loaded.generation_config = savable(loaded.generation_config, path)
     return loaded
+
+
+def savable(generation: GenerationConfig, path: str) -> GenerationConfig:
+    """`generation`, or, where it has settings of sampling but does not sample, a copy that does.
+
+    transformers loads the one and refuses to save it. What else it refuses is left as it is.
+    """
+    sampling = copy.deepcopy(generation)
+    sampling.do_sample = True
+    if is_savable(generation) or not is_savable(sampling):
+        return generation
+    notice(
+        f"the generation_config of {path} has settings of sampling without do_sample=true, which transformers does not "
+        "save: checkpoints will have do_sample=true. This run reads none of it but the ids that end a response."
+    )
+    return sampling
+
+
+def is_savable(generation: GenerationConfig) -> bool:
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:
