@@ -277,12 +277,15 @@ def test_of_many_refused_updates_the_first_few_are_kept(tmp_path):
 
 
 def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, caplog):
-    trainer, bandit = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts", steps=2)
-    bandit.skips = [1.0]
-    with files_of_at_most(4000):  # enough for config.yaml, and for two lines of metrics
-        trainer.fit()
-    assert [*learning_metrics(tmp_path)] == [1, 2]
-    assert "refused_update_step_1.pkl: not written, the disk is full" in caplog.text
+    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
+    trainer.global_step = 1
+    batch, _ = trainer.step()
+    with files_of_at_most(100):
+        trainer.keep_refused(batch)
+        trainer.dump_rollouts(batch)
+    for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
+        assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
