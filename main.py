@@ -22,8 +22,10 @@ def main(argv: list[str] | None = None) -> None:
         config = load_config(arguments, Config)
         check_config(config)
         from training.preparation import prepare
+        from workers.batch_rollout import load_rollout_class
 
         parts = prepare(config)
+        load_rollout_class(config.actor_rollout_ref.rollout.name)
     from workers.worker_group import start_command
 
     start_command(config)

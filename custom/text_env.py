@@ -5,6 +5,7 @@ environments, and sharing one object between threads (take a `clone` for each).
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from custom.planning import best_actions, shortest_paths, transition_table
+from data.import_utils import load_module
 
 MAX_WALK = 20  # longest random walk to a training state, in actions
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
@@ -204,8 +206,23 @@ class TextEnv:
         if self.text_to_action is None:
             index = last_mention(self.action_names, text)
             return None if index is None else [*self._answers][index]
-        action = self.text_to_action(text)
-        return action if action is not None and self._env.action_space.contains(action) else None
+        action, space = self.text_to_action(text), self._env.action_space
+        if action is not None and isinstance(space, gym.spaces.Discrete):
+            action = self._number(action, text)
+        return action if action is not None and space.contains(action) else None
+
+    def _number(self, action: Any, text: str) -> int:
+        """The action that `text_to_action` returned, where actions are numbered: "0" and 0.0 are 0."""
+        try:
+            number = float(action)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not number.is_integer():
+            raise ValueError(
+                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a number "
+                f"of {self._env.action_space}, or None where the text names none"
+            )
+        return int(number)
 
     def action_to_text(self, action: int) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
@@ -274,10 +291,12 @@ class TextEnv:
     def _make(self, layout: Layout) -> gym.Env:
         """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
         settings = {**self.env_kwargs, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
+        module, _, name = self.env_id.rpartition(":")
+        if module and name not in gym.registry:
+            load_module(module)
         try:
-            return gym.make(self.env_id, **settings)
+            return gym.make(name, **settings)
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
-            module, _, name = self.env_id.rpartition(":")
             close = difflib.get_close_matches(name, [*gym.registry], n=3)
             remedy = (
                 f"{module} was imported, and registers no such id: it needs gym.register({name!r}, TheClass)."

@@ -12,8 +12,8 @@ from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from workers import worker_group
+from workers.batch_rollout import load_rollout_class
 from workers.hf.rollout import HFRollout
-from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,
