@@ -116,6 +116,8 @@ class TextEnv:
         self._answers = {a: name.split("|")[0] for a, name in zip(numbers, self.action_names, strict=True)}
         if self.instruction is None and self.text_to_action is None:
             self.instruction = f"Answer with one of: {', '.join(self._answers.values())}."
+        for answer in self._answers.values() if self.text_to_action else ():
+            self.extract_action(answer)  # one that returns no number says so before anything is trained
 
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
@@ -219,8 +221,8 @@ class TextEnv:
             number = math.nan
         if not number.is_integer():
             raise ValueError(
-                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a number "
-                f"of {self._env.action_space}, or None where the text names none"
+                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a whole "
+                f"number in {self._env.action_space}, or None where the text names none"
             )
         return int(number)
 

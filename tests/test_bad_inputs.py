@@ -179,7 +179,7 @@ BEFORE_ANYTHING_STARTS = [
          "val_kwargs.n=2 with do_sample=true and temperature=0"),
     Case("two engines", "actor_rollout_ref.rollout.name=DIR/engine.py", r"defines \['A', 'B'\]. Choose .*engine.py:A",
          engine_py=ENGINES),
-    Case("engine that needs more", "actor_rollout_ref.rollout.name=DIR/engine.py:B", "required argument: 'device_mesh'",
+    Case("engine that needs more", "actor_rollout_ref.rollout.name=DIR/engine.py:B", "missing a .*: 'model_config'",
          "config, tokenizer, model", engine_py=ENGINES),
     Case("engine that asks for more", "actor_rollout_ref.rollout.name=DIR/engine.py:A", "required argument: 'world'",
          "sampling, seed and first_row", engine_py=ENGINES),

@@ -633,9 +633,11 @@ def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
 
 @pytest.mark.parametrize("returned", ["hit", 0.5, [1], float("nan"), float("inf"), {"action": 1}])
 def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
-    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
-    words = rf"returned {re.escape(repr(returned))} for the answer 'hit': .*Blackjack-v1 .* Discrete\(2\), or None"
+    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* a whole number in Discrete\(2\), or None"
     with pytest.raises(ValueError, match=words):
+        TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
+    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned if text == "hit" else 0)
+    with pytest.raises(ValueError, match=words.replace("answer '0'", "answer 'hit'")):
         env.extract_action("hit")
 
 
