@@ -29,8 +29,10 @@ def main(argv: list[str] | None = None) -> None:
     with late_refusals(), own_folder(config):
         with refusals():
             from training.preparation import prepare
+            from workers.batch_rollout import load_rollout_class
 
             parts = prepare(config)
+            load_rollout_class(config.actor_rollout_ref.rollout.name)
         start_command(config)
         train(config, parts)
 

@@ -25,9 +25,23 @@ KL_KINDS = tuple(
 
 
 @dataclass
-class ExternalObject(Frozen):
-    path: str | None = setting(None, "Python file, or dotted module, that holds the object.")
-    name: str | None = setting(None, "Name of the object in that file.")
+class DatasetClassConfig(Frozen):
+    path: str | None = setting(None, "File or module of a dataset class of yours; null: RLHFDataset.")
+    name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor; they win over what the caller passes.")
+    extras: dict[str, Any] = setting(
+        {}, "Keys of your own: data.custom_cls.NAME=… is kept here; your class reads config.custom_cls.NAME.", free=True
+    )
+
+    def settings(self) -> dict[str, Any]:
+        return self.extras | vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python asks here for what is no field: a key of the user's."""
+        extras = vars(self).get("extras", {})  # not there while a copy is made
+        if name not in extras:
+            raise AttributeError(f"data.custom_cls has no {name!r}; it has {', '.join([*vars(self), *extras])}")
+        return extras[name]
 
 
 @dataclass
@@ -57,7 +71,7 @@ class DataConfig(Frozen):
     shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
-    custom_cls: ExternalObject = group(ExternalObject, "A dataset class of yours; null: RLHFDataset.")
+    custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
 
 

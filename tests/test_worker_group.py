@@ -12,9 +12,9 @@ from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
+from workers.batch_rollout import load_rollout_class
 from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
-from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,

@@ -29,6 +29,7 @@ from training.checkpoint import (
 )
 from training.collection import Collector
 from training.core_algos import get_kl_controller
+from training.feedback import tell_data
 from training.metric_utils import (
     compute_data_metrics,
     compute_group_metrics,
@@ -120,7 +121,7 @@ class RayPPOTrainer:
                 batch, self.metrics = self.step()
                 if self.validator and self.is_due(settings.test_freq):
                     self.metrics |= self.validate()
-                self.train_loader.sampler.update(batch)
+                tell_data(self.train_loader, batch, self.collector.left_out)
                 self.dump_rollouts(batch)
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.save()
