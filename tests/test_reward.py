@@ -389,3 +389,30 @@ def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_ro
     }
     assert metrics["reward/steps/mean"] == 3 and metrics["reward/steps/std"] == 1 and metrics["reward/steps/max"] == 4
     assert metrics["reward/acc/mean"] == 0.5 and not any("pred" in name for name in metrics)
+
+
+def test_a_reward_sees_texts_as_attributes_and_the_batchs_tensors_below_batch():
+    batch = rollout("4", "[x]57", reward_model=[{"ground_truth": "4"}] * 2, size=torch.tensor([[1, 2], [3, 4]]))
+    view = reward_view(batch, TOKENIZER)
+    assert view.responses.tolist() == ["4", "57"] and view[1].responses == "57" and view.get("prompts")[0] == "2+2="
+    for name in ("responses", "response_mask", "size"):
+        assert torch.equal(view.batch[name], batch.batch[name])
+        assert torch.equal(view[1].batch[name], batch.batch[name][1])
+    assert view[1].non_tensor_batch["reward_model"] == {"ground_truth": "4"} and view.size.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("signature", "reward_kwargs", "needs"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", {}, True),
+        ("data_source, solution_str, ground_truth, extra_info=None", {"ground_truth": "4"}, False),
+        ("data_source, solution_str, ground_truth=None", {}, False),
+        ("solution_str, ground_truth: str", {}, True),
+        ("solution_str, ground_truth: str | None", {}, False),
+        ("solution_str, **kwargs", {}, False),
+        ("data, tokenizer=None", {}, False),
+    ],
+)
+def test_a_signature_says_whether_there_must_be_a_ground_truth(tmp_path, signature, reward_kwargs, needs):
+    reward = load(tmp_path, f"def compute_score({signature}):\n    return 0.0\n", "compute_score", **reward_kwargs)
+    assert reward.needs_ground_truth == needs

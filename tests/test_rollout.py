@@ -620,6 +620,7 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_uniform_numbers(width: int
         (None, "{{ messages[1].content + '<|system|>' }}", {"<|end|>", "<|system|>"}),
         ("<|user|>", "{{ messages[1].content + '<|system|>x' }}", {"<|end|>", "<|user|>", "<|system|>"}),
         (None, "{{ messages[1].content + 'x<|system|>' }}", {"<|end|>"}),  # the answer is not what it ends
+        (None, "{{ '<|user|>' + messages[0].content + '<|system|>' }}", {"<|end|>"}),  # renders no answer
     ],
 )
 def test_the_stop_set_is_generation_config_and_tokenizer_and_template(

@@ -12,14 +12,14 @@ from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
+from workers.batch_rollout import load_rollout_class
+from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
-from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,
     Resources,
     WorkerError,
-    check_resources,
     distinct_groups,
     start_pools,
     worker_summary,
@@ -222,6 +222,15 @@ def test_each_resource_is_compared(present: dict[str, float], missing: str | Non
     else:
         with pytest.raises(ValueError, match=f"asked Ray for {{'{missing}'.*has {{'{missing}'"):
             check_resources(asked, present)
+
+
+@pytest.mark.slow
+def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
+    check_gpus(0, on_ray=True)
+    with pytest.raises(ValueError, match=r"asked Ray for \{'GPU': 64\}, the cluster has \{'GPU': "):
+        check_gpus(64, on_ray=True)
+    with pytest.raises(ValueError, match="asks for 64 GPUs; torch finds "):
+        check_gpus(64, on_ray=False)
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):

@@ -7,6 +7,7 @@ plain function in any of the three forms that users write. Whatever comes back i
 
 import inspect
 import numbers
+import re
 import reprlib
 import sys
 from collections.abc import Callable
@@ -81,6 +82,8 @@ class FunctionReward:
         known = [*ARGUMENTS, "split"] if self.takes_one_response else ["data", "tokenizer"]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         self.wanted = {name for name in known if name in signature.parameters}
+        given = "ground_truth" in self.reward_kwargs
+        self.needs_ground_truth = not given and cannot_do_without(signature, "ground_truth")
         if self.takes_one_response and takes_all:
             self.wanted |= set(VERL_ARGUMENTS)
         try:
@@ -102,6 +105,14 @@ class FunctionReward:
         columns = {name: data.get(column, [None] * len(data)) for name, column in ARGUMENTS.items()}
         columns["split"] = ["val" if data.meta_info.get("validate") else "train"] * len(data)
         return [{name: column[row] for name, column in columns.items()} for row in range(len(data))]
+
+
+def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
+    """Whether an argument has no default and, as far as is written there, may not be None."""
+    parameter = signature.parameters.get(argument)
+    if parameter is None or parameter.default is not parameter.empty:
+        return False
+    return not re.search("None|Optional", str(parameter.annotation))
 
 
 def load_reward_manager(
@@ -129,21 +140,21 @@ def load_reward_manager(
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """What a reward sees of B rollouts: `prompts` and `responses` as texts, `ground_truths`, and the dataset's columns.
 
-    `responses` holds only what the policy produced (response_mask 1), without special tokens: text of an environment
-    earns nothing. `response_mask` [B, R] is there for rewards per token.
+    `data.responses` are texts, of what the policy produced alone (response_mask 1) and without special tokens: text of
+    an environment earns nothing. `data.batch["responses"]`, ["prompts"], ["attention_mask"] and all other tensors are
+    those of the batch, [B, …], as verl's managers read them.
     """
     masked = [
         ids[mask.bool()] for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
     ]
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-    columns = {
-        **batch.non_tensor_batch,
+    texts = {
         "prompts": tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True),
         "responses": tokenizer.batch_decode(masked, skip_special_tokens=True),
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
-        "response_mask": batch.batch["response_mask"],
     }
-    return DataProto.from_single_dict(columns, dict(batch.meta_info))
+    columns = batch.non_tensor_batch | {name: object_array(values) for name, values in texts.items()}
+    return DataProto.from_dict(batch.tensors, columns, dict(batch.meta_info))
 
 
 def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:

@@ -19,8 +19,10 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES, Threads, worker_threads
+from configs.process import VARIABLES
 from configs.schema import Config, TrainerConfig
+from configs.threads import Threads, worker_threads
+from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
 from workers.model_worker import ModelWorker
@@ -206,6 +208,12 @@ def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
     return getattr(worker.roles[role], method)(*share)
 
 
+def check_machine(trainer: TrainerConfig) -> None:
+    """Raises ValueError where there are fewer GPUs than `trainer` asks for, here or in the Ray cluster."""
+    resources = Resources.from_config(trainer)
+    check_gpus(resources.workers * resources.gpus, uses_ray(trainer))
+
+
 def start_command(config: Config) -> None:
     """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
     if not uses_ray(config.trainer):
@@ -288,13 +296,3 @@ def reserve(resources: Resources) -> PlacementGroup:
             f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
         )
     return placement
-
-
-def check_resources(asked: dict[str, float], present: dict[str, float]) -> None:
-    missing = {name: amount for name, amount in asked.items() if present.get(name, 0) < amount}
-    if missing:
-        has = {name: present.get(name, 0) for name in missing}
-        raise ValueError(
-            f"asked Ray for {missing}, the cluster has {has}. Lower trainer.n_threads / trainer.n_workers_per_node / "
-            "trainer.n_gpus_per_node / trainer.nnodes, or add nodes with `ray start`."
-        )
