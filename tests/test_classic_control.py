@@ -21,7 +21,7 @@ from training.roles import SamplingParams
 from training.validation import Game, Validator
 
 TOKENIZER = build_tokenizer()
-SEEDS = range(1000, 1004)
+SEEDS = range(1000, 1003)
 
 
 def cart_pole_text(env: Any, observation: Any) -> str:
@@ -121,7 +121,7 @@ def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:
     return played
 
 
-@pytest.mark.parametrize(("env_id", "player"), PLAYERS)
+@pytest.mark.parametrize(("env_id", "player"), PLAYERS[::2])
 def test_without_a_rule_the_headline_is_the_return_and_there_is_no_success_rate(env_id, player):
     metrics = validate(env_id, player)
     assert metrics[f"val-core/{env_id}/return/mean@1"] == mean(total for total, _ in by_gymnasium_alone(env_id, player))

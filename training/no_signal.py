@@ -26,8 +26,8 @@ class NoSignal:
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:
-    """Whether all scores of a step are equal, all advantages 0, or all rollouts failed."""
-    if "critic/score/max" not in metrics:
+    """Whether all scores of a step are equal, all advantages 0, or there is none of either."""
+    if "critic/advantages/max" not in metrics:
         return True
     scores_tie = metrics["critic/score/max"] == metrics["critic/score/min"]
     return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
