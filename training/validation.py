@@ -230,9 +230,9 @@ def episode_row(episode: Episode, step: int) -> Row:
 
 
 def printed(row: Row) -> Row:
-    """What of a row is worth reading in a terminal; the dumped file has all of it."""
-    left_out = ("step", "turns")
-    return {name: value for name, value in row.items() if name not in left_out and value is not None}
+    """What of a row is worth reading in a terminal, an episode's score as its return; the dumped file has it all."""
+    named = {"return" if name == "score" and "turns" in row else name: value for name, value in row.items()}
+    return {name: value for name, value in named.items() if name not in ("step", "turns") and value is not None}
 
 
 def total_scores(batch: DataProto) -> list[float]:
