@@ -25,9 +25,23 @@ KL_KINDS = tuple(
 
 
 @dataclass
-class ExternalObject(Frozen):
-    path: str | None = setting(None, "Python file, or dotted module, that holds the object.")
-    name: str | None = setting(None, "Name of the object in that file.")
+class DatasetClassConfig(Frozen):
+    path: str | None = setting(None, "File or module of a dataset class of yours; null: RLHFDataset.")
+    name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor; they win over what the caller passes.")
+    extras: dict[str, Any] = setting(
+        {}, "Keys of your own: data.custom_cls.NAME=… is kept here; your class reads config.custom_cls.NAME.", free=True
+    )
+
+    def settings(self) -> dict[str, Any]:
+        return self.extras | vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python asks here for what is no field: a key of the user's."""
+        extras = vars(self).get("extras", {})  # not there while a copy is made
+        if name not in extras:
+            raise AttributeError(f"data.custom_cls has no {name!r}; it has {', '.join([*vars(self), *extras])}")
+        return extras[name]
 
 
 @dataclass
@@ -57,7 +71,7 @@ class DataConfig(Frozen):
     shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
-    custom_cls: ExternalObject = group(ExternalObject, "A dataset class of yours; null: RLHFDataset.")
+    custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
 
 
@@ -222,6 +236,11 @@ class RolloutConfig(Frozen):
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
+    max_num_batched_tokens: int = setting(
+        8192,
+        "Tokens of prompts, padding included, that go through the model at once; a longer prompt goes alone.",
+        ge=1,
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
     )
@@ -299,6 +318,10 @@ class RewardKwargsConfig(Frozen):
 class RewardConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
+    max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
+    timeout: float | None = setting(
+        None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
+    )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
 
 
@@ -359,7 +382,7 @@ class TrainerConfig(Frozen):
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str = setting("default", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting(
-        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, checkpoints."
+        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints."
     )
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     executor: str | None = setting(
@@ -370,18 +393,20 @@ class TrainerConfig(Frozen):
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
     n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
-    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores, shared out.", ge=1)
+    n_threads: int | None = setting(
+        None, "CPU threads of a worker; null: OMP_NUM_THREADS, else the cores, shared out.", ge=1
+    )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(
         "auto", "Continue from the newest checkpoint, from none, or from a named one.",
         choices=("auto", "disable", "resume_path"),
     )  # fmt: skip
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
-    critic_warmup: int = setting(0, "Steps in which only the critic learns.", ge=0)
+    critic_warmup: int = setting(0, "The policy learns from this step on; before it, the critic alone.", ge=0)
     rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
     rollout_data_freq: int = setting(1, "Write them every so many steps.", ge=1)
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
@@ -426,7 +451,7 @@ class SFTTrainerConfig(Frozen):
     experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
-    n_threads: int | None = setting(None, "CPU threads; null: the machine's cores.", ge=1)
+    n_threads: int | None = setting(None, "CPU threads; null: OMP_NUM_THREADS, else the cores.", ge=1)
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
 
 

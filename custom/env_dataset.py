@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
-from data.rl_dataset import RLHFDataset
+from data.rl_dataset import RLHFDataset, prompt_text
+from data.unknown_characters import report_unknown_characters
 
 logger = logging.getLogger(__name__)
 
-SIZES_CHECKED = 64  # states whose prompts are measured at the start
+STATES_CHECKED = 64  # states whose prompts are measured, and read for unknown characters, at the start
 MAX_REDRAWS = 100
 REDRAW_STRIDE = 1 << 40  # states that no other row has
 
@@ -45,8 +46,11 @@ class CustomEnvDataset(RLHFDataset):
         self.environment = environment
         self.size = size
         self.first = first
-        positions = np.linspace(0, size - 1, min(size, SIZES_CHECKED)).astype(int).tolist()
-        self.check_sizes((environment.get_state(first + position) for position in positions), "states")
+        positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
+        states = [environment.get_state(first + position) for position in positions]
+        self.check_sizes(states, "states")
+        texts = ((prompt_text(self.messages(state)), self._encode_whole(state)) for state in states)
+        report_unknown_characters(texts, tokenizer, f"{len(states)} states of {environment.env_id}")
 
     def __len__(self) -> int:
         return self.size

@@ -6,11 +6,11 @@ To add one, write the two functions and an entry of `ENVIRONMENTS`, beside the s
     def my_action(text): return 1 if "yes" in text.lower() else None   # None: no legal action in this text
     ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
 
-then `make_env("my_module:MyGame-v0")`, where importing `my_module` registers the id. The same object gives single
-states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see custom/text_env.py.
+then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`: loading it registers the
+id. The same object gives single states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see
+custom/text_env.py.
 """
 
-import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
@@ -21,6 +21,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from configs.loader import notice
 from configs.schema import SuccessConfig
 from custom.text_env import EnvState, TextEnv, rendered
+from data.import_utils import load_module
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env"]
 
@@ -121,7 +122,7 @@ def make_env(
     """
     module, _, name = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)  # registers the id, and may add the entry
+        load_module(module)  # registers the id, and may add the entry
     settings = dict(ENVIRONMENTS.get(name, {}))
     if strangers := settings.keys() - {setting.name for setting in fields(TextEnv)}:
         able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name != "env_id")

@@ -6,6 +6,7 @@ environments, and sharing one object between threads (take a `clone` for each).
 
 import copy
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from configs.schema import SuccessConfig
 from custom.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from data.import_utils import load_module
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
@@ -197,6 +199,8 @@ class TextEnv:
         self._answers = {a: name.split("|")[0] for a, name in zip(numbers, self.action_names, strict=True)}
         if self.instruction is None and self.text_to_action is None:
             self.instruction = f"Answer with one of: {', '.join(self._answers.values())}."
+        for answer in self._answers.values() if self.text_to_action else ():
+            self.extract_action(answer)  # one that returns no number says so before anything is trained
 
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
@@ -287,10 +291,25 @@ class TextEnv:
             index = last_mention(self.action_names, text)
             return None if index is None else [*self._answers][index]
         action = self.text_to_action(text)
+        if action is not None and isinstance(self._env.action_space, gym.spaces.Discrete):
+            action = self._number(action, text)
         return action if self._is_legal(action) else None
 
     def _is_legal(self, action: Any) -> bool:
         return action is not None and self._env.action_space.contains(action)
+
+    def _number(self, action: Any, text: str) -> int:
+        """The action that `text_to_action` returned, where actions are numbered: "0" and 0.0 are 0."""
+        try:
+            number = float(action)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not number.is_integer():
+            raise ValueError(
+                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a whole "
+                f"number in {self._env.action_space}, or None where the text names none"
+            )
+        return int(number)
 
     def action_to_text(self, action: int) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
@@ -378,10 +397,12 @@ class TextEnv:
     def _make(self, layout: Layout) -> gym.Env:
         """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
         settings = {**self.env_kwargs, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
+        module, _, name = self.env_id.rpartition(":")
+        if module and name not in gym.registry:
+            load_module(module)
         try:
-            return gym.make(self.env_id, **settings)
+            return gym.make(name, **settings)
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
-            module, _, name = self.env_id.rpartition(":")
             close = difflib.get_close_matches(name, [*gym.registry], n=3)
             remedy = (
                 f"{module} was imported, and registers no such id: it needs gym.register({name!r}, TheClass)."

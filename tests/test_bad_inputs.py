@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import traceback
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import main
 from tests.runs import compose, learning_metrics, run_main, short_run
 
-ROWS = "".join(f'{{"prompt": "What is {i}+1?", "answer": "{i + 1}"}}\n' for i in range(8))
+ROWS = "".join(f'{{"prompt": "What is {i}+1?", "ground_truth": "{i + 1}"}}\n' for i in range(8))
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
 GAME = """
 import gymnasium as gym
@@ -39,6 +40,25 @@ def make(env_id, seed, max_turns, exclude_seeds, **_):
     return TextEnv(env_id, lambda env, state: "?", lambda text: 1, max_turns=max_turns, seed=seed)
 """
 
+ENGINES = """
+from workers.rollout import Rollout
+
+class A(Rollout):
+    def generate_sequences(self, prompts, world): ...
+
+class B(Rollout):
+    def __init__(self, config, model_config, device_mesh): ...
+
+    def generate(self, requests): ...
+"""
+LOSS = """
+from training.core_algos import register_policy_loss
+
+@register_policy_loss("{}")
+def mine(old_log_probs, log_probs, advantages, response_mask{}):
+    return log_probs.sum(), {{}}
+"""
+
 FALLS = "if self.seed == 1_000_001: raise OSError('the board fell')"  # a seed that only validation plays
 
 
@@ -58,7 +78,7 @@ class Case:
             f"reward.custom_reward_function.path={folder}/score.py",
         ]
         command = short_run(model, folder / "run", *([] if self.env else rows))
-        return command + self.overrides.replace("DIR", str(folder)).split()
+        return command + shlex.split(self.overrides.replace("DIR", str(folder)))
 
 
 def message_of(case: Case, output: str) -> None:
@@ -175,6 +195,35 @@ BEFORE_ANYTHING_STARTS = [
         "data.sampler.class_name=Mine .*must be a subclass of data.sampler.AbstractSampler",
         mine_py="class Mine: pass",
     ),
+    Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8 rows", "ground_truth=None",
+         rows_jsonl='{"prompt": "1+1?", "answer": 2}\n' * 8),
+    Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "into a column ground_truth",
+         rows_jsonl='{"prompt": "2+2?", "reward_model": "4"}\n' * 8),
+    Case("greedy best of n", "actor_rollout_ref.rollout.val_kwargs.n=4", "4 greedy answers to a prompt, which are all",
+         "val_kwargs.do_sample=true with a temperature above 0, or .*val_kwargs.n=1"),
+    Case("best of n at temperature 0", "actor_rollout_ref.rollout.val_kwargs='{n: 2, do_sample: true, temperature: 0}'",
+         "val_kwargs.n=2 with do_sample=true and temperature=0"),
+    Case("two engines", "actor_rollout_ref.rollout.name=DIR/engine.py", r"defines \['A', 'B'\]. Choose .*engine.py:A",
+         engine_py=ENGINES),
+    Case("engine that needs more", "actor_rollout_ref.rollout.name=DIR/engine.py:B", "missing a .*: 'model_config'",
+         "config, tokenizer, model", engine_py=ENGINES),
+    Case("engine that asks for more", "actor_rollout_ref.rollout.name=DIR/engine.py:A", "required argument: 'world'",
+         "sampling, seed and first_row", engine_py=ENGINES),
+    Case("key of no dataset", "data.custom_cls.size=3", r"holds \['size'\], which only a dataset class of yours reads"),
+    Case("dataset that takes another argument", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
+         "data.custom_cls.kwargs.size=3", r"Mine\(data_files\) cannot be called: .*'size'", "kwargs={'size': 3}",
+         mine_py="from torch.utils.data import Dataset\n"
+         "class Mine(Dataset):\n  def __init__(self, data_files): pass\n"),
+    Case("sampler told in another form", "data.sampler.class_path=DIR/mine.py data.sampler.class_name=Mine",
+         r"Mine.update\(epoch, batch, reward\): a sampler hears", r"update\(batch\), or by update\(indices, metrics\)",
+         mine_py="from data.sampler import SequentialSampler\nclass Mine(SequentialSampler):\n"
+         "  def update(self, epoch, batch, reward): pass\n"),
+    Case("loss that needs more", "actor_rollout_ref.model.external_lib=DIR/loss.py "
+         "actor_rollout_ref.actor.policy_loss.loss_mode=needs_more", "loss_mode=needs_more: .*loss.py.* 'values'",
+         "policy_loss.kwargs", loss_py=LOSS.format("needs_more", ", agg, config, values")),
+    Case("loss without the weights", "actor_rollout_ref.model.external_lib=DIR/loss.py algorithm.rollout_correction="
+         "decoupled_token_is actor_rollout_ref.actor.policy_loss.loss_mode=unweighted",
+         "loss_mode=unweighted: .*'rollout_is_weights'", loss_py=LOSS.format("unweighted", "")),
     Case("yaml does not parse", "--config-name bad --config-path DIR", "bad.yaml cannot be", bad_yaml="a: [1\nb: 2"),
     Case("unknown config", "--config-name frozenlak", "there is no frozenlak.yaml", "Did you mean 'frozenlake'"),
     Case("no key=value", "oops", "'oops' is not of the form key=value"),

@@ -15,7 +15,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from tests.batches import padded
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import compose, files_of_at_most, learning_metrics, short_run
 from training import ray_trainer
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
@@ -189,7 +189,7 @@ STAGES = {
         ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
     ),
     "critic alone, in warm-up": (
-        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"],
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2"],
         {"critic": True},
         ["generate", "reward", "values", "update_critic"],
     ),
@@ -211,10 +211,30 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
     assert timed == set(expected) - {"generate"}
 
 
-def test_after_warm_up_the_actor_learns(tmp_path):
-    trainer, bandit = make_trainer(tmp_path, "trainer.critic_warmup=2", critic=True, steps=3)
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])
+def test_the_actor_learns_from_step_critic_warmup_on_and_its_schedule_starts_there(tmp_path, warmup, updates):
+    trainer, bandit = make_trainer(tmp_path, f"trainer.critic_warmup={warmup}", critic=True, steps=4)
     trainer.fit()
-    assert bandit.calls.count("update_critic") == 3 and bandit.calls.count("update_actor") == 1
+    assert bandit.calls.count("update_critic") == 4
+    assert [update.step for update in bandit.told] == [*range(updates)]
+
+
+def test_the_actors_warm_up_and_decay_lie_within_the_steps_in_which_it_learns(tmp_path, tiny_model):
+    """The critic's have all steps."""
+    optim = "{lr: 1.0e-3, lr_scheduler_type: cosine, lr_warmup_steps: 1, min_lr_ratio: 0.1}"
+    overrides = [
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=3",
+        "trainer.total_training_steps=5",
+        f"actor_rollout_ref.actor.optim={optim}",
+        f"critic.optim={optim}",
+        "env.val_episodes=0",
+    ]
+    main.run(compose(*short_run(tiny_model, tmp_path, *overrides)))
+    metrics = learning_metrics(tmp_path)
+    actor, critic = ([metrics[step].get(f"{who}/lr") for step in range(1, 6)] for who in ("actor", "critic"))
+    assert actor == [None, None, 0.0, 1e-3, pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))]
+    assert critic[:2] == [0.0, 1e-3] and critic[2] > critic[3] > critic[4] > 1e-4
 
 
 def test_the_first_update_of_a_batch_is_on_policy_and_the_others_know_the_old_log_probs(tmp_path):
@@ -266,6 +286,26 @@ def test_refused_updates_are_kept_for_study_and_end_the_run(tmp_path):
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 4)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])
     assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
+
+
+def test_of_many_refused_updates_the_first_few_are_kept(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, "trainer.max_skipped_updates=2", steps=9)
+    bandit.skips = [1.0, 0.0] * 5
+    trainer.fit()
+    kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
+    assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
+
+
+def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
+    trainer.global_step = 1
+    batch, _ = trainer.step()
+    with files_of_at_most(100):
+        trainer.keep_refused(batch)
+        trainer.dump_rollouts(batch)
+    for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
+        assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
@@ -343,7 +383,8 @@ class Drifting(Bandit):
         (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], []),
         (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
-        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=2"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.use_kl_loss=true"], []),
         (["algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
         (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
@@ -394,7 +435,7 @@ def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, 
 
 
 def test_a_critic_that_warms_up_alone_needs_no_old_log_probs(tmp_path):
-    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=1")
+    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=2")
     trainer, bandit = make_trainer(tmp_path, *overrides, critic=True)
     trainer.global_step = 1
     trainer.step()

@@ -52,10 +52,10 @@ class Scripted:
         return prompts.union(padded([*prompts.raw_prompt_ids], responses, 64, 8, TOKENIZER.pad_token_id))
 
 
-def on_rows(folder: Path, rollout: Scripted, *overrides: str) -> Validator:
+def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("1+1=", "2+3=", "2*3=")) -> Validator:
     rows = [
         {"prompt": text, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
-        for text, source, truth in [("1+1=", "sums", "2"), ("2+3=", "sums", "5"), ("2*3=", "products", "6")]
+        for text, source, truth in zip(prompts, ("sums", "sums", "products"), "256", strict=True)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "val.parquet")
     (folder / "my_reward.py").write_text(REWARD)
@@ -186,11 +186,23 @@ def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path
 def test_printed_samples_are_a_short_transcript_and_the_turns_stay_in_the_dump(tmp_path, capsys):
     on_episodes(tmp_path, Scripted(lambda text, times: "L"), "trainer.log_val_generations=2").run(4)
     printed = capsys.readouterr().out
-    assert "validation at step 4 · 1 of 2" in printed and "2 of 2" in printed
+    assert "validation episodes at step 4 · 1 of 2" in printed and "2 of 2" in printed
     for text in ("P", "L · L · L", "max_turns", "return", "success"):
         assert text in printed
     assert "turns'" not in printed and "'prompt'" not in printed and "None" not in printed
     assert printed.count("G") == 2, "the map is shown once a sample, not once a turn"
+
+
+def test_a_printed_row_tells_system_from_user_and_says_what_kind_it_is(tmp_path, capsys):
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    validator = on_rows(
+        tmp_path, Scripted(lambda text, times: "2"), "trainer.log_val_generations=1", prompts=[chat] * 3
+    )
+    validator.run(step=3)
+    lines = [line.strip("│ ").split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["system", "Add."] in lines and ["user", "1+1="] in lines
+    assert "validation rows at step 3 · 1 of 1" in " ".join(lines[0])
+    assert dumped(tmp_path, 3)[0]["input"] == "Add.1+1=" and dumped(tmp_path, 3)[0]["raw_prompt"] == chat
 
 
 def test_the_summary_names_the_means_of_each_source():

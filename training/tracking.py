@@ -8,10 +8,8 @@ Left out: artifacts and tables at the services; W&B and MLflow get a new run eac
 
 import atexit
 import importlib
-import itertools
+import logging
 import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,20 +21,22 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from data.files import json_line, read_metrics, replacing
+from training.record import METRICS_FILE, Record
+from training.reports import short_number
 
-METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
 
 # What the console shows of a step: a template, and the metric or metrics that fill it.
 HEADLINES = (
-    ("reward {}", ("critic/score/mean",)),
-    ("loss {}", ("train/loss",)),
+    ("reward {} (mean of the batch)", ("critic/score/mean",)),
+    ("loss {} (per token)", ("train/loss",)),
     ("entropy {}", ("actor/entropy", "actor/entropy_loss")),
     ("grad_norm {}", ("actor/grad_norm", "train/grad_norm")),
-    ("length {}", ("response_length/mean",)),
+    ("length {} tokens", ("response_length/mean",)),
     ("{} s/step", ("timing_s/step",)),
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Tracking:
         run = Run(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
-        self.record = Record(run)
+        self.record = Record(run.folder, resume_step)
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         """Records the metrics of `step`, once and in ascending order; step 0 is what was known before training.
@@ -91,12 +91,18 @@ class Tracking:
         Raises AssertionError for a step that is not after the last one, TypeError for a value that is no number.
         """
         numbers = {name: _as_float(name, value) for name, value in data.items()}
-        for output in (self.record, *self.views):
-            output.log(step, numbers)
+        self.record.log(step, numbers)
+        for view in [*self.views]:
+            try:
+                view.log(step, numbers)
+            except OSError as error:  # a full disk, for one: the numbers are in the record
+                logger.warning("%s ends before step %d: %s", type(view).__name__, step, error)
+                self.views.remove(view)
 
     def close(self, failed: bool = False) -> None:
-        """Closes every view, even if one of them raises; `failed` marks the run as such at the services."""
+        """Closes the record and every view, even if one of them raises; `failed` marks the run so at the services."""
         with ExitStack() as stack:
+            stack.callback(self.record.close)
             for view in self.views:
                 stack.callback(view.close, failed)
         self.views = []
@@ -106,33 +112,6 @@ class Tracking:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self.close(failed=error_type is not None)
-
-
-class Record:
-    """metrics.jsonl: `{"step": N, "data": {name: number}}`, NaN and infinities as null, on disk when `log` returns."""
-
-    def __init__(self, run: Run) -> None:
-        self.path = run.folder / METRICS_FILE
-        before = self.path.read_bytes() if self.path.exists() else b""
-        last_kept = run.resume_step or -1  # a fresh start repeats step 0 as well
-        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= last_kept]
-        after = b"".join(map(json_line, kept))
-        if after != before:
-            aside = (self.path.with_name(f"{METRICS_FILE}.bak-{n}") for n in itertools.count(1))
-            shutil.copy2(self.path, next(path for path in aside if not path.exists()))
-            with replacing(self.path) as file:
-                file.write(after)
-        self.last_step = kept[-1]["step"] if kept else -1
-
-    def log(self, step: int, data: Mapping[str, float]) -> None:
-        assert step > self.last_step, (
-            f"step {step} was logged after step {self.last_step}: the record has each step once, in ascending order; "
-            "gather all metrics of a step and log them together"
-        )
-        with self.path.open("ab", buffering=0) as file:
-            file.write(json_line({"step": step, "data": data}))
-            os.fsync(file.fileno())
-        self.last_step = step
 
 
 class ConsoleView:
@@ -148,7 +127,7 @@ class ConsoleView:
         self.run = run
         self.start = time.monotonic()
         self.last_line = -math.inf
-        self.validation: float | None = None
+        self.validation: str | None = None
         self.progress: Progress | None = None
         console = Console()
         if sys.stdout.isatty() and console.is_interactive:
@@ -158,9 +137,8 @@ class ConsoleView:
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
-        validation = [value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name]
-        if validation:
-            self.validation = sum(validation) / len(validation)
+        validation = validation_headline(data)
+        self.validation = validation or self.validation
         line = "  ".join(self._headlines(step, data))
         now = time.monotonic()
         if self.progress:
@@ -180,12 +158,22 @@ class ConsoleView:
         for template, names in HEADLINES:
             values = [data[name] for name in names if name in data]
             if values:
-                yield template.format(_short(values[0]))
-        if self.validation is not None:
-            yield f"val {_short(self.validation)}"
+                yield template.format(short_number(values[0]))
+        if self.validation:
+            yield self.validation
         done, left = step - self.run.resume_step, self.run.total_steps - step
         if done > 0 and left > 0:
             yield f"eta {_duration((time.monotonic() - self.start) / done * left)}"
+
+
+def validation_headline(data: Mapping[str, float]) -> str | None:
+    """What a validation among the metrics of a step came to: "validation acc 0.85"; None: there was none."""
+    means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
+    if not means:
+        return None
+    measured = "/".join(dict.fromkeys(name.split("/")[-2] for name in means))
+    several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
+    return f"validation {measured} {short_number(sum(means.values()) / len(means))}{several}"
 
 
 class TensorBoardView:
@@ -269,12 +257,6 @@ def _as_float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"metric {name!r} is {value!r}: log one number a name, texts go into dump_jsonl") from error
-
-
-def _short(value: float) -> str:
-    if value and abs(value) < 0.01:
-        return f"{value:.1e}"
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config, EnvConfig
-from data.files import dump_jsonl
+from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reports import print_samples
+from training.reports import message_fields, print_samples, transcript
 from training.reward import RewardManager, add_scores, reward_view
 from training.roles import Rollout, SamplingParams
 
@@ -112,10 +112,13 @@ class Validator:
             samples += part_samples
         settings = self.config.trainer
         if settings.validation_data_dir:
-            dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
+            path = Path(settings.validation_data_dir) / f"{step}.jsonl"
+            with dispensable(str(path)):
+                dump_jsonl(path, samples)
         if settings.log_val_generations:
-            shown = spread(samples, settings.log_val_generations)
-            print_samples(f"validation at step {step}", [printed(row) for row in shown])
+            shown = [*spread(samples, settings.log_val_generations)]
+            for kind, rows in by_kind(shown).items():
+                print_samples(f"validation {kind} at step {step}", [printed(row) for row in rows])
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
@@ -126,7 +129,11 @@ class Validator:
         columns = {name: batch.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
         columns["reward"] = total_scores(batch)
         metrics = process_validation_metrics(batch.data_source, batch.uid, columns)
-        return flatten_validation_metrics(metrics), sample_rows(batch, self.tokenizer, step)
+        rows = sample_rows(batch, self.tokenizer, step)
+        chats = batch.non_tensor_batch.get("raw_prompt", [None] * len(rows))
+        for row, messages in zip(rows, chats, strict=True):
+            row |= {"raw_prompt": messages} if isinstance(messages, list) else {}
+        return flatten_validation_metrics(metrics), rows
 
     def answered(self, number: int, rows: dict[str, Any]) -> DataProto:
         """The number-th batch of the validation set with its scored answers."""
@@ -229,10 +236,26 @@ def episode_row(episode: Episode, step: int) -> Row:
     }
 
 
+def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
+    """Samples of the validation set and of whole episodes apart, under what they are called in print."""
+    kinds = {
+        "rows": [row for row in samples if "turns" not in row],
+        "episodes": [row for row in samples if "turns" in row],
+    }
+    return {kind: rows for kind, rows in kinds.items() if rows}
+
+
 def printed(row: Row) -> Row:
     """What of a row is worth reading in a terminal, an episode's score as its return; the dumped file has it all."""
-    named = {"return" if name == "score" and "turns" in row else name: value for name, value in row.items()}
-    return {name: value for name, value in named.items() if name not in ("step", "turns") and value is not None}
+    left_out = ("step", "turns", "raw_prompt")
+    shown = {name: value for name, value in row.items() if name not in left_out and value is not None}
+    if "turns" in row:
+        shown["output"] = transcript([turn["response"] for turn in row["turns"]])
+        shown = {"return" if name == "score" else name: value for name, value in shown.items()}
+    if "raw_prompt" in row:  # chat messages, each under its role
+        del shown["input"]
+        shown = message_fields(row["raw_prompt"]) | shown
+    return shown
 
 
 def total_scores(batch: DataProto) -> list[float]:
