@@ -30,14 +30,7 @@ from training.checkpoint import (
 from training.collection import Collector
 from training.core_algos import get_kl_controller
 from training.feedback import tell_data
-from training.metric_utils import (
-    compute_data_metrics,
-    compute_group_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    reduce_metrics,
-    timer,
-)
+from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
 from training.no_signal import NoSignal
 from training.reports import files_left, nothing_left, report_validation, validation_summary
@@ -196,10 +189,7 @@ class RayPPOTrainer:
         return {
             "training/global_step": self.global_step,
             "training/epoch": (self.global_step - 1) // len(self.train_loader),
-            **compute_data_metrics(batch, use_critic=self.critic is not None),
-            **compute_group_metrics(batch),
-            **compute_timing_metrics(batch, timing),
-            **compute_throughout_metrics(batch, timing, n_gpus=self.num_workers),
+            **compute_step_metrics(batch, timing, use_critic=self.critic is not None, n_gpus=self.num_workers),
         }
 
     def is_due(self, frequency: int) -> bool:
