@@ -47,10 +47,8 @@ def main(argv: list[str] | None = None) -> None:
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
-        threads = worker_threads(config.trainer.n_threads)
-        start_process(threads.number, config.model.kernels)
+        start_process(worker_threads(config.trainer.n_threads).number, config.model.kernels)
         trainer = SFTTrainer(config)
-    print(f"training is in this process, with {threads}.")
     trainer.fit()
 
 
