@@ -23,11 +23,11 @@ def main(argv: list[str] | None = None) -> None:
         check_config(config)
         from training.preparation import prepare
         from workers.batch_rollout import load_rollout_class
+        from workers.worker_group import check_machine, start_command
 
+        check_machine(config.trainer)
         parts = prepare(config)
         load_rollout_class(config.actor_rollout_ref.rollout.name)
-    from workers.worker_group import start_command
-
     start_command(config)
     train(config, parts)
 
@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
     from training.preparation import prepare
+    from workers.worker_group import check_machine
 
+    check_machine(config.trainer)
     return train(config, prepare(config))
 
 
@@ -54,7 +56,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools)
-        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
+        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from configs.errors import ConfigError
-from configs.loader import notice
+from configs.loader import notice, workers_asked_for
+from configs.paths import find_path
+from configs.process import worker_threads
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 
@@ -34,7 +36,7 @@ def check_data(config: Config) -> None:
     for key in ("train_files", "val_files"):
         files = getattr(config.data, key) or []
         for file in [files] if isinstance(files, str) else files:
-            if not Path(file).expanduser().is_file():
+            if not find_path(file).is_file():
                 raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
     chosen = config.data.custom_cls
     if chosen.path is None and (unread := sorted(chosen.extras) + sorted(chosen.kwargs)):
@@ -102,19 +104,20 @@ def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> No
 
 def check_workers(config: Config) -> None:
     trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
-    asked = trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
+    asked = workers_asked_for(trainer)
     if asked > 1 and trainer.executor == "local":
         raise ConfigError(
             f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
             f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
             "null (Ray then hosts them), or set each of the three to 1."
         )
+    worker_threads(trainer.n_threads)
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: that engine is not part of this version. Use hf (the model "
             "itself generates), or the path of a file with a Rollout subclass of yours."
         )
-    if name != "hf" and not Path(name).is_file() and "." not in name:
+    if name != "hf" and not find_path(name).is_file() and "." not in name:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name} is neither hf, nor a file, nor a dotted module with a Rollout "
             "subclass."

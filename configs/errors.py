@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from configs.paths import ROOT
+
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -91,3 +92,7 @@ def did_you_mean(name: str, known: list[str]) -> str:
         close = [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

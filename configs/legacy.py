@@ -1,6 +1,7 @@
 """Spellings that guides and older verl versions use, and verl keys that have nothing to act on here.
 
-`RENAMED`: old key or section → today's. `RENAMED_VALUES`: one value of a key that became another key.
+`RENAMED`: old key or section → today's; `OF_ALL_WORKERS`: the same, for a number that the workers share among them.
+`RENAMED_VALUES`: one value of a key that became another key.
 `NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown. `ONLY_VALUE`: accepted with the
 one value that says what is so here; any other asks for something this version does not have.
 """
@@ -10,6 +11,8 @@ RENAMED = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.max_concurrent": "reward.max_concurrent",
+    "reward_model.timeout": "reward.timeout",
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "actor_rollout_ref.actor.policy_loss.rollout_correction": "algorithm.rollout_correction",
     "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
@@ -17,17 +20,20 @@ RENAMED = {
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
-    # one worker: a batch over all GPUs is a batch of one
-    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size": (
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
-    ),
-    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+}
+
+OF_ALL_WORKERS = {
+    f"{section}.{name}": f"{section}.{name}_per_gpu"
+    for section, name in (
+        ("actor_rollout_ref.actor", "ppo_micro_batch_size"),
+        ("actor_rollout_ref.ref", "log_prob_micro_batch_size"),
+        ("actor_rollout_ref.rollout", "log_prob_micro_batch_size"),
+        ("critic", "ppo_micro_batch_size"),
+    )
 }
 
 CHATML = (
@@ -40,7 +46,7 @@ RENAMED_VALUES = {
     ("actor_rollout_ref.rollout.name", "naive"): ("actor_rollout_ref.rollout.name", "hf"),
 }
 
-_ONE_WORKER = "one worker holds the whole model, nothing is sharded or offloaded"
+_WHOLE_MODEL = "every worker holds the whole model: nothing is sharded or offloaded"
 _VLLM = "it belongs to the vllm engine, and the rollouts are made by the model itself (rollout.name=hf)"
 _BY_DESIGN = "it is always so here"
 _LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
@@ -48,22 +54,21 @@ _VALUES = "values are computed in forward passes of the size of the critic's upd
 _FLOAT32 = "weights are always float32; fsdp_config.dtype chooses what is computed in"
 
 NO_EFFECT = {
-    "actor_rollout_ref.actor.strategy": _ONE_WORKER,
-    "actor_rollout_ref.ref.strategy": _ONE_WORKER,
-    "critic.strategy": _ONE_WORKER,
-    "actor_rollout_ref.actor.fsdp_config.param_offload": _ONE_WORKER,
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": _ONE_WORKER,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": _ONE_WORKER,
-    "critic.model.fsdp_config.param_offload": _ONE_WORKER,
-    "critic.model.fsdp_config.optimizer_offload": _ONE_WORKER,
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _ONE_WORKER,
-    "trainer.balance_batch": _ONE_WORKER,
+    "actor_rollout_ref.actor.strategy": _WHOLE_MODEL,
+    "actor_rollout_ref.ref.strategy": _WHOLE_MODEL,
+    "critic.strategy": _WHOLE_MODEL,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": _WHOLE_MODEL,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": _WHOLE_MODEL,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": _WHOLE_MODEL,
+    "critic.model.fsdp_config.param_offload": _WHOLE_MODEL,
+    "critic.model.fsdp_config.optimizer_offload": _WHOLE_MODEL,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
+    "trainer.balance_batch": "workers always get shares of about equal work",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": _VLLM,
     "actor_rollout_ref.rollout.gpu_memory_utilization": _VLLM,
     "actor_rollout_ref.rollout.enforce_eager": _VLLM,
     "actor_rollout_ref.rollout.free_cache_engine": _VLLM,
     "actor_rollout_ref.rollout.enable_chunked_prefill": _VLLM,
-    "actor_rollout_ref.rollout.max_num_batched_tokens": _VLLM,
     "actor_rollout_ref.rollout.max_model_len": _VLLM,
     "actor_rollout_ref.rollout.load_format": _VLLM,
     "actor_rollout_ref.rollout.mode": _VLLM,
@@ -79,7 +84,7 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.enable_prefix_caching": _VLLM,
     "actor_rollout_ref.rollout.disable_log_stats": _VLLM,
     "actor_rollout_ref.rollout.calculate_log_probs": _BY_DESIGN,
-    "critic.ulysses_sequence_parallel_size": _ONE_WORKER,
+    "critic.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "critic.model.enable_gradient_checkpointing": "the critic does as actor_rollout_ref.model says",
     "critic.forward_micro_batch_size": _VALUES,
     "critic.forward_micro_batch_size_per_gpu": _VALUES,
@@ -97,6 +102,11 @@ NO_EFFECT = {
     "trainer.device": "the device is the GPU if there is one, else the CPU",
 }
 
+HYDRA = (
+    "Hydra only composes the settings here: trainer.default_local_dir is the folder of the run, --config-path a folder "
+    "of yaml files, and each value of a sweep is a run of its own."
+)
+
 _FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
 
 ONLY_VALUE = {
@@ -105,7 +115,7 @@ ONLY_VALUE = {
     "reward_model.reward_manager": (("naive", "dapo"), f"managers have no names in this version: {_FUNCTION}."),
     "reward_model.launch_reward_fn_async": (
         (False,),
-        "an `async def` reward function is awaited for all rows at once.",
+        "an `async def` reward function is awaited for reward.max_concurrent rows at once.",
     ),
     "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),

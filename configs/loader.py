@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from configs.errors import ConfigError, did_you_mean
-from configs.legacy import NO_EFFECT, ONLY_VALUE, RENAMED, RENAMED_VALUES
+from configs.errors import ConfigError, did_you_mean, first_line
+from configs.legacy import NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED, RENAMED_VALUES
+from configs.overrides import ONE_RUN, parse_override
+from configs.paths import home_spelt_out
 from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
 
 
@@ -37,19 +38,26 @@ class Arguments:
 
 
 def parse_arguments(argv: list[str], default_config: str, description: str) -> Arguments:
-    """Hydra's everyday flags, without its working-directory changes and log folders."""
-    shipped = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
+    """Hydra's everyday flags, without its working-directory changes and log folders.
+
+    The help offers what goes with `default_config`: yaml files of supervised training are called sft, or end in it.
+    """
+    supervised = default_config.endswith("sft")
+    shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if path.stem.endswith("sft") == supervised)
+    recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if not supervised else ""
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=f"configs: {shipped}. recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. "
-        "Any setting is changed as key=value, e.g. trainer.seed=1; --cfg job prints them all; configs/schema.py "
-        "explains each.",
+        epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value, e.g. trainer.seed=1; "
+        "--cfg job prints them all; configs/schema.py explains each.",
     )
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="yaml in the config dir")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
     parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.multirun:
+        parser.error(f"--multirun: {ONE_RUN}")
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
     return Arguments(arguments.config_name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
 
@@ -74,7 +82,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     """All settings: the schema's defaults, over them the yaml, over that the overrides."""
-    overrides = parse_overrides(arguments.overrides)
+    overrides = [parse_override(text) for text in arguments.overrides]
     choices = [override for override in overrides if options(override.key_or_group, arguments.config_dir)]
     chosen = {override.key_or_group: None if override.is_delete() else override.value() for override in choices}
     given = read_yaml(arguments, chosen)
@@ -87,7 +95,7 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
             expand_presets(given)
     base = OmegaConf.structured(schema)
     for key, value in leaves(given):
-        set_checked(base, key, value)
+        set_checked(base, key, home_spelt_out(value))
     return base
 
 
@@ -118,20 +126,6 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     return composed
 
 
-def parse_overrides(overrides: list[str]) -> list[Override]:
-    for text in overrides:
-        if "=" not in text and not text.startswith("~"):
-            raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(f"cannot read the overrides {overrides}: {first_line(error)}") from error
-    for override in parsed:
-        if override.is_sweep_override():
-            raise ConfigError(f"{override.input_line}: sweeps are not run here; start one run per value.")
-    return parsed
-
-
 def apply_override(given: DictConfig, override: Override) -> None:
     """`key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` goes back to the default."""
     key = override.key_or_group
@@ -152,30 +146,45 @@ def delete(given: DictConfig, key: str) -> None:
 def move_old_spellings(given: DictConfig) -> None:
     """Renames what guides still show, and drops what has no effect here, each with a notice on stderr."""
     for key, value in list(leaves(given)):
-        if key in ONLY_VALUE and value not in ONLY_VALUE[key][0]:
-            raise ConfigError(f"{key}={value}: {ONLY_VALUE[key][1]}")
-        renamed = renamed_key(key)
-        if key in NO_EFFECT or key in ONLY_VALUE:
+        today = renamed_key(key) or key
+        if today in ONLY_VALUE and value not in ONLY_VALUE[today][0]:
+            raise ConfigError(f"{key}={value}: {ONLY_VALUE[today][1]}")
+        if today in NO_EFFECT or today in ONLY_VALUE:
             delete(given, key)
-            notice(f"{key}={value} has no effect: {NO_EFFECT.get(key, 'it is always so here')}.")
-        elif isinstance(value, str) and (key, value) in RENAMED_VALUES:
-            new_key, new_value = RENAMED_VALUES[key, value]
+            notice(f"{key}={value} has no effect: {NO_EFFECT.get(today, 'it is always so here')}.")
+        elif isinstance(value, str) and (today, value) in RENAMED_VALUES:
+            new_key, new_value = RENAMED_VALUES[today, value]
             delete(given, key)
             OmegaConf.update(given, new_key, new_value, force_add=True)
             notice(f"{key}={value} is read as {new_key}{f'={new_value}' if new_key == key else ''}.")
-        elif renamed:
+        elif today != key:
             delete(given, key)
             if value is not None:  # null was the default of the old key, beside the new one
-                OmegaConf.update(given, renamed, value, force_add=True)
-                notice(f"{key} is now {renamed}.")
+                of_all = key in OF_ALL_WORKERS
+                OmegaConf.update(given, today, f"${{per_worker:{value}}}" if of_all else value, force_add=True)
+                part = f"={value} divided by the number of workers" if of_all else ""
+                notice(f"{key} is now {today}{part}.")
 
 
 def renamed_key(key: str) -> str | None:
     """Today's spelling of `key`, if it is an old one, or below an old section."""
-    for old, new in RENAMED.items():
+    for old, new in {**RENAMED, **OF_ALL_WORKERS}.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return None
+
+
+def workers_asked_for(trainer: Any) -> int:
+    """How many workers the settings of `trainer` ask for, where there is a GPU for each or none."""
+    return trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
+
+
+def per_worker(number: Any, *, _root_: DictConfig) -> int:
+    """A worker's part of a `number` of sequences: `${per_worker:32}`."""
+    return max(1, int(number) // workers_asked_for(_root_.trainer))
+
+
+OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
 
 
 def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -264,7 +273,3 @@ def check_rules(config: Any, prefix: str = "") -> None:
 
 def notice(text: str) -> None:
     print(f"notice: {text}", file=sys.stderr)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -11,7 +11,7 @@ id. The same object gives single states (`get_state`, `compute_reward`) and whol
 custom/text_env.py.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.loader import notice
+from configs.schema import SuccessConfig
 from custom.text_env import EnvState, TextEnv, rendered
 from data.import_utils import load_module
 
@@ -69,14 +70,14 @@ _FROZEN_LAKE = {
     "action_names": ("L|left", "D|down", "R|right", "U|up"),
     "instruction": "You are P on a frozen lake. Walk to G over the ice (S, F); H is a hole. "
     "Answer with one letter: L (left), D (down), R (right) or U (up).",
+    "success": {"last_reward_above": 0.0},  # a hole pays 0 and ends the episode too
 }
 _CLIFF_WALKING = {
     "observation_to_text": cliff_walking_text,
     "action_names": ("up|U", "right|R", "down|D", "left|L"),
     "instruction": "You are P. Walk to G; a step into the cliff C takes you back to the start. "
     "Answer with one word: up, right, down or left.",
-    "success_above": -2.0,  # the step to the goal pays -1 like any other; the cliff pays -100 and does not end it
-    "invalid_reward": -1.0,
+    "success": {"terminated": True},  # nothing but the goal ends an episode
 }
 # gymnasium id -> arguments of TextEnv. Without a text_to_action, the answer's last mention of an action name counts.
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
@@ -89,13 +90,13 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "action_names": ("south", "north", "east", "west", "pickup|pick up|pick-up", "dropoff|drop off|drop-off"),
         "instruction": "You drive the taxi T; it can cross : but not |. Take the passenger to their destination. "
         "Answer with one word: south, north, east, west, pickup or dropoff.",
-        "invalid_reward": -10.0,
+        "success": {"terminated": True},
     },
     "Blackjack-v1": {
         "observation_to_text": blackjack_text,
         "action_names": ("stick|stand", "hit"),
         "instruction": "Come closer to 21 than the dealer, without going over. Answer with one word: stick or hit.",
-        "invalid_reward": -1.0,
+        "success": {"last_reward_above": 0.0},
     },
 }
 
@@ -110,6 +111,8 @@ def make_env(
     exclude_seeds: Collection[int] = (),
     reward: str | None = None,
     invalid_reward: float | None = None,
+    success: SuccessConfig | Mapping[str, Any] | None = None,
+    max_walk: int | None = None,
     **env_kwargs: Any,
 ) -> "TextEnv":
     """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
@@ -130,7 +133,14 @@ def make_env(
             able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
             raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
         settings["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
-    given = {"max_turns": max_turns, "instruction": instruction, "reward": reward, "invalid_reward": invalid_reward}
+    given = {
+        "max_turns": max_turns,
+        "instruction": instruction,
+        "reward": reward,
+        "invalid_reward": invalid_reward,
+        "success": success,
+        "max_walk": max_walk,
+    }
     settings |= {name: value for name, value in given.items() if value is not None}
     environment = TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)
     if environment.observation_to_text is rendered and environment.env_kwargs.get("render_mode") != "ansi":

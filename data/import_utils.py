@@ -17,16 +17,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from configs.paths import find_path
+
 
 def load_module(path: str) -> ModuleType:
-    """The module at `path`: a file (relative to the working directory, absolute, or "file://…"), "pkg://a.b", or "a.b".
+    """The module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
 
     Raises:
         FileNotFoundError: no such file.
         ModuleNotFoundError: no such module.
         RuntimeError: executing it failed; the cause carries the user's file and line.
     """
-    file = Path(path.removeprefix("file://")).expanduser()
+    file = find_path(path.removeprefix("file://"))
     dotted = path.removeprefix("pkg://").replace("/", ".")
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
     if is_file and not file.is_file():

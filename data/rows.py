@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from configs.loader import notice
+from configs.paths import find_path
 
 Row = dict[str, Any]
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
@@ -56,7 +57,7 @@ def read_rows(data_files: str | Path | Iterable[str | Path]) -> list[tuple[Origi
 
 
 def _read_file(file: str | Path) -> list[Row]:
-    path = Path(file).expanduser()
+    path = find_path(file)
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise ValueError(f"data file {file}: unknown ending {path.suffix!r}; known are .parquet, .json and .jsonl.")
     if not path.is_file():

@@ -8,8 +8,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTDataConfig
-from data.rl_dataset import encode_prompt, parse_prompt, truncate
+from data.rl_dataset import encode_prompt, parse_prompt, prompt_text, truncate
 from data.rows import Origin, read_rows
+from data.unknown_characters import report_unknown_characters
 
 
 class SFTDataset(Dataset):
@@ -24,7 +25,11 @@ class SFTDataset(Dataset):
         self, data_files: str | Path | list[str], tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, end_id: int
     ) -> None:
         self.config = config
-        self.rows = [self._encode(row, origin, tokenizer, end_id) for origin, row in read_rows(data_files)]
+        rows = read_rows(data_files)
+        self.rows = [self._encode(row, origin, tokenizer, end_id) for origin, row in rows]
+        texts = (prompt_text(parse_prompt(row[config.prompt_key])) + row[config.response_key] for _, row in rows)
+        ids = (row["raw_prompt_ids"] + row["response_ids"] for row in self.rows)
+        report_unknown_characters(zip(texts, ids, strict=True), tokenizer, str(data_files))
 
     def __len__(self) -> int:
         return len(self.rows)

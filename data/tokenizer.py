@@ -5,7 +5,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from configs.loader import first_line
+from configs.errors import first_line
+from configs.paths import find_path
 from configs.schema import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -23,7 +24,7 @@ def check_model_path(path: str | None, key: str) -> str:
     )
     if not path:
         raise ValueError(f"{key} is not set. {remedy}")
-    folder = Path(path).expanduser()
+    folder = find_path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"{key}={path}: the folder has no config.json, so it is not a model. {remedy}")
@@ -42,9 +43,7 @@ def load_tokenizer(model: ModelConfig, section: str = "actor_rollout_ref.model")
     key = f"{section}.path" if model.tokenizer_path is None else f"{section}.tokenizer_path"
     path = model.tokenizer_path or check_model_path(model.path, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(Path(path).expanduser()), trust_remote_code=model.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(find_path(path)), trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(
             f"{key}={path}: no tokenizer can be loaded from there ({first_line(error)}). Give a folder with the files "
@@ -65,6 +64,8 @@ def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     marker = "answer-0417"
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)[2]
+    _, rendered, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)
+    if not rendered:  # the template leaves an assistant's turns out
+        return None
     ids = tokenizer.encode(tail, add_special_tokens=False)
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None

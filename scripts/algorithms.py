@@ -6,14 +6,17 @@ Writes outputs/algorithms/table.md (success before and after, seconds a step), r
 that is asked for replaces its earlier result; the others stay.
 """
 
-from configs.process import set_environment  # isort: skip
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import set_environment
+
     set_environment()  # before torch is loaded
 
 import argparse
 import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -62,7 +65,10 @@ def report() -> None:
     (FOLDER / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     (FOLDER / "table.md").write_text(table(results))
     plot_curves(
-        {name: read_curve(record, SUCCESS) for name, record in records.items()}, "success", FOLDER / "curves.png"
+        {name: read_curve(record, SUCCESS) for name, record in records.items()},
+        "success",
+        FOLDER / "curves.png",
+        title="FrozenLake: held-out maps that each recipe solves",
     )
     print((FOLDER / "table.md").read_text() + f"wrote {FOLDER}/table.md, results.json and curves.png")
 

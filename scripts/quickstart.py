@@ -8,9 +8,13 @@
 Success on 200 held-out maps is measured before and after 3, in whole episodes of the real environment.
 """
 
-from configs.process import set_environment  # isort: skip
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import set_environment
+
     set_environment()  # before torch is loaded
 
 import argparse
@@ -18,7 +22,6 @@ import dataclasses
 import json
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import main as rl
@@ -65,9 +68,9 @@ def quickstart(config: Config) -> dict[str, Any]:
     """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
-    print("1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
+    print("stage 1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
     warm_start(config, folder)
-    print(f"2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
+    print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
     rl.run(config)
     seconds = time.monotonic() - started
     success = [entry["data"][SUCCESS] for entry in read_metrics(folder / "metrics.jsonl") if SUCCESS in entry["data"]]

@@ -10,14 +10,17 @@ Weights of each token do not help, as none of the tokens before a slip is to bla
 sequence do. Writes outputs/rollout_drift/table.md and curves.png.
 """
 
-from configs.process import set_environment  # isort: skip
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import set_environment
+
     set_environment()  # before torch is loaded
 
 import argparse
 import shutil
-from pathlib import Path
 
 import main as rl
 from configs.checks import check_config
@@ -122,7 +125,8 @@ def report(records: dict[str, Path]) -> None:
         late = curve[curve[:, 0] > 10, 1]
         lines.append(f"| {name} | {late[-SUMMARY_STEPS:].mean():.2f} | {late.min():.2f} | {lengths.mean():.1f} |")
     (FOLDER / "table.md").write_text("\n".join([*lines, ""]))
-    plot_curves(curves, "reward of the true policy", FOLDER / "curves.png")
+    title = "Learning to count from rollouts of the wrong weights"
+    plot_curves(curves, "reward of the true policy", FOLDER / "curves.png", title)
     print((FOLDER / "table.md").read_text() + f"wrote {FOLDER}/table.md and {FOLDER}/curves.png")
 
 

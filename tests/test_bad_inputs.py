@@ -86,6 +86,21 @@ def message_of(case: Case, output: str) -> None:
         assert re.search(part, output), f"{case.name}: {part!r} is not in\n{output}"
 
 
+IGNORES_ITS_SEED = """
+import random
+import gymnasium as gym
+
+class Game(gym.Env):
+    action_space = observation_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return random.random(), {}
+
+    def step(self, action):
+        return 0, 1.0, True, False, {}
+
+gym.register("Unseeded-v0", Game)
+"""
 BEFORE_ANYTHING_STARTS = [
     Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
     Case("wrong type", "trainer.seed=one", "trainer.seed='one'", "could not be converted to Integer"),
@@ -112,6 +127,17 @@ BEFORE_ANYTHING_STARTS = [
     Case("rejection without a bound", "algorithm.rollout_correction.rollout_rs=token_k1", "threshold is null: set"),
     Case("unknown environment", "env.id=Lak-v1 ~env.kwargs.random_maps", "env.id=Lak-v1", "Close ids: F", env=True),
     Case("unknown argument of it", "+env.kwargs.slip=1", r"env.kwargs=.*'slip': 1.*unexpected", env=True),
+    Case("environment ignores its seed", "env.id=unseeded:Unseeded-v0 ~env.kwargs", "does not repeat itself.*seed=0",
+         "super\\(\\).reset\\(seed=seed\\)", env=True, unseeded_py=IGNORES_ITS_SEED),
+    Case("success rule", "env.success.ended=true", "unknown key 'env.success.ended'", env=True),
+    Case("prompts of states", "data.max_prompt_length=20", "10 of 10 states .*the longest 22: raise it", env=True),
+    Case("prompts of episodes", "data.max_prompt_length=20 data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",
+         "2 of 2 validation episodes .*the longest 22", env=True,
+         mine_py="from custom.env_dataset import CustomEnvDataset\nclass Mine(CustomEnvDataset):\n"
+         "  def check_sizes(self, states, what):\n    if what != 'states': super().check_sizes(states, what)\n"),
+    Case("no episodes", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine", "has no encode_state",
+         "env.val_episodes=0", env=True, mine_py="from torch.utils.data import Dataset\nclass Mine(Dataset):\n"
+         "  def __init__(self, *_, **__): pass\n  def __len__(self): return 9\n"),
     Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder", "tiny_model DIR"),
     Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
     Case("folder without a tokenizer", "actor_rollout_ref.model.tokenizer_path=DIR", "tokenizer_path=.*no tokenizer"),

@@ -3,8 +3,8 @@
 import ast
 import copy
 import inspect
-import itertools
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass, replace
@@ -19,14 +19,17 @@ import main
 from configs import schema
 from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
 from configs.errors import ConfigError
-from configs.legacy import CHATML, NO_EFFECT, ONLY_VALUE, RENAMED
+from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
 from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
 from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
+from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.preparation import check_algorithm, needs_critic, needs_reference, prepare
+from workers import cluster
 
+HOME = str(Path.home())
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
 
@@ -68,6 +71,11 @@ def test_every_shipped_yaml_composes_and_the_printed_config_is_the_same_config(n
         ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.lr", 1e-3),
         ("actor_rollout_ref.actor.optim.betas=[0.8,0.9]", "actor_rollout_ref.actor.optim.betas", [0.8, 0.9]),
         ("trainer.default_local_dir=out/${trainer.experiment_name}", "trainer.default_local_dir", "out/default"),
+        ("data.train_files=/my data/a (1).jsonl", "data.train_files", "/my data/a (1).jsonl"),
+        ("data.train_files=it's=a~b,é.jsonl", "data.train_files", "it's=a~b,é.jsonl"),
+        ("data.train_files=~/a (1).jsonl", "data.train_files", f"{HOME}/a (1).jsonl"),
+        ("data.train_files=['~/a (1).jsonl','b.jsonl']", "data.train_files", [f"{HOME}/a (1).jsonl", "b.jsonl"]),
+        ("trainer.default_local_dir=~/${trainer.experiment_name}", "trainer.default_local_dir", f"{HOME}/default"),
     ],
 )  # fmt: skip
 def test_overrides_follow_hydras_grammar(override, key, value):
@@ -75,6 +83,39 @@ def test_overrides_follow_hydras_grammar(override, key, value):
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+@pytest.mark.parametrize(
+    "override", ["hydra.run.dir=x", "+hydra.sweep.dir=x", "hydra/job_logging=disabled", "~hydra.x"]
+)
+def test_what_is_hydras_own_says_what_to_use_instead(override):
+    with pytest.raises(ConfigError, match=f"^{re.escape(override)}: .*trainer.default_local_dir .*--config-path"):
+        compose(override)
+
+
+@pytest.mark.parametrize("flag", ["--multirun", "-m"])
+def test_a_multirun_is_refused_with_the_loop_to_write_instead(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments([flag, "trainer.seed=1,2"], "ppo_trainer", "")
+    assert stop.value.code == 2
+    assert "--multirun: sweeps are not run here; start one run per value" in capsys.readouterr().err
+
+
+def test_a_comma_outside_quotes_is_a_sweep_and_says_how_to_mean_a_text():
+    with pytest.raises(ConfigError, match=r"""stands in quotes: 'data.prompt_key="a,b"'"""):
+        compose("data.prompt_key=a,b")
+    assert compose('data.prompt_key="a,b"').data.prompt_key == "a,b"
+
+
+def test_help_offers_what_the_entry_point_takes(capsys):
+    offered = {}
+    for default in ("ppo_trainer", "sft"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--help"], default, "")
+        offered[default] = capsys.readouterr().out
+    assert {name for name in SHIPPED if re.search(rf"\b{name}[,.]", offered["sft"])} == {"sft", "frozenlake_sft"}
+    assert "recipe=" not in offered["sft"] and "recipe=NAME" in offered["ppo_trainer"]
+    assert "frozenlake_ppo" in offered["ppo_trainer"] and "sft" not in offered["ppo_trainer"]
 
 
 def test_tilde_takes_back_what_the_yaml_sets():
@@ -313,7 +354,8 @@ def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
         ("actor_rollout_ref.actor.optim.lr=nan", "optim.lr=nan must be at least 0"),
         ("trainer.seed=1,2", "sweeps are not run here"),
         ("trainer.seed", "'trainer.seed' is not of the form key=value"),
-        ("trainer.logger=[console", "cannot read the overrides"),
+        ("trainer.logger=[console", r"cannot read trainer.logger=\[console: .* a comma stands in quotes"),
+        ("trainer.seed={a", "cannot read trainer.seed={a: "),
         ("trainer.experiment_name=${nothing}", "trainer.experiment_name: .*nothing"),
     ],
 )
@@ -469,10 +511,41 @@ def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(override, key, v
 
 def test_every_renamed_key_leads_to_one_that_exists():
     config = asdict(compose(name="ppo_trainer"))
-    for old, new in RENAMED.items():
+    for old, new in {**RENAMED, **OF_ALL_WORKERS}.items():
         settings_at(config, new)
         with pytest.raises(KeyError):
             settings_at(config, old)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward_model.overlong_buffer.log=true",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.log=true",
+        "reward.reward_kwargs.overlong_buffer_cfg.log=true",
+    ],
+)
+def test_an_old_spelling_of_a_key_without_effect_has_none(override, capsys):
+    assert compose(override) == compose()
+    [said] = capsys.readouterr().err.splitlines()
+    assert said == f"notice: {override.replace('true', 'True')} has no effect: {NO_EFFECT[OVERLONG_LOG]}."
+
+
+@pytest.mark.parametrize("old", OF_ALL_WORKERS)
+def test_a_batch_size_over_all_workers_is_divided_by_their_number(old, capsys):
+    """Whichever of the settings comes first; no worker is left without a sequence."""
+    new = OF_ALL_WORKERS[old]
+    eight = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    assert settings_at(compose(f"{old}=32", *eight), new) == settings_at(compose(*eight, f"{old}=32"), new) == 4
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"notice: {old} is now {new}=32 divided by the number of workers."] * 2
+    assert settings_at(compose(f"{old}=32", "trainer.n_workers_per_node=3"), new) == 10
+    assert settings_at(compose(f"{old}=3", *eight), new) == 1
+    assert settings_at(compose(f"{old}=32", f"{new}=7", *eight), new) == 7
+
+
+def test_no_notice_speaks_of_one_worker():
+    assert not [reason for reason in NO_EFFECT.values() if "one worker" in reason]
 
 
 def test_the_later_of_an_old_and_a_new_spelling_wins(tmp_path):
@@ -492,6 +565,8 @@ def test_an_old_key_left_at_its_null_default_does_not_erase_the_new_one(tmp_path
     assert load(tmp_path, "mine").actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
     assert capsys.readouterr().err == ""
 
+
+OVERLONG_LOG = "reward.reward_kwargs.overlong_buffer_cfg.log"
 
 VERL_COMMAND = """
 algorithm.adv_estimator=grpo data.train_files=Makefile data.val_files=[Makefile] data.train_batch_size=1024
@@ -554,10 +629,15 @@ def test_what_asks_for_something_that_is_not_here_is_refused(override):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_one_gpu_asked_for_on_a_machine_without_says_where_the_run_trains(tiny_model, tmp_path, capsys):
-    prepare(compose(*short_run(tiny_model, tmp_path, "trainer.n_gpus_per_node=1")))
+@pytest.mark.parametrize(("asked", "gpus"), [(["trainer.n_gpus_per_node=1"], 1), (["trainer.n_gpus_per_node=8"], 8)])
+def test_gpus_that_are_not_there_are_refused_before_anything_is_read(asked, gpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cluster, "joins_cluster", lambda: False)  # others may run one on this machine
+    command = ["--config-name", "frozenlake", *short_run(tmp_path / "no_model", tmp_path, *asked)]
+    with pytest.raises(SystemExit) as stop:
+        main.main(command)
+    assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert "trainer.n_gpus_per_node=1, but torch sees no GPU in this process: the run trains on the CPU." in said
+    assert f"error: trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds 0" in said
 
 
 # What start-up prints
@@ -768,7 +848,7 @@ class SectionReads(ast.NodeVisitor):
 
 def section_reads() -> Reads:
     folders = ("configs", "data", "training", "workers", "custom", "scripts")
-    files = [ROOT / "main.py", *itertools.chain(*((ROOT / folder).rglob("*.py") for folder in folders))]
+    files = [ROOT / "main.py", *shipped_modules(*folders)]
     reads: Reads = set()
     for file in files:
         if file.name != "schema.py":
@@ -821,9 +901,9 @@ def unseeded_generators(source: str) -> list[int]:
 
 def test_no_generator_is_seeded_by_a_literal_or_by_nothing():
     folders = ("configs", "data", "training", "workers", "custom", "scripts", "benchmarks")
-    files = [ROOT / "main.py", *itertools.chain(*((ROOT / folder).rglob("*.py") for folder in folders))]
+    files = [ROOT / "main.py", *shipped_modules(*folders)]
     found = {str(file): lines for file in files if (lines := unseeded_generators(file.read_text()))}
-    assert found == {}
+    assert found == {}, "every generator gets a seed that follows from trainer.seed"
 
 
 @pytest.mark.parametrize("line", ["torch.manual_seed(0)", "rng = np.random.default_rng()", "random.seed(42)"])

@@ -189,7 +189,7 @@ STAGES = {
         ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
     ),
     "critic alone, in warm-up": (
-        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=1"],
+        ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2"],
         {"critic": True},
         ["generate", "reward", "values", "update_critic"],
     ),
@@ -211,10 +211,30 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
     assert timed == set(expected) - {"generate"}
 
 
-def test_after_warm_up_the_actor_learns(tmp_path):
-    trainer, bandit = make_trainer(tmp_path, "trainer.critic_warmup=2", critic=True, steps=3)
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])
+def test_the_actor_learns_from_step_critic_warmup_on_and_its_schedule_starts_there(tmp_path, warmup, updates):
+    trainer, bandit = make_trainer(tmp_path, f"trainer.critic_warmup={warmup}", critic=True, steps=4)
     trainer.fit()
-    assert bandit.calls.count("update_critic") == 3 and bandit.calls.count("update_actor") == 1
+    assert bandit.calls.count("update_critic") == 4
+    assert [update.step for update in bandit.told] == [*range(updates)]
+
+
+def test_the_actors_warm_up_and_decay_lie_within_the_steps_in_which_it_learns(tmp_path, tiny_model):
+    """The critic's have all steps."""
+    optim = "{lr: 1.0e-3, lr_scheduler_type: cosine, lr_warmup_steps: 1, min_lr_ratio: 0.1}"
+    overrides = [
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=3",
+        "trainer.total_training_steps=5",
+        f"actor_rollout_ref.actor.optim={optim}",
+        f"critic.optim={optim}",
+        "env.val_episodes=0",
+    ]
+    main.run(compose(*short_run(tiny_model, tmp_path, *overrides)))
+    metrics = learning_metrics(tmp_path)
+    actor, critic = ([metrics[step].get(f"{who}/lr") for step in range(1, 6)] for who in ("actor", "critic"))
+    assert actor == [None, None, 0.0, 1e-3, pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))]
+    assert critic[:2] == [0.0, 1e-3] and critic[2] > critic[3] > critic[4] > 1e-4
 
 
 def test_the_first_update_of_a_batch_is_on_policy_and_the_others_know_the_old_log_probs(tmp_path):
@@ -343,7 +363,8 @@ class Drifting(Bandit):
         (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], []),
         (["actor_rollout_ref.actor.ppo_epochs=2"], ["old_log_probs"]),
-        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=2"], []),  # of this step
+        (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.use_kl_loss=true"], []),
         (["algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
         (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
@@ -394,7 +415,7 @@ def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, 
 
 
 def test_a_critic_that_warms_up_alone_needs_no_old_log_probs(tmp_path):
-    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=1")
+    overrides = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.critic_warmup=2")
     trainer, bandit = make_trainer(tmp_path, *overrides, critic=True)
     trainer.global_step = 1
     trainer.step()
@@ -559,3 +580,34 @@ def test_the_overlong_penalty_is_for_training_alone(tmp_path, tiny_model):
     mean = with_penalty["reward/overlong_reward/mean"]
     assert mean < 0 and with_penalty["critic/rewards/mean"] == pytest.approx(without["critic/rewards/mean"] + mean)
     assert mean == pytest.approx(-with_penalty["reward/overlong/mean"])  # a buffer of one token: all or nothing
+
+
+def test_a_reward_that_never_comes_is_said_once_with_its_likeliest_cause(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, "trainer.no_signal_steps=4", reward=lambda data: [0.0] * len(data), steps=9)
+    trainer.fit()
+    messages = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("4 steps in a row taught nothing") and "every response scores 0" in messages[0]
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_alone(tmp_path, tiny_model, capsys):
+    run, dumps = tmp_path / "run", tmp_path / "dumps"
+    command = short_run(tiny_model, run, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=2")
+    last = main.run(compose(*command))
+    before = files_of(run)
+    capsys.readouterr()
+    assert main.run(compose(*command, "trainer.val_only=true")) == last
+    printed = capsys.readouterr().out
+    assert "validation at step 2: FrozenLake-v1: acc" in printed and "resuming from" in printed
+    assert all(f"  {name}: {value:.6g}" in printed for name, value in last.items())
+    assert files_of(run) == before
+    for _ in range(2):
+        main.run(compose(*command, "trainer.val_only=true", f"trainer.validation_data_dir={dumps}"))
+    record = [json.loads(line) for line in (dumps / "validation_metrics.jsonl").read_text().splitlines()]
+    assert record == [{"step": 2, "data": last}] * 2
+    assert len((dumps / "2.jsonl").read_text().splitlines()) == 2

@@ -1,7 +1,11 @@
 """Rewards as users write them, in files of their own: how they are called, where scores land, what is refused."""
 
 import asyncio
+import gc
+import os
 import re
+import signal
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -138,6 +142,104 @@ def test_async_rewards_run_side_by_side_even_inside_a_running_loop():
         return FunctionReward(compute_score)(ALONE)
 
     assert asyncio.run(notebook()) == [1.0, 1.0]
+
+
+def test_async_rewards_run_no_more_than_so_many_at_once():
+    under_way, most = set(), []
+
+    async def compute_score(solution_str):
+        under_way.add(solution_str)
+        most.append(len(under_way))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        under_way.remove(solution_str)
+        return float(solution_str)
+
+    answers = DataProto.from_single_dict({"responses": [str(row) for row in range(50)]})
+    assert FunctionReward(compute_score, max_concurrent=7)(answers) == [float(row) for row in range(50)]
+    assert max(most) == 7
+    most.clear()
+    FunctionReward(compute_score)(answers)
+    assert max(most) == 50 <= RewardConfig.max_concurrent
+
+
+def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key():
+    """…counted from its own start: the rows before it may take as long as they like in all."""
+    cancelled = []
+
+    async def compute_score(solution_str):
+        try:
+            await asyncio.sleep(30 if solution_str == "stuck" else 0)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+        return 1.0
+
+    answers = rollout("one", "stuck", "two", width=5)
+    message = r"raised TimeoutError: the call for response 1 was not done after reward.timeout=0.2 seconds: raise it"
+    with pytest.raises(RuntimeError, match=message):
+        compute_reward(answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER)
+    assert cancelled == ["stuck"]
+
+
+def test_a_timeout_of_the_functions_own_is_reported_as_its_own():
+    async def compute_score(solution_str):
+        raise TimeoutError("the judge is away")
+
+    with pytest.raises(TimeoutError, match=r"^the judge is away$"):
+        FunctionReward(compute_score, timeout=9.0)(ALONE)
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that was never awaited
+def test_the_first_failure_ends_all_calls_begun_and_waiting():
+    begun, cancelled = [], []
+
+    async def compute_score(solution_str):
+        begun.append(solution_str)
+        if solution_str == "0":
+            await asyncio.sleep(0.01)
+            raise ValueError("no score")
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+
+    answers = DataProto.from_single_dict({"responses": [str(row) for row in range(5)]})
+    with pytest.raises(ValueError, match="no score"):
+        FunctionReward(compute_score, max_concurrent=2)(answers)
+    gc.collect()
+    assert begun[:2] == ["0", "1"] and sorted(cancelled) == begun[1:]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_an_interrupt_ends_an_async_reward_at_once(blocks):
+    """Whether its calls await, and are cancelled, or block, and are left behind."""
+    cancelled, ended, release = [], [], threading.Event()
+
+    async def compute_score(solution_str):
+        os.kill(os.getpid(), signal.SIGINT)
+        if blocks:
+            release.wait(30)
+            ended.append(solution_str)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward(compute_score)(DataProto.from_single_dict({"responses": ["a"]}))
+    assert cancelled == ([] if blocks else ["a"]) and ended == []
+    release.set()
+
+
+def test_the_limits_of_async_rewards_are_the_configs(tmp_path):
+    file = tmp_path / "my_reward.py"
+    file.write_text(PER_SAMPLE_ASYNC)
+    function = RewardFunctionConfig(str(file), "compute_score")
+    reward = load_reward_manager(RewardConfig(function, max_concurrent=3, timeout=2.5), TOKENIZER, None)
+    assert (reward.max_concurrent, reward.timeout) == (3, 2.5)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.files import read_metrics
@@ -237,10 +238,13 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path, capsys, mon
         track.log(1, STEP)
         track.log(2, {"actor/entropy_loss": 1.0, "val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["step 0/2  val 0.25", "a line of other code"]
-    headline = "step 1/2  reward 0.61  entropy 0.83  grad_norm 9.1e-04  length 1234  2.15 s/step  val 0.25  eta "
+    assert lines[:2] == ["step 0/2  validation reward 0.25", "a line of other code"]
+    headline = (
+        "step 1/2  reward 0.61 (mean of the batch)  entropy 0.83  grad_norm 0.00091  length 1234 tokens  2.15 s/step  "
+        "validation reward 0.25  eta "
+    )
     assert re.fullmatch(re.escape(headline) + r"\d+ s", lines[2])
-    assert lines[3:] == ["step 2/2  entropy 1.00  val 0.50"]
+    assert lines[3:] == ["step 2/2  entropy 1.00  validation acc 0.50 (mean of 2 sources)"]
 
 
 def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, capsys, monkeypatch):
@@ -257,6 +261,22 @@ def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, c
 )
 def test_durations_are_short(seconds, text):
     assert tracking._duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.00"),
+        (0.0078, "0.0078"),
+        (-0.00091, "-0.00091"),
+        (7.8e-05, "7.8e-05"),
+        (0.614, "0.61"),
+        (12.345, "12.35"),
+        (1234.4, "1234"),
+    ],
+)
+def test_numbers_read_well(value, text):
+    assert reports.short_number(value) == text
 
 
 def run_on_a_terminal(program: str) -> tuple[int, str]:
@@ -331,9 +351,17 @@ def test_samples_are_printed_as_they_are(capsys):
         {"prompt": "\x1b[31mS\x1b[0mFFF \x1b[2J[bold]go[/INST]", "response": "left\nright", "score": 1.0},
         {"prompt": "x" * 10_000 + "END", "response": "", "score": np.float32(0.5), "ground_truth": None},
     ]
-    print_samples("Validation at step 4", samples)
+    print_samples("validation rows at step 4", samples)
     output = capsys.readouterr().out
-    for text in ("Validation at step 4 · 1 of 2", "2 of 2", "SFFF [bold]go[/INST]", "prompt", "left", "1.0", "0.5"):
+    for text in (
+        "validation rows at step 4 · 1 of 2",
+        "2 of 2",
+        "SFFF [bold]go[/INST]",
+        "prompt",
+        "left",
+        "1.00",
+        "0.50",
+    ):
         assert text in output
     assert "\x1b" not in output
     assert "8003 characters" in output and "END" in output
@@ -363,5 +391,37 @@ def test_smoothing_is_a_mean_over_a_tenth_of_the_points():
     values = np.arange(40.0) ** 2
     smoothed = reports._smooth(values)
     assert smoothed[20] == pytest.approx(np.mean([18**2, 19**2, 20**2, 21**2, 22**2]))
-    assert smoothed[0] == pytest.approx(np.mean([0, 1, 4]))
-    assert smoothed[-1] == pytest.approx(np.mean([37**2, 38**2, 39**2]))
+    assert smoothed[1] == pytest.approx(np.mean([0, 1, 4]))
+    assert (smoothed[0], smoothed[-1]) == (0, 39**2)
+    assert reports._smooth(np.arange(40.0)).tolist() == [*range(40)]  # no bias at the ends
+
+
+def test_a_plot_says_what_it_shows_and_marks_every_validation(tmp_path, monkeypatch):
+    acc = "val-core/maze/acc/mean@1"
+    with start(tmp_path / "lake") as track:
+        for step in range(40):
+            track.log(step, {"critic/score/mean": step / 40} | ({acc: step / 50} if step % 10 == 0 else {}))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plot_metric(tmp_path / "lake" / METRICS_FILE, ["critic/score/mean", acc], tmp_path / "curve.png")
+    [axes] = figures[0].axes
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == (
+        "lake",
+        "training step",
+        "mean reward / success",
+    )
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shown == ["training: mean reward, smoothed", "validation on maze: success"]
+    validations = axes.lines[-1]
+    assert validations.get_marker() == "o" and validations.get_xdata().tolist() == [0, 10, 20, 30]
+
+
+def test_a_long_episode_loses_its_middle():
+    assert reports.transcript(["L"] * 20) == " · ".join(["L"] * 20)
+    answers = [str(number) for number in range(50)]
+    assert reports.transcript(answers) == " · ".join([*answers[:10], "… 30 more …", *answers[40:]])
+
+
+def test_messages_are_told_apart_by_their_roles():
+    chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    assert reports.message_fields(chat) == {"system": "s", "user 2": "u", "assistant": "a", "user 4": "u"}

@@ -29,6 +29,11 @@ class Update:
     counts: dict[str, Any]  # the whole mini-batch's, by which every loss is divided: keyword arguments of `agg_loss`
 
 
+def first_policy_step(config: Config) -> int:
+    """The step (from 1) of the policy's first update: trainer.critic_warmup, as in verl; the critic starts at once."""
+    return max(1, config.trainer.critic_warmup)
+
+
 def log_prob_columns(config: Config, step: int) -> list[str]:
     """The columns that are asked of the log-prob pass before the updates of a step (from 1); []: there is no such pass.
 
@@ -41,7 +46,7 @@ def log_prob_columns(config: Config, step: int) -> list[str]:
     if correction.bypass_mode:
         return []
     several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    updates_follow = several_updates and step > config.trainer.critic_warmup
+    updates_follow = several_updates and step >= first_policy_step(config)
     corrects = correction.rollout_is is not None or correction.rollout_rs is not None
     read = estimator_needs(algorithm.adv_estimator) & set(LOG_PROB_COLUMNS)
     if updates_follow or algorithm.use_kl_in_reward or corrects:
@@ -57,7 +62,7 @@ def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator
     """
     bypass = config.algorithm.rollout_correction.bypass_mode
     skips_silent = skips_zero_advantages(config)
-    pairs = mini_batches(batch, config, config.actor_rollout_ref.actor, step)
+    pairs = mini_batches(batch, config, config.actor_rollout_ref.actor, step, first_policy_step(config))
     for number, (mini_batch, update) in enumerate(pairs):
         if number == 0 and not bypass and "old_log_probs" in mini_batch:
             mini_batch.pop(["old_log_probs"])
@@ -65,12 +70,12 @@ def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator
 
 
 def mini_batches(
-    batch: DataProto, config: Config, role: ActorConfig | CriticConfig, step: int
+    batch: DataProto, config: Config, role: ActorConfig | CriticConfig, step: int, first_step: int = 1
 ) -> Iterator[tuple[DataProto, Update]]:
     """`ppo_epochs` passes over `batch`, `ppo_mini_batch_size` prompts at a time, the samples of a prompt together.
 
     The response_mask of a mini-batch is the loss_mask of `batch`; with PF-PPO each row is the one that was drawn for
-    its place (column drawn_row). `step` counts from 1.
+    its place (column drawn_row). `step` counts from 1; the learning-rate schedule of `role` begins at `first_step`.
     """
     seed = derive_seed(config.trainer.seed, "update", step)
     for epoch, start, places in mini_batch_places(batch, role, seed):
@@ -79,7 +84,7 @@ def mini_batches(
         yield (
             mini_batch,
             Update(
-                step=step - 1,
+                step=step - first_step,
                 seed=derive_seed(seed, "mini_batch", epoch, start),
                 temperature=config.actor_rollout_ref.rollout.temperature,
                 counts=global_batch_info(mini_batch, role),

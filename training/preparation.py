@@ -1,19 +1,18 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.loader import notice
-from configs.schema import Config, DataConfig
+from configs.schema import Config, DataConfig, SuccessConfig
 from data.import_utils import load_extern_object, load_modules, takes
-from data.rl_dataset import create_rl_dataset, get_dataset_class, row_maker
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
+from data.rl_dataset import create_rl_dataset, get_dataset_class
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, row_maker
 from data.seeding import derive_seed, seed_everything
 from data.tokenizer import check_model_path, load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
@@ -28,6 +27,7 @@ from training.core_algos import (
 from training.policy_loss import check_loss_signature
 from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
 from training.tracking import check_loggers
+from training.validation import ActionReader, Game, StateDataset, episode_seeds
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 
@@ -35,10 +35,10 @@ ROWS_LOOKED_AT = 32  # from all over the data set
 @dataclass
 class Parts:
     tokenizer: PreTrainedTokenizerBase
-    environment: Any | None
     reward: RewardManager
     train_loader: PromptLoader
     val_loader: PromptLoader | None
+    game: Game | None
     can_validate: bool
     total_steps: int
 
@@ -63,10 +63,10 @@ def prepare(config: Config) -> Parts:
         check_ground_truths(reward, loader)
     return Parts(
         tokenizer=tokenizer,
-        environment=environment,
         reward=reward,
         train_loader=train_loader,
         val_loader=val_loader,
+        game=build_game(config, environment, train_loader.dataset, reward),
         can_validate=has_validation(config),
         total_steps=config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs,
     )
@@ -99,11 +99,6 @@ def check_files_of_workers(config: Config) -> None:
     if needs_critic(config):
         check_model_path(config.critic.model.path, "critic.model.path")
     find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    if trainer.n_gpus_per_node and not torch.cuda.is_available():
-        notice(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but torch sees no GPU in this process: "
-            + ("Ray has to find one." if trainer.executor == "ray" else "the run trains on the CPU.")
-        )
 
 
 def needed_roles(config: Config) -> list[str]:
@@ -182,9 +177,13 @@ def build_environment(config: Config) -> Any | None:
         return None
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
-    held_out = range(settings.val_seed, settings.val_seed + settings.val_episodes)
+    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
+    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
+        given["max_walk"] = settings.max_walk
+    if settings.success != SuccessConfig():
+        given["success"] = settings.success
     try:
-        return factory(settings.id, seed=seed, max_turns=settings.max_turns, exclude_seeds=held_out, **settings.kwargs)
+        return factory(settings.id, **given, **settings.kwargs)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
@@ -232,3 +231,27 @@ def build_val_loader(
         make_row=row_maker(dataset, tokenizer, data),
         drop_last=False,
     )
+
+
+def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
+    """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
+
+    Raises:
+        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
+    """
+    if environment is None or not config.env.val_episodes:
+        return None
+    if not isinstance(dataset, StateDataset):
+        raise ConfigError(
+            f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
+            "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
+            "(custom/env_dataset.py), or set env.val_episodes=0 and validate on single states (env.val_size)."
+        )
+    player = environment.clone()
+    dataset.check_sizes(map(partial(first_state, player), episode_seeds(config.env)[:64]), "validation episodes")
+    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+
+
+def first_state(environment: Any, seed: int) -> Any:
+    environment.reset(seed)
+    return environment.state

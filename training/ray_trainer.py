@@ -38,8 +38,9 @@ from training.metric_utils import (
     reduce_metrics,
     timer,
 )
-from training.mini_batches import Update, log_prob_columns, mini_batches, policy_mini_batches
-from training.reports import nothing_left
+from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
+from training.no_signal import NoSignal
+from training.reports import nothing_left, report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
 from training.selection import draw_rows
@@ -95,13 +96,14 @@ class RayPPOTrainer:
             f"The batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
             "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
         )
+        self.no_signal = NoSignal(config.trainer.no_signal_steps)
 
     def fit(self) -> Metrics:
         """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
         settings = self.config.trainer
         self.resume()
         if settings.val_only:
-            return self.validator.run(self.global_step)
+            return report_validation(self.global_step, self.validate(), settings.validation_data_dir)
         if self.global_step >= self.total_steps:
             print(nothing_left(self.global_step, self.total_steps, self.validation))
         with self.tracking() as tracking:
@@ -120,10 +122,12 @@ class RayPPOTrainer:
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
                 self.skipped_updates.check(self.metrics)
+                self.no_signal.check(self.metrics)
         return self.validation
 
     def validate(self) -> Metrics:
         self.validation = self.validator.run(self.global_step)
+        print(validation_summary(self.global_step, self.validation))
         return self.validation
 
     def step(self) -> tuple[DataProto, Metrics]:
@@ -153,7 +157,7 @@ class RayPPOTrainer:
                 with timer("update_critic", timing):
                     parts = mini_batches(batch, config, config.critic, self.global_step)
                     metrics |= self.learn(self.critic.update_critic, parts)
-            if self.global_step > config.trainer.critic_warmup:
+            if self.global_step >= first_policy_step(config):
                 with timer("update_actor", timing):
                     parts = policy_mini_batches(batch, config, self.global_step)
                     metrics |= self.learn(self.actor.update_policy, parts)

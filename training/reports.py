@@ -1,5 +1,6 @@
 """What people read of a run: printed samples, curves, the sentence for a run that has nothing left to do."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -11,31 +12,72 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data.files import read_metrics
+from data.files import json_line, read_metrics
+from training.metric_utils import CORE_VARIABLES
 
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
+EPISODE_ANSWERS = 20  # and longer episodes
+FEW_POINTS = 20  # of a curve: they are marked, not smoothed
 
 
 def print_samples(title: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Prints each sample's fields (prompt, response, score, ground truth ...) in a box; colours in texts are shown."""
+    """Prints each sample's fields (prompt, response, score, ground truth ...) in a box; colours in texts are shown.
+
+    `title` says what the samples are: "validation episodes at step 3".
+    """
     console = Console()
     for number, sample in enumerate(samples, start=1):
         fields = Table.grid(padding=(0, 2))
         fields.add_column(style="bold", no_wrap=True)
         fields.add_column(overflow="fold")
         for name, value in sample.items():
+            text = short_number(value) if isinstance(value, float | np.floating) else _without_middle(str(value))
             # Not a plain string: [INST] in a text is no markup, and an escape sequence must not reach the terminal.
-            fields.add_row(name, Text.from_ansi(_without_middle(str(value))))
+            fields.add_row(name, Text.from_ansi(text))
         console.print(Panel(fields, title=Text(f"{title} · {number} of {len(samples)}"), title_align="left"))
 
 
+def message_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Chat messages as fields of a printed sample: role → content, numbered where a role speaks more than once."""
+    roles = [message["role"] for message in messages]
+    names = [role if roles.count(role) == 1 else f"{role} {place}" for place, role in enumerate(roles, start=1)]
+    return {name: message.get("content", "") for name, message in zip(names, messages, strict=True)}
+
+
+def transcript(answers: Sequence[str]) -> str:
+    """The answers of an episode in one text; a long one loses its middle."""
+    left_out, half = len(answers) - EPISODE_ANSWERS, EPISODE_ANSWERS // 2
+    if left_out > 0:
+        answers = [*answers[:half], f"… {left_out} more …", *answers[-half:]]
+    return " · ".join(answers)
+
+
+def short_number(value: float) -> str:
+    """Two decimals, none of a large number, two digits of a small one: 1234, 12.35, 0.61, 0.0078, 7.8e-05."""
+    if value and abs(value) < 0.01:
+        return f"{value:.2g}"
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
+
+
 def plot_metric(metrics_jsonl_path: str | Path, keys: Sequence[str], png_path: str | Path) -> None:
-    """Draws the metrics called `keys` over the steps of a record, each with a smoothed line, into a PNG.
+    """Draws the metrics called `keys` over the steps of a record, under names for people, into a PNG.
 
     Raises ValueError for a key that the record does not have.
     """
-    curves = {key: read_curve(metrics_jsonl_path, key) for key in keys}
-    plot_curves(curves, keys[0] if len(keys) == 1 else "value", png_path)
+    curves = {curve_name(key): read_curve(metrics_jsonl_path, key) for key in keys}
+    quantities = dict.fromkeys(name.partition(":")[2].strip() or name for name in map(curve_name, keys))
+    plot_curves(curves, " / ".join(quantities), png_path, title=Path(metrics_jsonl_path).absolute().parent.name)
+
+
+def curve_name(key: str) -> str:
+    """What a metric measures, in words: "validation on FrozenLake-v1: success"; other keys stay as they are."""
+    match key.split("/"):
+        case ["critic", "score", "mean"]:
+            return "training: mean reward"
+        case ["val-core" | "val-aux", *source, measured, statistic]:
+            among = "" if statistic == "mean@1" else f" ({statistic})"
+            return f"validation on {'/'.join(source)}: {'success' if measured == 'acc' else measured}{among}"
+    return key
 
 
 def read_curve(metrics_jsonl_path: str | Path, key: str) -> np.ndarray:
@@ -48,18 +90,26 @@ def read_curve(metrics_jsonl_path: str | Path, key: str) -> np.ndarray:
     return np.array(points, dtype=float)
 
 
-def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | Path) -> None:
-    """Draws [points, 2] arrays of step and value, each under its name with a smoothed line, into a PNG."""
+def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | Path, title: str) -> None:
+    """Draws [points, 2] arrays of step and value, each under its name, into a PNG.
+
+    A curve of a few points, or of fewer than another has, shows each of them (validations); others a smoothed line over
+    what was measured.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # half a second to import, and only needed here
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel=ylabel)
+    axes = figure.add_subplot(title=title, xlabel="training step", ylabel=ylabel)
+    most = max(FEW_POINTS, *map(len, curves.values()))
     colours = colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
     for (name, points), colour in zip(curves.items(), cycle(colours), strict=False):
         steps, values = points.T
-        axes.plot(steps, values, ".-", color=colour, alpha=0.3, linewidth=1)
-        axes.plot(steps, _smooth(values), color=colour, linewidth=2, label=name)
+        if len(points) < most:
+            axes.plot(steps, values, "o-", color=colour, markersize=5, label=name)
+        else:
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            axes.plot(steps, _smooth(values), color=colour, linewidth=2, label=f"{name}, smoothed")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small" if len(curves) > 5 else None, ncols=1 + len(curves) // 10)
     figure.savefig(png_path, format="png")
@@ -74,9 +124,10 @@ def _without_middle(text: str) -> str:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a tenth of the points; at the ends, over those of the window that exist."""
-    reach = len(values) // 20
-    return np.array([values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(values))])
+    """Centred mean over about a tenth of the points; narrower towards the ends, so that a slope stays what it is."""
+    last, widest = len(values) - 1, len(values) // 20
+    reaches = [min(widest, place, last - place) for place in range(len(values))]
+    return np.array([values[place - reach : place + reach + 1].mean() for place, reach in enumerate(reaches)])
 
 
 def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:
@@ -85,5 +136,30 @@ def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> s
         f"step {step} of {total_steps} is done, so nothing is left to do. To go on, raise trainer.total_training_steps "
         "(or total_epochs); to start afresh, set trainer.resume_mode=disable."
     ]
-    lines += [f"  {name}: {value:.4g}" for name, value in validation.items() if name.startswith("val-core/")]
+    lines += [f"  {name}: {short_number(value)}" for name, value in validation.items() if name.startswith("val-core/")]
     return "\n".join(lines)
+
+
+def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
+    """What a validation found, a line for each data source: the means of acc, reward and return, as far as it has them.
+
+    `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
+    """
+    found: dict[str, list[str]] = {}
+    names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
+    for name, value in metrics.items():
+        if match := names.fullmatch(name):
+            found.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in found.items())
+
+
+def report_validation(step: int, metrics: dict[str, float], folder: str | None) -> dict[str, float]:
+    """Prints every metric of a run that only validates, and adds a line to `folder`/validation_metrics.jsonl, if given.
+
+    Returns `metrics`. The run's own folder is left alone: the run itself may be writing there.
+    """
+    print("\n".join(f"  {name}: {value:.6g}" for name, value in metrics.items()))
+    if folder:
+        with (Path(folder) / "validation_metrics.jsonl").open("ab") as record:
+            record.write(json_line({"step": step, "data": metrics}))
+    return metrics

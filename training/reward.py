@@ -5,14 +5,12 @@ row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `F
 plain function in any of the three forms that users write. Whatever comes back is checked before it meets a loss.
 """
 
-import asyncio
 import inspect
 import numbers
 import re
 import reprlib
 import sys
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from configs.schema import RewardConfig
 from data.import_utils import load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from training.async_reward import run_all
 
 RewardManager = Callable[[DataProto], Any]
 
@@ -55,17 +54,25 @@ class FunctionReward:
     Args:
         function: in one of the three `FORMS`.
         reward_kwargs: passed on to every call; they win over what the caller passes.
+        max_concurrent, timeout: limits of an async function, as the config has them.
 
     Raises:
         ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
     """
 
     def __init__(
-        self, function: Callable, tokenizer: PreTrainedTokenizerBase | None = None, reward_kwargs: dict | None = None
+        self,
+        function: Callable,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reward_kwargs: dict | None = None,
+        *,
+        max_concurrent: int = RewardConfig.max_concurrent,
+        timeout: float | None = RewardConfig.timeout,
     ) -> None:
         self.function = function
         self.tokenizer = tokenizer
         self.reward_kwargs = reward_kwargs or {}
+        self.max_concurrent, self.timeout = max_concurrent, timeout
         signature = inspect.signature(function)
         self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
         if not self.takes_one_response and next(iter(signature.parameters), None) != "data":
@@ -91,7 +98,7 @@ class FunctionReward:
         calls = self._row_arguments(data) if self.takes_one_response else [{"data": data, "tokenizer": self.tokenizer}]
         results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
         if results and inspect.isawaitable(results[0]):
-            results = run_all(results)
+            results = run_all(results, self.max_concurrent, self.timeout)
         return results if self.takes_one_response else results[0]
 
     def _row_arguments(self, data: DataProto) -> list[dict[str, Any]]:
@@ -108,16 +115,6 @@ def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
     return not re.search("None|Optional", str(parameter.annotation))
 
 
-def run_all(awaitables: list[Awaitable]) -> list[Any]:
-    """Results in order, from an event loop in a thread of its own: a notebook already runs one in this thread."""
-
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*awaitables)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, gather()).result()
-
-
 def load_reward_manager(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> RewardManager:
@@ -128,7 +125,9 @@ def load_reward_manager(
     """
     chosen = config.custom_reward_function
     if chosen.path:
-        return FunctionReward(load_extern_object(chosen.path, chosen.name), tokenizer, chosen.reward_kwargs)
+        function = load_extern_object(chosen.path, chosen.name)
+        limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout}
+        return FunctionReward(function, tokenizer, chosen.reward_kwargs, **limits)
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)

@@ -4,14 +4,16 @@ The loss is the mean negative log-likelihood of response tokens; prompts are rea
 own, it wires the same engine and forward pass that the actor uses.
 """
 
-from configs.process import available_cores, set_environment  # isort: skip
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import set_environment
+
     set_environment()  # before torch is loaded
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from configs.checks import check_output_folder
 from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
+from configs.process import worker_threads
 from configs.schema import SFTConfig
 from data.padding import Sample, collate
 from data.protocol import DataProto
@@ -47,8 +50,10 @@ def main(argv: list[str] | None = None) -> None:
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
-        start_process(n_threads(config), config.model.kernels)
+        threads = worker_threads(config.trainer.n_threads)
+        start_process(threads.number, config.model.kernels)
         trainer = SFTTrainer(config)
+    print(f"training is in this process, with {threads}.")
     trainer.fit()
 
 
@@ -57,17 +62,13 @@ def run(config: SFTConfig) -> Path:
     return SFTTrainer(config).fit()
 
 
-def n_threads(config: SFTConfig) -> int:
-    return config.trainer.n_threads or available_cores()
-
-
 class SFTTrainer:
     """Supervised training of one model in this process."""
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         seed = config.trainer.seed
-        torch.set_num_threads(n_threads(config))
+        torch.set_num_threads(worker_threads(config.trainer.n_threads).number)
         self.tokenizer = load_tokenizer(config.model, "model")
         self.train_loader = self.build_loader(config.data.train_files, train=True)
         self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None

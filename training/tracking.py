@@ -24,17 +24,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from data.files import json_line, read_metrics, replacing
+from training.reports import short_number
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
 
 # What the console shows of a step: a template, and the metric or metrics that fill it.
 HEADLINES = (
-    ("reward {}", ("critic/score/mean",)),
-    ("loss {}", ("train/loss",)),
+    ("reward {} (mean of the batch)", ("critic/score/mean",)),
+    ("loss {} (per token)", ("train/loss",)),
     ("entropy {}", ("actor/entropy", "actor/entropy_loss")),
     ("grad_norm {}", ("actor/grad_norm", "train/grad_norm")),
-    ("length {}", ("response_length/mean",)),
+    ("length {} tokens", ("response_length/mean",)),
     ("{} s/step", ("timing_s/step",)),
 )
 
@@ -148,7 +149,7 @@ class ConsoleView:
         self.run = run
         self.start = time.monotonic()
         self.last_line = -math.inf
-        self.validation: float | None = None
+        self.validation: str | None = None
         self.progress: Progress | None = None
         console = Console()
         if sys.stdout.isatty() and console.is_interactive:
@@ -158,9 +159,8 @@ class ConsoleView:
             atexit.register(self.progress.stop)  # a bar that is never closed would leave the cursor hidden
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
-        validation = [value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name]
-        if validation:
-            self.validation = sum(validation) / len(validation)
+        validation = validation_headline(data)
+        self.validation = validation or self.validation
         line = "  ".join(self._headlines(step, data))
         now = time.monotonic()
         if self.progress:
@@ -180,12 +180,22 @@ class ConsoleView:
         for template, names in HEADLINES:
             values = [data[name] for name in names if name in data]
             if values:
-                yield template.format(_short(values[0]))
-        if self.validation is not None:
-            yield f"val {_short(self.validation)}"
+                yield template.format(short_number(values[0]))
+        if self.validation:
+            yield self.validation
         done, left = step - self.run.resume_step, self.run.total_steps - step
         if done > 0 and left > 0:
             yield f"eta {_duration((time.monotonic() - self.start) / done * left)}"
+
+
+def validation_headline(data: Mapping[str, float]) -> str | None:
+    """What a validation among the metrics of a step came to: "validation acc 0.85"; None: there was none."""
+    means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
+    if not means:
+        return None
+    measured = "/".join(dict.fromkeys(name.split("/")[-2] for name in means))
+    several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
+    return f"validation {measured} {short_number(sum(means.values()) / len(means))}{several}"
 
 
 class TensorBoardView:
@@ -269,12 +279,6 @@ def _as_float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"metric {name!r} is {value!r}: log one number a name, texts go into dump_jsonl") from error
-
-
-def _short(value: float) -> str:
-    if value and abs(value) < 0.01:
-        return f"{value:.1e}"
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:

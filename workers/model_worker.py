@@ -16,6 +16,7 @@ from data.import_utils import load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
+from training.mini_batches import first_policy_step
 from training.roles import SamplingParams
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
@@ -51,7 +52,8 @@ class ModelWorker:
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
             module = load_causal_lm(policy.model, self.device, self.dtype, self.longest)
         reference = copy.deepcopy(module) if "ref" in roles else None
-        self.policy = self._train(module, policy.actor.optim)
+        policy_steps = total_steps - first_policy_step(config) + 1
+        self.policy = self._train(module, policy.actor.optim, policy_steps)
         builders = {
             "actor": self._build_actor,
             "rollout": self._build_rollout,
@@ -60,8 +62,8 @@ class ModelWorker:
         }
         self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
 
-    def _train(self, module: PreTrainedModel, optim: OptimConfig) -> TrainEngine:
-        return TrainEngine(module, optim, self.total_steps, self.device, self.dtype)
+    def _train(self, module: PreTrainedModel, optim: OptimConfig, steps: int) -> TrainEngine:
+        return TrainEngine(module, optim, steps, self.device, self.dtype)
 
     def _build_actor(self) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref
@@ -72,7 +74,7 @@ class ModelWorker:
         config, model = self.config.critic, self.config.actor_rollout_ref.model
         run = self.device, self.dtype, self.longest
         module = load_value_model(model, config.model.path, self.config.trainer.seed, *run)
-        return DataParallelPPOCritic(config, self._train(module, config.optim), update_size(config))
+        return DataParallelPPOCritic(config, self._train(module, config.optim, self.total_steps), update_size(config))
 
     def _build_rollout(self) -> "ColocatedRollout":
         config = self.config.actor_rollout_ref.rollout

@@ -1,5 +1,8 @@
 """Loading the policy and the critic from a Hugging Face directory."""
 
+import logging
+from collections.abc import Collection
+
 import torch
 from transformers import (
     AutoConfig,
@@ -8,8 +11,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
+from configs.checks import counted
+from configs.loader import notice
 from configs.schema import ModelConfig
 from data.seeding import derive_seed
 from data.tokenizer import check_model_path
@@ -18,7 +23,17 @@ from workers.scoring_model import scoring_model
 CPU = torch.device("cpu")
 LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
 
-logging.disable_progress_bar()
+transformers_logging.disable_progress_bar()
+
+
+def without_load_report(record: logging.LogRecord) -> bool:
+    """Whether `record` is shown: not transformers' table of weights that a folder lacks or has beside, which
+    `report_weights` puts in a line. Where loading fails, the error refers to the table, and it is shown."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or any(word in text for word in ("MISMATCH", "CONVERSION"))
+
+
+logging.getLogger("transformers.modeling_utils").addFilter(without_load_report)
 
 
 def training_device(n_gpus: int | None) -> torch.device:
@@ -53,12 +68,33 @@ def load_value_model(
 def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     config.update({**no_dropout(config), **model.override_config, **overrides})
-    loaded = auto_class.from_pretrained(
-        path, config=config, dtype=torch.float32, trust_remote_code=model.trust_remote_code, attn_implementation="sdpa"
+    loaded, report = auto_class.from_pretrained(
+        path,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=model.trust_remote_code,
+        attn_implementation="sdpa",
+        output_loading_info=True,
     )
+    report_weights(loaded, report, path)
     if model.enable_gradient_checkpointing:
         loaded.gradient_checkpointing_enable()
     return loaded
+
+
+def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], path: str) -> None:
+    """Notices of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
+    is_critic = model.get_output_embeddings() is None
+    own = f"{model.base_model_prefix}." if is_critic else ""
+    for kind, words in (
+        ("missing_keys", "lacks {} of {}, at random now"),
+        ("unexpected_keys", "has {} that {} has no place for"),
+    ):
+        names = sorted(name for name in report[kind] if name.startswith(own))
+        if names:
+            listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+            weights = words.format(counted(len(names), "weight"), type(model).__name__)
+            notice(f"{path} {weights}: {listed}.")
 
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES, available_cores
+from configs.process import VARIABLES, Threads, worker_threads
 from configs.schema import Config, TrainerConfig
+from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
 from workers.model_worker import ModelWorker
@@ -38,13 +39,14 @@ class Resources:
     workers: int
     threads: int
     gpus: int
+    threads_from: str = field(default="", compare=False)  # where their number comes from
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
-        threads = trainer.n_threads or max(1, available_cores() // workers_a_node)
-        return cls(trainer.nnodes * workers_a_node, threads, min(gpus, 1))
+        threads = worker_threads(trainer.n_threads, workers_a_node)
+        return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), threads.origin)
 
     def bundle(self) -> dict[str, float]:
         """The resources that Ray reserves for one worker."""
@@ -205,6 +207,12 @@ def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
     return getattr(worker.roles[role], method)(*share)
 
 
+def check_machine(trainer: TrainerConfig) -> None:
+    """Raises ValueError where there are fewer GPUs than `trainer` asks for, here or in the Ray cluster."""
+    resources = Resources.from_config(trainer)
+    check_gpus(resources.workers * resources.gpus, uses_ray(trainer))
+
+
 def start_command(config: Config) -> None:
     """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
     if not uses_ray(config.trainer):
@@ -218,7 +226,7 @@ def uses_ray(trainer: TrainerConfig) -> bool:
 def worker_summary(trainer: TrainerConfig) -> str:
     """One line: where the workers run, and on what."""
     resources = Resources.from_config(trainer)
-    having = f"with {resources.threads} thread{'s'[: resources.threads > 1]} and {resources.gpus or 'no'} GPU"
+    having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
         return (
             f"{resources.workers} workers are Ray actors, {having} each: all hold the whole model, and each takes a "
@@ -287,13 +295,3 @@ def reserve(resources: Resources) -> PlacementGroup:
             f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
         )
     return placement
-
-
-def check_resources(asked: dict[str, float], present: dict[str, float]) -> None:
-    missing = {name: amount for name, amount in asked.items() if present.get(name, 0) < amount}
-    if missing:
-        has = {name: present.get(name, 0) for name in missing}
-        raise ValueError(
-            f"asked Ray for {missing}, the cluster has {has}. Lower trainer.n_threads / trainer.n_workers_per_node / "
-            "trainer.n_gpus_per_node / trainer.nnodes, or add nodes with `ray start`."
-        )

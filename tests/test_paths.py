@@ -1,0 +1,71 @@
+"""Where paths lead: shipped defaults from every working directory, users' own from theirs, scripts as files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.paths import ROOT, find_path, home_spelt_out
+from data.import_utils import load_module
+from data.tokenizer import check_model_path
+from tests.runs import compose, short_run
+from training.preparation import prepare
+
+# Runs each file as `python FILE --help` from elsewhere would, in one process: only its own folder is on the path.
+AS_FILES = """
+import contextlib, runpy, sys
+from pathlib import Path
+plain = [entry for entry in sys.path if entry and Path(entry).resolve() != Path(sys.argv[1])]
+for file in sys.argv[2:]:
+    sys.path[:] = [str(Path(file).parent), *plain]
+    sys.argv[1:] = ["--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(file, run_name="__main__")
+    for name in [name for name in sys.modules if name == "configs" or name.startswith("configs.")]:
+        del sys.modules[name]
+"""
+
+
+def test_what_is_shipped_is_found_from_elsewhere_and_the_users_own_goes_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = ROOT / "custom" / "env_wrapper.py"
+    assert find_path("custom/env_wrapper.py") == find_path(shipped) == shipped
+    assert find_path("no/such.py") == Path("no/such.py")
+    (tmp_path / "custom").mkdir()
+    (tmp_path / "custom" / "env_wrapper.py").write_text("MINE = True\n")
+    assert find_path("custom/env_wrapper.py") == Path("custom/env_wrapper.py")
+    assert load_module("custom/env_wrapper.py").MINE
+
+
+def test_a_run_is_prepared_from_any_working_directory(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts = prepare(compose(*short_run(tiny_model, tmp_path / "run")))
+    assert parts.environment.env_id == "FrozenLake-v1" and len(parts.train_loader.dataset) == 10
+
+
+def test_a_shipped_model_is_found_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "repository" / "outputs" / "quickstart" / "warm_start"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    monkeypatch.setattr("configs.paths.ROOT", tmp_path / "repository")
+    key = "actor_rollout_ref.model.path"
+    assert check_model_path("outputs/quickstart/warm_start", key) == str(model)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        check_model_path("outputs/quickstart/cold_start", key)
+
+
+def test_home_is_spelt_out_at_the_start_of_a_path_alone():
+    home = str(Path.home())
+    assert home_spelt_out("~/a") == f"{home}/a" and home_spelt_out(["~/a", "b~/c"]) == [f"{home}/a", "b~/c"]
+    assert home_spelt_out("a~b") == "a~b" and home_spelt_out(None) is None and home_spelt_out("~a") == "~a"
+
+
+def test_scripts_run_as_files_from_anywhere_as_they_do_as_modules(tmp_path):
+    names = ["scripts/quickstart.py", "scripts/algorithms.py", "scripts/rollout_drift.py", "training/sft_trainer.py"]
+    files = [str(ROOT / name) for name in names]
+    command = [sys.executable, "-c", AS_FILES, str(ROOT), *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == len(names)
