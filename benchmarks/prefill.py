@@ -20,8 +20,8 @@ from time import perf_counter
 from benchmarks.models import numbers_tokenizer
 from benchmarks.rollout import random_llama
 from benchmarks.workload import VOCABULARY
-from configs.process import worker_threads
 from configs.schema import RolloutConfig
+from configs.threads import worker_threads
 from training.roles import SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process

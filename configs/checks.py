@@ -1,13 +1,14 @@
 """What several settings must agree on, checked before torch is imported, and the batch arithmetic in one sentence."""
 
+import tempfile
 from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.paths import find_path
-from configs.process import worker_threads
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
+from configs.threads import worker_threads
 
 ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
 
@@ -19,7 +20,8 @@ def check_config(config: Config) -> None:
     check_workers(config)
     check_policy(config)
     check_trainer(config)
-    check_output_folder(config.trainer.default_local_dir)
+    if not config.trainer.val_only:  # which only reads there
+        check_output_folder(config.trainer.default_local_dir)
 
 
 def check_data(config: Config) -> None:
@@ -234,9 +236,8 @@ def check_output_folder(path: str) -> None:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
         raise ConfigError(
             f"trainer.default_local_dir={path} cannot be written to ({error.strerror}): name another folder."

@@ -382,7 +382,7 @@ class TrainerConfig(Frozen):
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str = setting("default", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting(
-        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, checkpoints."
+        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints."
     )
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     executor: str | None = setting(
@@ -399,7 +399,7 @@ class TrainerConfig(Frozen):
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(
         "auto", "Continue from the newest checkpoint, from none, or from a named one.",

@@ -295,6 +295,9 @@ class TextEnv:
             action = self._number(action, text)
         return action if self._is_legal(action) else None
 
+    def _is_legal(self, action: Any) -> bool:
+        return action is not None and self._env.action_space.contains(action)
+
     def _number(self, action: Any, text: str) -> int:
         """The action that `text_to_action` returned, where actions are numbered: "0" and 0.0 are 0."""
         try:
@@ -307,9 +310,6 @@ class TextEnv:
                 f"number in {self._env.action_space}, or None where the text names none"
             )
         return int(number)
-
-    def _is_legal(self, action: Any) -> bool:
-        return action is not None and self._env.action_space.contains(action)
 
     def action_to_text(self, action: int) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""

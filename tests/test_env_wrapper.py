@@ -683,38 +683,6 @@ def test_held_out_seeds_leave_training_states_where_all_seeds_share_one_map():
     assert env.train_seed(0) != make_env("Blackjack-v1", exclude_seeds=[env.train_seed(0)]).train_seed(0)
 
 
-@pytest.mark.parametrize("returned", [1, "1", " 1", 1.0, np.int64(1), np.float32(1), True])
-def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
-    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
-    assert env.extract_action("hit") == 1 and type(env.extract_action("hit")) is int
-
-
-@pytest.mark.parametrize("returned", ["hit", 0.5, [1], float("nan"), float("inf"), {"action": 1}])
-def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
-    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* a whole number in Discrete\(2\), or None"
-    with pytest.raises(ValueError, match=words):
-        TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
-    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned if text == "hit" else 0)
-    with pytest.raises(ValueError, match=words.replace("answer '0'", "answer 'hit'")):
-        env.extract_action("hit")
-
-
-def test_a_number_that_is_no_action_is_an_illegal_answer():
-    assert TextEnv("Blackjack-v1", text_to_action=lambda text: "7").extract_action("hit") is None
-
-
-def test_an_environment_is_named_by_the_file_that_registers_it(tmp_path):
-    file = tmp_path / "my_lock_by_file.py"
-    file.write_text(MY_GAME.replace("THIS_FILE", __name__).replace("MyLock-v0", "FileLock-v0"))
-    env = make_env(f"{file}:FileLock-v0", max_turns=5)
-    assert env.reset(0) == "0 tries" and env.clone().reset(0) == "0 tries"
-    assert pickle.loads(pickle.dumps(env)).reset(0) == "0 tries"
-    with pytest.raises(ValueError, match=rf"{file} was imported, and registers no such id: it needs"):
-        make_env(f"{file}:No-v0")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        make_env("./nowhere.py:No-v0")
-
-
 @pytest.mark.parametrize(
     ("rule", "terminated", "last_reward", "total", "wanted"),
     [
@@ -832,3 +800,35 @@ def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
     env.reset(0)
     assert env.act(9)[4]["invalid"] == 1 and env.act(None)[4]["invalid"] == 2 and env.act(1)[4]["invalid"] == 2
     assert env.compute_reward(env.start_state(0), 9) == env.compute_reward(env.start_state(0), None) == 0.0
+
+
+@pytest.mark.parametrize("returned", [1, "1", " 1", 1.0, np.int64(1), np.float32(1), True])
+def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
+    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
+    assert env.extract_action("hit") == 1 and type(env.extract_action("hit")) is int
+
+
+@pytest.mark.parametrize("returned", ["hit", 0.5, [1], float("nan"), float("inf"), {"action": 1}])
+def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
+    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* a whole number in Discrete\(2\), or None"
+    with pytest.raises(ValueError, match=words):
+        TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
+    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned if text == "hit" else 0)
+    with pytest.raises(ValueError, match=words.replace("answer '0'", "answer 'hit'")):
+        env.extract_action("hit")
+
+
+def test_a_number_that_is_no_action_is_an_illegal_answer():
+    assert TextEnv("Blackjack-v1", text_to_action=lambda text: "7").extract_action("hit") is None
+
+
+def test_an_environment_is_named_by_the_file_that_registers_it(tmp_path):
+    file = tmp_path / "my_lock_by_file.py"
+    file.write_text(MY_GAME.replace("THIS_FILE", __name__).replace("MyLock-v0", "FileLock-v0"))
+    env = make_env(f"{file}:FileLock-v0", max_turns=5)
+    assert env.reset(0) == "0 tries" and env.clone().reset(0) == "0 tries"
+    assert pickle.loads(pickle.dumps(env)).reset(0) == "0 tries"
+    with pytest.raises(ValueError, match=rf"{file} was imported, and registers no such id: it needs"):
+        make_env(f"{file}:No-v0")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        make_env("./nowhere.py:No-v0")

@@ -15,7 +15,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from tests.batches import padded
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import compose, files_of_at_most, learning_metrics, short_run
 from training import ray_trainer
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
@@ -286,6 +286,26 @@ def test_refused_updates_are_kept_for_study_and_end_the_run(tmp_path):
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 4)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])
     assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
+
+
+def test_of_many_refused_updates_the_first_few_are_kept(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, "trainer.max_skipped_updates=2", steps=9)
+    bandit.skips = [1.0, 0.0] * 5
+    trainer.fit()
+    kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
+    assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
+
+
+def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
+    trainer.global_step = 1
+    batch, _ = trainer.step()
+    with files_of_at_most(100):
+        trainer.keep_refused(batch)
+        trainer.dump_rollouts(batch)
+    for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
+        assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rollouts_are_dumped_as_often_as_asked(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config, EnvConfig
-from data.files import dump_jsonl
+from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
@@ -112,7 +112,9 @@ class Validator:
             samples += part_samples
         settings = self.config.trainer
         if settings.validation_data_dir:
-            dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
+            path = Path(settings.validation_data_dir) / f"{step}.jsonl"
+            with dispensable(str(path)):
+                dump_jsonl(path, samples)
         if settings.log_val_generations:
             shown = [*spread(samples, settings.log_val_generations)]
             for kind, rows in by_kind(shown).items():

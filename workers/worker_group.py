@@ -19,8 +19,9 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES, Threads, worker_threads
+from configs.process import VARIABLES
 from configs.schema import Config, TrainerConfig
+from configs.threads import Threads, worker_threads
 from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process

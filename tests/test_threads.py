@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from configs import process
+from configs import threads
 from configs.checks import check_config
 from configs.errors import ConfigError
-from configs.process import Threads, available_cores, cpu_quota, worker_threads
+from configs.threads import Threads, available_cores, cpu_quota, worker_threads
 from tests.runs import compose
 
 V2, V1 = "0::{}\n", "5:memory:{0}\n4:cpu,cpuacct:{0}\n0::{0}\n"
@@ -64,8 +64,8 @@ def test_where_the_kernel_lists_no_groups_there_is_no_quota(tmp_path):
 def test_the_tightest_limit_counts(monkeypatch, machine, affinity, allowed, wanted):
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
-    monkeypatch.setattr(process.sys, "platform", "linux")
-    monkeypatch.setattr(process, "cpu_quota", lambda: allowed)
+    monkeypatch.setattr(threads.sys, "platform", "linux")
+    monkeypatch.setattr(threads, "cpu_quota", lambda: allowed)
     assert available_cores() == wanted
 
 
@@ -81,7 +81,7 @@ def test_the_tightest_limit_counts(monkeypatch, machine, affinity, allowed, want
     ],
 )
 def test_the_config_goes_before_the_variable_before_the_cores(monkeypatch, n_threads, declared, workers, wanted):
-    monkeypatch.setattr(process, "available_cores", lambda: (8, "the machine's cores"))
+    monkeypatch.setattr(threads, "available_cores", lambda: (8, "the machine's cores"))
     if declared is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", declared)
     assert worker_threads(n_threads, workers) == wanted
