@@ -7,8 +7,8 @@ the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -257,14 +257,6 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
     for i, value in enumerate(values):  # element by element: numpy would make lists of equal length a matrix
         column[i] = value
     return column
-
-
-def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
-    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
-    if isinstance(dataset, RLHFDataset):
-        return dataset.make_row
-    maker = RLHFDataset(None, tokenizer, config=config)
-    return partial(maker.make_row, source=type(dataset).__name__)
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
