@@ -1,13 +1,15 @@
 """Trains a language model by reinforcement learning: python main.py --config-name frozenlake key=value …"""
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from configs.checks import batch_arithmetic, check_config, sampling_summary
-from configs.errors import refusals, users_line_noted
+from configs.errors import late_refusals, refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
-from configs.process import set_environment
+from configs.process import end_on_interrupt, set_environment
 from configs.schema import Config
+from data.locking import sole_run
 
 if TYPE_CHECKING:
     from training.preparation import Parts
@@ -21,13 +23,18 @@ def main(argv: list[str] | None = None) -> None:
     with refusals():
         config = load_config(arguments, Config)
         check_config(config)
-        from training.preparation import prepare
         from workers.worker_group import check_machine, start_command
 
         check_machine(config.trainer)
-        parts = prepare(config)
-    start_command(config)
-    train(config, parts)
+    with late_refusals(), own_folder(config):
+        with refusals():
+            from training.preparation import prepare
+            from workers.batch_rollout import load_rollout_class
+
+            parts = prepare(config)
+            load_rollout_class(config.actor_rollout_ref.rollout.name)
+        start_command(config)
+        train(config, parts)
 
 
 def run(config: Config) -> dict[str, float]:
@@ -36,14 +43,21 @@ def run(config: Config) -> dict[str, float]:
     from workers.worker_group import check_machine
 
     check_machine(config.trainer)
-    return train(config, prepare(config))
+    with own_folder(config):
+        return train(config, prepare(config))
+
+
+def own_folder(config: Config) -> AbstractContextManager[None]:
+    """Holds the run's folder, unless nothing is written to it."""
+    return nullcontext() if config.trainer.val_only else sole_run(config.trainer.default_local_dir)
 
 
 @users_line_noted()
 def train(config: Config, parts: "Parts") -> dict[str, float]:
-    """The part that costs something: starts the workers and runs the loop."""
+    """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
     from training.preparation import needed_roles
     from training.ray_trainer import RayPPOTrainer
+    from training.reports import files_to_come
     from training.validation import Validator
     from workers.remote_roles import remote_roles
     from workers.worker_group import distinct_groups, start_pools, worker_summary
@@ -51,10 +65,11 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     print(batch_arithmetic(config))
     print(sampling_summary(config))
     print(worker_summary(config.trainer))
+    print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools)
-        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.environment)
+        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,
@@ -71,4 +86,5 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    end_on_interrupt()
     main()

@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import argparse
 import ctypes
-import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -83,17 +82,9 @@ def plain_memory(model: PreTrainedModel) -> Iterator[None]:
     libc.mallopt(memory.M_TRIM_THRESHOLD, memory.MAX_INT)
 
 
-@contextmanager
-def unfrozen(model: PreTrainedModel) -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-# name → model → a context in which a step goes without it
+# name → model → a context in which a step goes without it (for the products: by the other library)
 KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
-    "oneDNN products": instead(products, "HAS_ONEDNN", False),
+    "oneDNN products": instead(products, "IS_FASTER", not products.IS_FASTER),
     "backward of RMSNorm": plain_norms,
     "weights packed for decoding": instead(decode, "is_packable", lambda layer: False),
     "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),
@@ -101,7 +92,6 @@ KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
     "attention by blocks": instead(ragged, "BLOCK", 1 << 30),
     "token head": instead(packed_forward, "score_tokens", plain_head),
     "kept memory": plain_memory,
-    "frozen collector": unfrozen,
 }
 Step = dict[str, float]
 SETTLING = {"kept memory": 1}  # steps after each change that are not counted: memory is given back, or found again

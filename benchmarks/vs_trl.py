@@ -36,7 +36,8 @@ from transformers import AutoConfig
 from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typical, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
-from configs.process import VARIABLES, available_cores
+from configs.process import VARIABLES
+from configs.threads import worker_threads
 from workers.kernels import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +56,8 @@ def main() -> None:
     build_environment()
     workload = workload_of(arguments)
     shape = Shape.of(AutoConfig.from_pretrained(workload.model))
-    start_process(available_cores())
+    threads = worker_threads(None).number
+    start_process(threads)
     with ExitStack() as running:
         arms = start_arms(workload, arguments, running)
         agreement = compare_first_steps(arms, workload, arguments.warmup)
@@ -69,7 +71,7 @@ def main() -> None:
             "gflops": machine.flops / 1e9,
             "gflops_by_turn": [each.flops / 1e9 for each in machines],
             "gb_per_second": machine.bandwidth / 1e9,
-            "threads": available_cores(),
+            "threads": threads,
         },
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "arguments": {

@@ -1,5 +1,6 @@
 """What several settings must agree on, checked before torch is imported, and the batch arithmetic in one sentence."""
 
+import tempfile
 from pathlib import Path
 
 from configs.errors import ConfigError
@@ -7,6 +8,7 @@ from configs.loader import notice, workers_asked_for
 from configs.paths import find_path
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
+from configs.threads import worker_threads
 
 ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
 
@@ -18,7 +20,8 @@ def check_config(config: Config) -> None:
     check_workers(config)
     check_policy(config)
     check_trainer(config)
-    check_output_folder(config.trainer.default_local_dir)
+    if not config.trainer.val_only:  # which only reads there
+        check_output_folder(config.trainer.default_local_dir)
 
 
 def check_data(config: Config) -> None:
@@ -37,6 +40,12 @@ def check_data(config: Config) -> None:
         for file in [files] if isinstance(files, str) else files:
             if not find_path(file).is_file():
                 raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+    chosen = config.data.custom_cls
+    if chosen.path is None and (unread := sorted(chosen.extras) + sorted(chosen.kwargs)):
+        raise ConfigError(
+            f"data.custom_cls holds {unread}, which only a dataset class of yours reads, and data.custom_cls.path is "
+            "null: set it to a Python file, or take them back."
+        )
 
 
 def check_batches(config: Config) -> None:
@@ -104,6 +113,7 @@ def check_workers(config: Config) -> None:
             f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
             "null (Ray then hosts them), or set each of the three to 1."
         )
+    worker_threads(trainer.n_threads)
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: that engine is not part of this version. Use hf (the model "
@@ -127,10 +137,21 @@ def check_policy(config: Config) -> None:
     check_policy_loss(config.actor_rollout_ref.actor.policy_loss)
     check_rollout_correction(config)
     check_rewards(config)
+    check_validation_sampling(rollout.val_kwargs)
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}: the policy that samples is then not "
             "quite the policy that is trained. top_p=1 top_k=-1 is exact."
+        )
+
+
+def check_validation_sampling(settings: SamplingConfig) -> None:
+    if settings.n > 1 and is_greedy(settings):
+        key = "actor_rollout_ref.rollout.val_kwargs"
+        raise ConfigError(
+            f"{key}.n={settings.n} with do_sample={str(settings.do_sample).lower()} and temperature="
+            f"{settings.temperature} asks for {settings.n} greedy answers to a prompt, which are all the same: "
+            f"best@{settings.n} would be mean@1. Set {key}.do_sample=true with a temperature above 0, or {key}.n=1."
         )
 
 
@@ -215,9 +236,8 @@ def check_output_folder(path: str) -> None:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
         raise ConfigError(
             f"trainer.default_local_dir={path} cannot be written to ({error.strerror}): name another folder."
@@ -269,6 +289,10 @@ def sampling_summary(config: Config) -> str:
 
 
 def sampling(config: RolloutConfig | SamplingConfig) -> str:
-    if not config.do_sample or config.temperature == 0:
+    if is_greedy(config):
         return f"n={config.n}, greedy"
     return f"n={config.n}, temperature={config.temperature}, top_p={config.top_p}, top_k={config.top_k}"
+
+
+def is_greedy(config: RolloutConfig | SamplingConfig) -> bool:
+    return not config.do_sample or config.temperature == 0

@@ -1,7 +1,8 @@
 """How a run refuses to start, and how it says where in the user's own code something broke.
 
-Before workers start, a mistake of the user's ends in one line that names cause and remedy. A bug of ours keeps its
-traceback, and so does everything that happens in training. Nothing here knows what a config holds.
+Before workers start, a mistake of the user's ends in one line that names cause and remedy; HYDRA_FULL_ERROR=1 shows its
+traceback. A bug of ours keeps it, and so does everything that happens in training. Nothing here knows what a config
+holds.
 """
 
 import difflib
@@ -11,8 +12,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from configs.paths import ROOT
+from configs.process import shows_tracebacks
 
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -32,12 +35,27 @@ def refusals() -> Iterator[None]:
         yield
     except Exception as error:  # everything else is raised on
         place, on_purpose = users_line(error), is_on_purpose(error)
-        if place is None and not on_purpose:
+        if (place is None and not on_purpose) or shows_tracebacks():
             raise
         message = str(error) if on_purpose else f"{type(error).__name__}: {error}"
         where = f" ({place})" if place and place not in message else ""
-        print(f"error: {message}{where}", file=sys.stderr)
-        raise SystemExit(2) from error
+        refuse(f"{message}{where}", error)
+
+
+@contextmanager
+def late_refusals() -> Iterator[None]:
+    """The same for a ConfigError alone, whenever it comes: for settings that prove wrong once workers have started."""
+    try:
+        yield
+    except ConfigError as error:
+        if shows_tracebacks():
+            raise
+        refuse(str(error), error)
+
+
+def refuse(message: str, error: Exception) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2) from error
 
 
 @contextmanager

@@ -208,16 +208,24 @@ def known_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def free_setting(section: DictConfig) -> str | None:
+    """The setting of a section that takes the keys which the section does not know, if it has one."""
+    kind = OmegaConf.get_type(section)
+    return next((item.name for item in fields(kind) if "free" in item.metadata), None) if is_dataclass(kind) else None
+
+
 def set_checked(base: DictConfig, key: str, value: Any) -> None:
     """Sets one key of the schema; below a free-form section (`reward_kwargs`, `env.kwargs`, …) any key is new."""
     node, parts = base, key.split(".")
     try:
         for depth, part in enumerate(parts[:-1]):
-            node = node[part]
+            node, rest = node[part], parts[depth + 1 :]
             if not isinstance(node, DictConfig):
                 raise ConfigKeyError(f"{part} is not a section")
+            if rest[0] not in node and (free := free_setting(node)):
+                node = node[free]
             if node._metadata.object_type is dict:
-                OmegaConf.update(node, ".".join(parts[depth + 1 :]), value, force_add=True)
+                OmegaConf.update(node, ".".join(rest), value, force_add=True)
                 return
         node[parts[-1]] = value
     except ConfigKeyError:

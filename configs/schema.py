@@ -25,9 +25,23 @@ KL_KINDS = tuple(
 
 
 @dataclass
-class ExternalObject(Frozen):
-    path: str | None = setting(None, "Python file, or dotted module, that holds the object.")
-    name: str | None = setting(None, "Name of the object in that file.")
+class DatasetClassConfig(Frozen):
+    path: str | None = setting(None, "File or module of a dataset class of yours; null: RLHFDataset.")
+    name: str | None = setting(None, "Class in that file, a subclass of torch.utils.data.Dataset.")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor; they win over what the caller passes.")
+    extras: dict[str, Any] = setting(
+        {}, "Keys of your own: data.custom_cls.NAME=… is kept here; your class reads config.custom_cls.NAME.", free=True
+    )
+
+    def settings(self) -> dict[str, Any]:
+        return self.extras | vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Python asks here for what is no field: a key of the user's."""
+        extras = vars(self).get("extras", {})  # not there while a copy is made
+        if name not in extras:
+            raise AttributeError(f"data.custom_cls has no {name!r}; it has {', '.join([*vars(self), *extras])}")
+        return extras[name]
 
 
 @dataclass
@@ -57,21 +71,40 @@ class DataConfig(Frozen):
     shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
-    custom_cls: ExternalObject = group(ExternalObject, "A dataset class of yours; null: RLHFDataset.")
+    custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
+
+
+@dataclass
+class SuccessConfig(Frozen):
+    terminated: bool | None = setting(
+        None, "Whether the environment itself must have ended the episode; false: the step limit must have."
+    )
+    last_reward_above: float | None = setting(None, "The last reward must be above this.")
+    return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
 
 
 @dataclass
 class EnvConfig(Frozen):
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
-    name: str = setting("make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, **kwargs).")
+    name: str = setting(
+        "make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs)."
+    )
     kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
     train_size: int = setting(10_000, "States an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
     max_turns: int | None = setting(None, "Most moves an episode; null: the environment's own limit.", ge=1)
+    max_walk: int | None = setting(
+        None,
+        "Most random moves from a reset to a training state, where no transition table leads there; null: 20.",
+        ge=0,
+    )
+    success: SuccessConfig = group(
+        SuccessConfig, "When an episode is a success: if all that is set holds; nothing set: as the environment says."
+    )
 
 
 @dataclass
@@ -203,6 +236,11 @@ class RolloutConfig(Frozen):
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
+    max_num_batched_tokens: int = setting(
+        8192,
+        "Tokens of prompts, padding included, that go through the model at once; a longer prompt goes alone.",
+        ge=1,
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
     )
@@ -280,6 +318,10 @@ class RewardKwargsConfig(Frozen):
 class RewardConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
+    max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
+    timeout: float | None = setting(
+        None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
+    )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
 
 
@@ -340,7 +382,7 @@ class TrainerConfig(Frozen):
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str = setting("default", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting(
-        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, checkpoints."
+        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints."
     )
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
     executor: str | None = setting(
@@ -351,11 +393,13 @@ class TrainerConfig(Frozen):
     nnodes: int = setting(1, "Machines.", ge=1)
     n_gpus_per_node: int | None = setting(None, "GPUs a machine; null: one if there is one, else 0.", ge=0)
     n_workers_per_node: int = setting(1, "Workers a machine when it has no GPU; with GPUs, one each.", ge=1)
-    n_threads: int | None = setting(None, "CPU threads of a worker; null: the machine's cores, shared out.", ge=1)
+    n_threads: int | None = setting(
+        None, "CPU threads of a worker; null: OMP_NUM_THREADS, else the cores, shared out.", ge=1
+    )
     val_before_train: bool = setting(True, "Validate before the first step.")
-    val_only: bool = setting(False, "Validate and stop.")
+    val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(
         "auto", "Continue from the newest checkpoint, from none, or from a named one.",
@@ -368,6 +412,9 @@ class TrainerConfig(Frozen):
     validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
+    no_signal_steps: int = setting(
+        20, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
+    )
 
 
 @dataclass
@@ -404,7 +451,7 @@ class SFTTrainerConfig(Frozen):
     experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
     default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
     logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
-    n_threads: int | None = setting(None, "CPU threads; null: the machine's cores.", ge=1)
+    n_threads: int | None = setting(None, "CPU threads; null: OMP_NUM_THREADS, else the cores.", ge=1)
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
 
 

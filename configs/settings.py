@@ -1,5 +1,6 @@
 """How a setting is declared: its default, its rules and its meaning in one line; and sections that are set once."""
 
+from collections.abc import Iterator, KeysView
 from dataclasses import FrozenInstanceError, field
 from typing import Any
 
@@ -7,7 +8,7 @@ from typing import Any
 def setting(default: Any, help: str, **rules: Any) -> Any:
     """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
 
-    None always passes a rule.
+    None always passes a rule. `free=True` on a dict: the section takes keys that it does not know, and keeps them here.
     """
     metadata = {"help": help, **rules}
     if isinstance(default, list | dict):
@@ -20,7 +21,27 @@ def group(cls: type, help: str, **overrides: Any) -> Any:
     return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
 
 
-class Frozen:
+class Readable:
+    """Attributes that can be read as verl's configs are: config.get(name, default), config[name], {**config}."""
+
+    def settings(self) -> dict[str, Any]:
+        """What can be read, by name."""
+        return vars(self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.settings().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings())
+
+    def keys(self) -> KeysView[str]:
+        return self.settings().keys()
+
+
+class Frozen(Readable):
     """Sets each attribute once: a config that somebody rewrites half way is the bug users report most."""
 
     def __setattr__(self, name: str, value: Any) -> None:

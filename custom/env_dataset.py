@@ -1,11 +1,15 @@
 """States of an environment as training prompts: edit this file to change what the policy is shown.
 
 Row i is the environment's i-th state, rendered to a prompt. It carries the state itself, so that the reward can be
-computed in the real environment, and the expected action where the environment knows one.
+computed in the real environment, and the expected action where the environment knows one. Validation episodes are shown
+by the same object, state by state.
 """
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
@@ -13,11 +17,22 @@ from custom.env_wrapper import EnvState, TextEnv
 from data.rl_dataset import RLHFDataset, prompt_text
 from data.unknown_characters import report_unknown_characters
 
-SAMPLE = 32  # states that are looked at before training
+logger = logging.getLogger(__name__)
+
+STATES_CHECKED = 64  # states whose prompts are measured, and read for unknown characters, at the start
+MAX_REDRAWS = 100
+REDRAW_STRIDE = 1 << 40  # states that no other row has
 
 
 class CustomEnvDataset(RLHFDataset):
-    """`size` states of `environment`, from its `first`-th on. States are made when asked for; nothing is stored."""
+    """`size` states of `environment`, from its `first`-th on. States are made when asked for; nothing is stored.
+
+    The prompts of 64 states, spread over all, are measured at once. A longer one that comes later is left out and
+    another state drawn in its place (data.filter_overlong_prompts), else cut or refused (data.truncation).
+
+    Raises:
+        ValueError: prompts exceed data.max_prompt_length, and nothing says that they may be cut.
+    """
 
     def __init__(
         self,
@@ -31,29 +46,82 @@ class CustomEnvDataset(RLHFDataset):
         self.environment = environment
         self.size = size
         self.first = first
-        # An environment or prompt that cannot work says so now, not at the first step.
-        sample = [self[position] for position in range(min(size, SAMPLE))]
-        texts = ((prompt_text(row["raw_prompt"]), row["raw_prompt_ids"]) for row in sample)
-        report_unknown_characters(texts, tokenizer, f"the first {len(sample)} states of {environment.env_id}")
+        positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
+        states = [environment.get_state(first + position) for position in positions]
+        self.check_sizes(states, "states")
+        texts = ((prompt_text(self.messages(state)), self._encode_whole(state)) for state in states)
+        report_unknown_characters(texts, tokenizer, f"{len(states)} states of {environment.env_id}")
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        state = self.environment.get_state(self.first + position)
-        row = {
-            self.config.prompt_key: [{"role": "user", "content": self.state_to_text(state)}],
+        for draw in range(MAX_REDRAWS):
+            state = self.environment.get_state(self.first + position + draw * REDRAW_STRIDE)
+            prompt_ids = self.encode_state(state)
+            if prompt_ids is not None:
+                return self.make_row(self.columns(state, position), position, prompt_ids)
+            self.num_filtered += 1
+        raise ValueError(
+            f"{type(self).__name__}, row {position}: {MAX_REDRAWS} states in a row have prompts of more than "
+            f"data.max_prompt_length={self.config.max_prompt_length} tokens: raise it, or cut them by "
+            "data.filter_overlong_prompts=false data.truncation=left."
+        )
+
+    def columns(self, state: EnvState, position: int) -> dict[str, Any]:
+        """What a row of `state` holds beside its tokens."""
+        return {
+            self.config.prompt_key: self.messages(state),
             "data_source": self.environment.env_id,
             "reward_model": {"style": "rule", "ground_truth": self.expected_answer(state)},
             "extra_info": {"index": position, "state": state},
         }
-        return self.make_row(row, position)
+
+    def messages(self, state: EnvState) -> list[dict[str, Any]]:
+        """The chat that shows `state` to the policy, in training and in validation episodes."""
+        return [{"role": "user", "content": self.state_to_text(state)}]
 
     def state_to_text(self, state: EnvState) -> str:
-        """The prompt that shows `state` to the policy."""
+        """The text that shows `state` to the policy."""
         return self.environment.state_to_text(state)
 
     def expected_answer(self, state: EnvState) -> str | None:
         """The answer of an optimal player, where the environment can tell."""
         action = self.environment.get_action(state)
         return None if action is None else self.environment.action_to_text(action)
+
+    def encode_state(self, state: EnvState) -> list[int] | None:
+        """Token ids of the prompt that shows `state`, at most data.max_prompt_length.
+
+        A longer one is cut by data.truncation, or None where data.filter_overlong_prompts leaves it out.
+        """
+        prompt_ids = self._encode_whole(state)
+        if self.config.filter_overlong_prompts and len(prompt_ids) > self.config.max_prompt_length:
+            return None
+        return self._fit(prompt_ids, self._origin(state))
+
+    def check_sizes(self, states: Iterable[EnvState], what: str) -> None:
+        """Measures the prompts of `states`, which messages call `what`; too long ones are refused, or reported."""
+        settings, lengths = self.config, [len(self._encode_whole(state)) for state in states]
+        longest, overlong = max(lengths), sum(length > settings.max_prompt_length for length in lengths)
+        if not overlong:
+            return
+        found = (
+            f"{type(self).__name__}: {overlong} of {len(lengths)} {what} have prompts of more than "
+            f"data.max_prompt_length={settings.max_prompt_length} tokens, the longest {longest}"
+        )
+        none_left = settings.filter_overlong_prompts and overlong == len(lengths)
+        if settings.truncation == "error" or none_left:
+            raise ValueError(
+                f"{found}: raise it to at least {longest}, write shorter texts, or cut them by "
+                "data.filter_overlong_prompts=false data.truncation=left."
+            )
+        fate = "left out" if settings.filter_overlong_prompts else f"cut ({settings.truncation})"
+        logger.warning("%s: such prompts are %s.", found, fate)
+
+    def _encode_whole(self, state: EnvState) -> list[int]:
+        return self._encode({self.config.prompt_key: self.messages(state)}, self._origin(state))
+
+    def _origin(self, state: EnvState) -> str:
+        moves = len(state.actions)
+        return f"{type(self).__name__}, {self.environment.env_id} after reset(seed={state.seed}) and {moves} actions"

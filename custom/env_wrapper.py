@@ -6,12 +6,12 @@ To add one, write the two functions and an entry of `ENVIRONMENTS`, beside the s
     def my_action(text): return 1 if "yes" in text.lower() else None   # None: no legal action in this text
     ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
 
-then `make_env("my_module:MyGame-v0")`, where importing `my_module` registers the id. The same object gives single
-states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see custom/text_env.py.
+then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`: loading it registers the
+id. The same object gives single states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see
+custom/text_env.py.
 """
 
-import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.loader import notice
+from configs.schema import SuccessConfig
 from custom.text_env import EnvState, TextEnv, rendered
+from data.import_utils import load_module
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env"]
 
@@ -68,14 +70,14 @@ _FROZEN_LAKE = {
     "action_names": ("L|left", "D|down", "R|right", "U|up"),
     "instruction": "You are P on a frozen lake. Walk to G over the ice (S, F); H is a hole. "
     "Answer with one letter: L (left), D (down), R (right) or U (up).",
+    "success": {"last_reward_above": 0.0},  # a hole pays 0 and ends the episode too
 }
 _CLIFF_WALKING = {
     "observation_to_text": cliff_walking_text,
     "action_names": ("up|U", "right|R", "down|D", "left|L"),
     "instruction": "You are P. Walk to G; a step into the cliff C takes you back to the start. "
     "Answer with one word: up, right, down or left.",
-    "success_above": -2.0,  # the step to the goal pays -1 like any other; the cliff pays -100 and does not end it
-    "invalid_reward": -1.0,
+    "success": {"terminated": True},  # nothing but the goal ends an episode
 }
 # gymnasium id -> arguments of TextEnv. Without a text_to_action, the answer's last mention of an action name counts.
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
@@ -88,13 +90,13 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "action_names": ("south", "north", "east", "west", "pickup|pick up|pick-up", "dropoff|drop off|drop-off"),
         "instruction": "You drive the taxi T; it can cross : but not |. Take the passenger to their destination. "
         "Answer with one word: south, north, east, west, pickup or dropoff.",
-        "invalid_reward": -10.0,
+        "success": {"terminated": True},
     },
     "Blackjack-v1": {
         "observation_to_text": blackjack_text,
         "action_names": ("stick|stand", "hit"),
         "instruction": "Come closer to 21 than the dealer, without going over. Answer with one word: stick or hit.",
-        "invalid_reward": -1.0,
+        "success": {"last_reward_above": 0.0},
     },
 }
 
@@ -109,6 +111,8 @@ def make_env(
     exclude_seeds: Collection[int] = (),
     reward: str | None = None,
     invalid_reward: float | None = None,
+    success: SuccessConfig | Mapping[str, Any] | None = None,
+    max_walk: int | None = None,
     **env_kwargs: Any,
 ) -> "TextEnv":
     """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
@@ -118,7 +122,7 @@ def make_env(
     """
     module, _, name = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)  # registers the id, and may add the entry
+        load_module(module)  # registers the id, and may add the entry
     settings = dict(ENVIRONMENTS.get(name, {}))
     if strangers := settings.keys() - {setting.name for setting in fields(TextEnv)}:
         able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name != "env_id")
@@ -129,7 +133,14 @@ def make_env(
             able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
             raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
         settings["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
-    given = {"max_turns": max_turns, "instruction": instruction, "reward": reward, "invalid_reward": invalid_reward}
+    given = {
+        "max_turns": max_turns,
+        "instruction": instruction,
+        "reward": reward,
+        "invalid_reward": invalid_reward,
+        "success": success,
+        "max_walk": max_walk,
+    }
     settings |= {name: value for name, value in given.items() if value is not None}
     environment = TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)
     if environment.observation_to_text is rendered and environment.env_kwargs.get("render_mode") != "ansi":

@@ -48,3 +48,33 @@ def shortest_paths(table: Table, start: int) -> dict[int, tuple[int, ...]]:
                 paths[following] = (*paths[state], action)
                 frontier.append(following)
     return paths
+
+
+def check_table(table: Table, env: gym.Env) -> None:
+    """Raises ValueError unless `table`, the `P` of an `env` that was reset, is a transition table and `s` its state."""
+    if not is_table(table) or vars(env.unwrapped).get("s") not in table:
+        raise ValueError(
+            f"{env.unwrapped.spec.id} has a dictionary P that is no transition table: P[state][action] must be a list "
+            "of (probability, next state, reward, terminated), states and actions numbered from 0, and env.s the "
+            "number of the present state. If P is something else, give it another name."
+        )
+
+
+def is_table(table: dict) -> bool:
+    """Whether `table` has the form of `Table`, each state the same actions, and every transition leads to a state."""
+    states = range(len(table))
+    if not table or set(table) != set(states) or not all(isinstance(row, dict) for row in table.values()):
+        return False
+    actions = set(range(len(table[0])))
+    outcomes = [outcomes for row in table.values() for outcomes in row.values()]
+    return (
+        all(set(row) == actions for row in table.values())
+        and all(isinstance(some, list) and some for some in outcomes)
+        and all(len(outcome) == 4 and outcome[1] in states for some in outcomes for outcome in some)
+    )
+
+
+def worst_reward(table: Table) -> float:
+    """The lowest reward that any action can earn."""
+    outcomes = [outcome for row in table.values() for outcomes in row.values() for outcome in outcomes]
+    return min(float(reward) for probability, _, reward, _ in outcomes if probability > 0)

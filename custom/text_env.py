@@ -4,21 +4,27 @@
 environments, and sharing one object between threads (take a `clone` for each).
 """
 
+import copy
 import difflib
+import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from custom.planning import best_actions, shortest_paths, transition_table
+from configs.schema import SuccessConfig
+from custom.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from data.import_utils import load_module
 
-MAX_WALK = 20  # longest random walk to a training state, in actions
+TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
+Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,42 @@ def rendered(env: Any, observation: Any) -> str:
     return env.render() if env.render_mode == "ansi" else str(observation)
 
 
+def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
+    """`length` random actions of `env`, fixed by `seed`."""
+    env.action_space.seed(seed)
+    walk = [env.action_space.sample() for _ in range(length)]
+    return tuple(action.item() if isinstance(action, np.integer) else action for action in walk)
+
+
+def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfig | None:
+    """The rule with at least one condition, or None. Raises ValueError for a condition that does not exist."""
+    if isinstance(rule, Mapping):
+        able = [setting.name for setting in fields(SuccessConfig)]
+        if strangers := sorted(set(rule) - set(able)):
+            raise ValueError(f"success has {strangers}: the conditions are {', '.join(able)}")
+        rule = SuccessConfig(**rule)
+    return None if rule == SuccessConfig() else rule
+
+
+def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float) -> bool:
+    """Whether an episode that is over, with rewards that sum to `total`, fulfils every condition of `rule`."""
+    return (
+        rule.terminated in (None, terminated)
+        and (rule.last_reward_above is None or last_reward > rule.last_reward_above)
+        and (rule.return_above is None or total > rule.return_above)
+    )
+
+
 @dataclass(eq=False)
 class TextEnv:
     """A text environment; settings left at None are read off the gymnasium environment.
 
-    Raises ValueError for settings that contradict each other or the environment; RuntimeError, naming the seed and the
-    actions that led there, when the environment or `observation_to_text` raises.
+    Without an `invalid_reward`, an answer without a legal action costs no less than the worst legal one: it earns the
+    lowest reward of the transition table, or else the lowest that a few random walks met, and never more than 0. Those
+    walks are played twice when the object is made: an environment that does not repeat itself is refused.
+
+    Raises ValueError for settings that contradict each other or the environment, and for one that ignores its seeds;
+    RuntimeError, naming the seed and the actions that led there, when the environment or `observation_to_text` raises.
     """
 
     env_id: str
@@ -75,13 +111,20 @@ class TextEnv:
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
-    invalid_reward: float = 0.0  # for an answer without a legal action: too high, and silence is the best policy
-    success_above: float = 0.0  # an episode that terminates with a last reward above this is a success
+    invalid_reward: float | None = None  # for an answer without a legal action; default: the worst of a legal one, or 0
+    success: SuccessConfig | Mapping[str, Any] | None = None  # which episodes succeed; default: as info["success"] says
+    max_walk: int = 20  # most random moves from a reset to a training state
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
 
     def __post_init__(self) -> None:
+        self._build()
+        worst = self._try_out()
+        if self.invalid_reward is None:
+            self.invalid_reward = worst
+
+    def _build(self) -> None:
         self._layouts = lru_cache(maxsize=1024)(lambda seed: tuple(sorted(self.random_map(seed).items())))
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
@@ -94,12 +137,54 @@ class TextEnv:
         self._set_actions(self._env.action_space)
         if self.max_turns is None:
             self.max_turns = gym.spec(self._env.unwrapped.spec.id).max_episode_steps or 100
+        self.success = success_rule(self.success)
         tabular = transition_table(self._env) is not None
         self.reward = self.reward or ("progress" if tabular else "env")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
         if self.reward not in ("progress", "env") or (self.reward == "progress" and not tabular):
             raise ValueError(f"reward={self.reward!r} for {self.env_id}: 'env', or 'progress' where it has a table P")
+
+    def _try_out(self) -> float:
+        """Plays a few random walks twice: the worst reward of a legal action, at most 0.
+
+        Raises ValueError if a walk went differently the second time: then no state could be restored.
+        """
+        worst = 0.0
+        for seed in range(TRIAL_WALKS):
+            env = self._world(self.layout(seed))
+            walk = random_walk(env, seed, TRIAL_MOVES)
+            first, second = (list(self._story(env, seed, walk)) for _ in range(2))
+            for played, (moment, again) in enumerate(zip(first, second, strict=False)):
+                self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
+            worst = min([worst, *(reward for _, reward, _ in first)])
+        table = transition_table(self._env)
+        if table is None:
+            return worst
+        check_table(table, self._world(self.layout(0)))
+        return min(worst, worst_reward(table))
+
+    def _check_equal(self, moment: Moment, again: Moment, where: str) -> None:
+        for what, one, other in zip(("observation", "reward", "end"), moment, again, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(one)}, the next time "
+                    f"{reprlib.repr(other)}. States are kept as a seed and the actions since, so a reset must restore "
+                    "everything: begin it with super().reset(seed=seed), and draw from self.np_random."
+                )
+
+    def _story(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
+        """What happens at the reset, then at each action until the episode is over."""
+        played: list[Any] = []
+        with self._blame(seed, played):
+            observation, _ = env.reset(seed=seed)
+            yield self._observe(env, observation), 0.0, False
+            for action in actions:
+                played.append(action)
+                observation, reward, terminated, truncated, _ = env.step(action)
+                yield self._observe(env, observation), float(reward), bool(terminated or truncated)
+                if terminated or truncated:
+                    return
 
     def _set_actions(self, space: gym.Space) -> None:
         self._answers: dict[int, str] = {}
@@ -114,6 +199,8 @@ class TextEnv:
         self._answers = {a: name.split("|")[0] for a, name in zip(numbers, self.action_names, strict=True)}
         if self.instruction is None and self.text_to_action is None:
             self.instruction = f"Answer with one of: {', '.join(self._answers.values())}."
+        for answer in self._answers.values() if self.text_to_action else ():
+            self.extract_action(answer)  # one that returns no number says so before anything is trained
 
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
@@ -156,9 +243,8 @@ class TextEnv:
             self._play(env, seed, ())
             paths = shortest_paths(table, env.unwrapped.s)
         if not paths:
-            env.action_space.seed(int(rng.integers(2**31)))
-            walk = [env.action_space.sample() for _ in range(rng.integers(MAX_WALK + 1))]
-            return tuple(action.item() if isinstance(action, np.integer) else action for action in walk)
+            seed_of_moves, length = int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1))
+            return random_walk(env, seed_of_moves, length)
         best = self._best(self.layout(seed))
         useful = [path for state, path in paths.items() if not best[state].all()]
         if not useful:
@@ -183,12 +269,12 @@ class TextEnv:
     def compute_reward(self, state: EnvState, action: int | None) -> float:
         """Reward of one action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the environment pays.
 
-        No action (None) earns 0.0 under "progress" and `invalid_reward` under "env". The environment's randomness is
-        restored with the state, so an action earns the same each time.
+        No legal action (None, or one outside the action space) earns 0.0 under "progress" and `invalid_reward` under
+        "env". The environment's randomness is restored with the state, so an action earns the same each time.
         """
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
-        if action is None:
+        if not self._is_legal(action):
             return self.invalid_reward
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
@@ -205,7 +291,25 @@ class TextEnv:
             index = last_mention(self.action_names, text)
             return None if index is None else [*self._answers][index]
         action = self.text_to_action(text)
-        return action if action is not None and self._env.action_space.contains(action) else None
+        if action is not None and isinstance(self._env.action_space, gym.spaces.Discrete):
+            action = self._number(action, text)
+        return action if self._is_legal(action) else None
+
+    def _is_legal(self, action: Any) -> bool:
+        return action is not None and self._env.action_space.contains(action)
+
+    def _number(self, action: Any, text: str) -> int:
+        """The action that `text_to_action` returned, where actions are numbered: "0" and 0.0 are 0."""
+        try:
+            number = float(action)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not number.is_integer():
+            raise ValueError(
+                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a whole "
+                f"number in {self._env.action_space}, or None where the text names none"
+            )
+        return int(number)
 
     def action_to_text(self, action: int) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
@@ -221,27 +325,37 @@ class TextEnv:
             self._env, self._layout = self._make(layout), layout
         state = self._restore(self._env, seed, actions)
         self._seed, self._actions, self._text = seed, list(actions), state.text
-        self._turns, self._invalid, self._over = 0, 0, False
+        self._turns, self._invalid, self._return, self._said, self._over = 0, 0, 0.0, None, False
         return self.prompt
 
     @property
     def prompt(self) -> str:
         """What the player of the running episode is shown now: the instruction and the observation."""
-        return self.state_to_text(EnvState(self._seed, tuple(self._actions), self._text))
+        return self.state_to_text(self.state)
+
+    @property
+    def state(self) -> EnvState:
+        """Where the running episode is now."""
+        return EnvState(self._seed, tuple(self._actions), self._text)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one answer: observation text, reward, terminated, truncated, info, as in gymnasium.
+        """Play one answer: observation text, reward, terminated, truncated, info, as in gymnasium; see `act`."""
+        return self.act(self.extract_action(text))
 
-        An answer without a legal action uses up a turn, earns `invalid_reward` and leaves the environment as it is.
-        `info` adds action, turns, invalid (answers so far), success (terminated on a reward above
-        `success_above`, unless the environment itself says) and end_reason: terminated, env_truncated, max_turns, None.
+    def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one action, as read from an answer: what `step` returns.
+
+        None, or an action outside the action space, uses up a turn, earns `invalid_reward` and leaves the environment
+        as it is. `info` adds action, turns, invalid (answers so far), return (the sum of rewards so far), success and
+        end_reason: terminated, env_truncated, max_turns, None. Success is what the rule `success`
+        says of an episode that is over (before: False); without a rule what the environment said last, None: nothing.
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
-        action = self.extract_action(text)
         reward, terminated, truncated, info = self.invalid_reward, False, False, {}
         self._turns += 1
-        if action is None:
+        if not self._is_legal(action):
+            action = None
             self._invalid += 1
         else:
             self._actions.append(action)
@@ -251,33 +365,44 @@ class TextEnv:
         reasons = {"terminated": terminated, "env_truncated": truncated, "max_turns": self._turns >= self.max_turns}
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
+        self._return += float(reward)
+        self._said = info.get("success", self._said)
         info = {
-            "success": bool(terminated and reward > self.success_above),
             **info,
+            "success": self._succeeds(bool(terminated), float(reward)),
             "action": action,
             "turns": self._turns,
             "invalid": self._invalid,
+            "return": self._return,
             "end_reason": reason,
         }
         return self._text, float(reward), bool(terminated), self._over and not terminated, info
 
+    def _succeeds(self, terminated: bool, reward: float) -> bool | None:
+        if self.success is None:
+            return self._said
+        return self._over and is_success(self.success, terminated, reward, self._return)
+
     def clone(self) -> "TextEnv":
         """A fresh environment with the same settings, to play several episodes side by side."""
-        return replace(self)
+        return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:  # settings travel between processes, built environments do not
         return {setting.name: getattr(self, setting.name) for setting in fields(self)}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
-        self.__init__(**settings)
+        vars(self).update(settings)
+        self._build()  # it was tried out when it was made
 
     def _make(self, layout: Layout) -> gym.Env:
         """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
         settings = {**self.env_kwargs, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
+        module, _, name = self.env_id.rpartition(":")
+        if module and name not in gym.registry:
+            load_module(module)
         try:
-            return gym.make(self.env_id, **settings)
+            return gym.make(name, **settings)
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
-            module, _, name = self.env_id.rpartition(":")
             close = difflib.get_close_matches(name, [*gym.registry], n=3)
             remedy = (
                 f"{module} was imported, and registers no such id: it needs gym.register({name!r}, TheClass)."

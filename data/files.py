@@ -1,8 +1,12 @@
-"""Files that a kill leaves whole: replaced in one move, or added to line by line as JSON."""
+"""Files that a kill or a full disk leaves whole: replaced in one move, or added to line by line as JSON."""
 
+import errno
+import itertools
 import json
+import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -11,6 +15,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -30,6 +38,47 @@ def replacing(path: str | PathLike) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def rewrite(path: str | PathLike, content: bytes) -> None:
+    """Makes `content` all that `path` holds; what it held before is kept beside it as NAME.bak-1, NAME.bak-2 …"""
+    path = Path(path)
+    before = path.read_bytes() if path.exists() else b""
+    if content == before:
+        return
+    if before:
+        aside = (path.with_name(f"{path.name}.bak-{n}") for n in itertools.count(1))
+        shutil.copy2(path, next(path for path in aside if not path.exists()))
+    with replacing(path) as file:
+        file.write(content)
+
+
+def append(path: str | PathLike, content: bytes) -> None:
+    """Adds `content` to the end of `path`; it is on disk when this returns.
+
+    Raises:
+        OSError: the disk is full or unwritable; nothing of `content` was added.
+    """
+    with Path(path).open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(content) < len(content):  # how a disk says that the rest does not fit
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+@contextmanager
+def dispensable(what: str) -> Iterator[None]:
+    """Makes a full disk a warning; for files that a run can do without."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        logger.warning("%s: not written, the disk is full (%s)", what, error)
 
 
 def dump_jsonl(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:

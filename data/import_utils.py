@@ -7,7 +7,9 @@ name made of its path. Either name is in sys.modules, and the same in every proc
 
 import hashlib
 import importlib
+import inspect
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -65,6 +67,39 @@ def load_extern_object(path: str, name: str | None) -> Any:
         public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
         raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
     return vars(module)[name]
+
+
+def split_object(text: str) -> tuple[str, str | None]:
+    """("file.py", "Name") of "file.py:Name"; without a name, None in its place."""
+    path, _, name = text.rpartition(":")
+    return (path, name) if path and name and not name.startswith("//") else (text, None)  # file://… has none
+
+
+def takes(function: Callable, argument: str) -> bool:
+    """Whether `function` can be given `argument` by name."""
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def arguments_taken(
+    found: Callable, key: str, offered: dict[str, Any], kwargs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Those of the `offered` arguments that `found` can be given by name, and all `kwargs`, which win.
+
+    Raises:
+        ValueError: it needs others, or does not take one of `kwargs`; names `key`, which is where it was named.
+    """
+    arguments = {name: value for name, value in offered.items() if takes(found, name)} | (kwargs or {})
+    signature = inspect.signature(found)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        settings = f" and its kwargs={kwargs}" if kwargs else ""
+        raise ValueError(
+            f"{key}: {found.__qualname__}{signature} cannot be called: {error}. It is given what it names of "
+            f"{', '.join(offered)}{settings}."
+        ) from error
+    return arguments
 
 
 def _load_file(file: Path) -> ModuleType:

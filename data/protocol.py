@@ -44,8 +44,12 @@ class _Columns:
         return {} if self.batch is None else dict(self.batch.items())
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The column called `name`, or `default`; also reads a column that is named like a method."""
-        return self.tensors.get(name, self.non_tensor_batch.get(name, default))
+        """The column called `name`, or `default`; also reads a column that is named like a method.
+
+        Where both kinds have the name, it is the object column: a reward reads texts as data.responses, and their token
+        ids as data.batch["responses"].
+        """
+        return self.non_tensor_batch.get(name, self.tensors.get(name, default))
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.non_tensor_batch

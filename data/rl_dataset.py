@@ -7,8 +7,8 @@ the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images
 
 import logging
 import reprlib
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
-from data.import_utils import load_extern_object
-from data.rows import Origin, Row, read_rows
+from data.import_utils import arguments_taken, load_extern_object
+from data.rows import Origin, Row, own_names, read_rows, with_labels
 from data.unknown_characters import report_unknown_characters
 
 logger = logging.getLogger(__name__)
@@ -142,21 +142,30 @@ class RLHFDataset(Dataset):
         """Token ids of a prompt before any cut; override for a format of your own."""
         return encode_prompt(prompt, self.tokenizer, **self.config.apply_chat_template_kwargs)
 
-    def make_row(self, columns: Row, position: int, prompt_ids: list[int] | None = None) -> Row:
-        """The row that `columns` make; `prompt_ids` are encoded, and cut by data.truncation, unless given."""
-        if prompt_ids is None:
-            origin = Origin(type(self).__name__, position)
-            prompt_ids = self._fit(self._encode(columns, origin), origin)
-        extra_info = columns.get("extra_info") or {}
-        index = extra_info.get("index")
+    def make_row(
+        self, columns: Row, position: int, prompt_ids: list[int] | None = None, source: str | None = None
+    ) -> Row:
+        """The row that `columns` make: what is missing is added, what is there stays.
+
+        The prompt is the column data.prompt_key or raw_prompt. `prompt_ids` (or the column raw_prompt_ids) are encoded
+        unless given; data.truncation cuts them. `source` is the dataset's name in messages; None: this class.
+        """
+        origin = Origin(source or type(self).__name__, position)
+        columns = with_labels(own_names(columns), origin)
+        given = columns.get("raw_prompt_ids") if prompt_ids is None else prompt_ids
+        ids = self._encode(columns, origin) if given is None else [int(token) for token in given]
+        prompt, index = self._prompt(columns), columns["extra_info"].get("index", columns.get("index"))
         return {
             **columns,
-            "raw_prompt": parse_prompt(columns[self.config.prompt_key]),
-            "raw_prompt_ids": prompt_ids,
+            "raw_prompt": None if prompt is None else parse_prompt(prompt),
+            "raw_prompt_ids": self._fit(ids, origin),
             "data_source": columns.get(self.config.reward_fn_key) or "unknown",
-            "extra_info": extra_info,
             "index": position if index is None else index,
         }
+
+    def _prompt(self, columns: Row) -> Any:
+        value = columns.get(self.config.prompt_key)
+        return columns.get("raw_prompt") if value is None else value
 
     def _sample(self, rows: list[tuple[Origin, Row]], max_samples: int) -> list[tuple[Origin, Row]]:
         if max_samples == 0:
@@ -171,7 +180,8 @@ class RLHFDataset(Dataset):
     def _load(self, rows: list[tuple[Origin, Row]]) -> None:
         overlong: list[Origin] = []
         longest = 0
-        for origin, columns in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
+        for origin, row in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
+            columns = with_labels(row, origin)
             ids = self._encode(columns, origin)
             longest = max(longest, len(ids))
             if self.config.filter_overlong_prompts and len(ids) > self.config.max_prompt_length:
@@ -197,7 +207,7 @@ class RLHFDataset(Dataset):
     def _encode(self, columns: Row, origin: Origin) -> list[int]:
         """Token ids of a row's prompt, however many; ValueError says which row is bad, and why."""
         try:
-            ids = self.encode_prompt(parse_prompt(columns.get(self.config.prompt_key)))
+            ids = self.encode_prompt(parse_prompt(self._prompt(columns)))
         except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
             filled = ", ".join(name for name, value in columns.items() if value is not None)
             raise ValueError(
@@ -206,8 +216,6 @@ class RLHFDataset(Dataset):
             ) from error
         if not ids:
             raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")
-        if not isinstance(columns.get("extra_info"), dict | None):
-            raise ValueError(f"{origin}: extra_info is {columns['extra_info']!r}; it must be a dictionary.")
         return ids
 
     def _fit(self, ids: list[int], origin: Origin) -> list[int]:
@@ -251,6 +259,14 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
     return column
 
 
+def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
+    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
+    if isinstance(dataset, RLHFDataset):
+        return dataset.make_row
+    maker = RLHFDataset(None, tokenizer, config=config)
+    return partial(maker.make_row, source=type(dataset).__name__)
+
+
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
     """The class data.custom_cls names, or RLHFDataset.
 
@@ -274,11 +290,19 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
 ) -> Dataset:
-    """The dataset of `data_files`, of the configured class, which is called by keyword."""
+    """The dataset of `data_files`, of the configured class, which is given what its constructor names.
+
+    Raises:
+        ValueError: no files, or a constructor that cannot be called with what there is.
+    """
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError(
             "data.train_files is not set: name a .parquet, .json or .jsonl file, "
             "or let an environment give the prompts, e.g. env.id=FrozenLake-v1."
         )
-    return dataset_class(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    key, kwargs = f"data.custom_cls.name={config.custom_cls.name}", config.custom_cls.kwargs
+    offered = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
+    if max_samples != -1:
+        kwargs = {"max_samples": max_samples} | kwargs  # set, so not to be passed over
+    return dataset_class(**arguments_taken(dataset_class, key, offered | {"max_samples": max_samples}, kwargs))

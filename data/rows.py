@@ -6,15 +6,25 @@ The names of columns are brought to verl's where rows spell them differently; wh
 import json
 import reprlib
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
+from configs.loader import notice
 from configs.paths import find_path
 
 Row = dict[str, Any]
+# What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
+RUN_COLUMNS = frozenset((
+    "uid", "dataset_position", "prompts", "responses", "ground_truths", "input_ids", "attention_mask", "position_ids",
+    "response_mask", "rollout_log_probs", "end_reason", "token_level_scores", "token_level_rewards", "old_log_probs",
+    "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
+    "rollout_is_weights", "drawn_row",
+))  # fmt: skip
 
 
 class Origin(NamedTuple):
@@ -97,3 +107,46 @@ def _standard_names(row: Row) -> Row:
         case {"messages": prompt}:
             row["prompt"] = prompt
     return row
+
+
+def own_names(row: Row) -> Row:
+    """`row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
+    taken = row.keys() & RUN_COLUMNS
+    for name in sorted(taken):
+        _say_renamed(name)
+    return {f"dataset_{name}" if name in taken else name: value for name, value in row.items()} if taken else row
+
+
+@cache
+def _say_renamed(name: str) -> None:
+    notice(f"the run has a column {name!r} of its own: that of the data is called 'dataset_{name}' in batches.")
+
+
+def with_labels(row: Row, origin: Origin) -> Row:
+    """`row` with a dictionary as extra_info, and, if it says what is right, one with ground_truth as reward_model.
+
+    Either may be given as JSON. A column ground_truth counts where reward_model has none.
+
+    Raises:
+        ValueError: one of the two is no dictionary; names the row.
+    """
+    row = {**row, "extra_info": _dictionary(row, "extra_info", origin)}
+    if "reward_model" in row or "ground_truth" in row:
+        labels = {"ground_truth": None} | _dictionary(row, "reward_model", origin)
+        if labels["ground_truth"] is None:
+            labels["ground_truth"] = row.get("ground_truth")
+        row["reward_model"] = labels
+    return row
+
+
+def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:
+    value = row.get(name)
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    if not isinstance(value, dict | None):
+        bare = " A bare answer belongs into a column ground_truth." if name == "reward_model" else ""
+        raise ValueError(
+            f"{origin}: {name} is {reprlib.repr(row[name])}; it must be a dictionary, or one written as JSON.{bare}"
+        )
+    return value or {}

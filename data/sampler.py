@@ -5,8 +5,9 @@ of its rows were handed out. There are no loader processes and nothing is fetche
 a step decides over the very next row.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from configs.schema import DataConfig
 from data.import_utils import load_extern_object
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
+from data.rows import Row
 from data.seeding import numpy_generator
 
 
@@ -33,6 +35,13 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Dynamic(Protocol):
+    """A dataset that hears of every step, and may change what comes next."""
+
+    def on_batch_end(self, batch: DataProto) -> None: ...
 
 
 class AbstractSampler(Sampler[int], ABC):
@@ -57,7 +66,28 @@ class AbstractSampler(Sampler[int], ABC):
         self.epoch = epoch
 
     def update(self, batch: DataProto) -> None:
-        """Called after every training step with its batch, rewards included; does nothing here."""
+        """Called after every training step with its batch, rewards included; does nothing here.
+
+        It may be `update(self, indices, metrics)` instead: see training/feedback.py, which calls it.
+        """
+
+
+def hears_metrics(sampler: AbstractSampler) -> bool:
+    """Whether a sampler's `update` is that of (indices, metrics), not that of (batch).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    signature = inspect.signature(sampler.update)
+    required = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if "metrics" in signature.parameters or len(required) == 2:
+        return True
+    if len(required) != 1:
+        raise ValueError(
+            f"{type(sampler).__qualname__}.update{signature}: a sampler hears of a step by update(batch), or by "
+            "update(indices, metrics), with the rows' places in the dataset and numbers of each of them."
+        )
+    return False
 
 
 class SequentialSampler(AbstractSampler):
@@ -88,7 +118,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
         seed: trainer.seed; data.seed, where set, comes first.
 
     Raises:
-        AssertionError: the user's class is no AbstractSampler.
+        AssertionError, ValueError: the user's class is no AbstractSampler, or has an `update` of another form.
     """
     chosen = data_config.sampler
     if chosen.class_path is not None:
@@ -97,7 +127,9 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
             f"data.sampler.class_name={chosen.class_name} in {chosen.class_path} is {sampler_class!r}; "
             "it must be a subclass of data.sampler.AbstractSampler"
         )
-        return sampler_class(data_source=dataset, data_config=data_config)
+        sampler = sampler_class(data_source=dataset, data_config=data_config)
+        hears_metrics(sampler)  # or raises
+        return sampler
     if data_config.shuffle:
         return RandomSampler(dataset, data_config, seed if data_config.seed is None else data_config.seed)
     return SequentialSampler(dataset, data_config)
@@ -106,14 +138,24 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
 class PromptLoader:
     """Batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
 
-    `epoch` is that of the batch handed out last, `index` the number of its rows handed out so far.
+    `epoch` is that of the batch handed out last, `index` the number of its rows handed out so far. `make_row` completes
+    what the dataset returns for a position; the position itself is the column dataset_position.
 
     Raises:
         ValueError: an epoch has no full batch and `drop_last` drops the rest.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, sampler: AbstractSampler, *, drop_last: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: AbstractSampler,
+        *,
+        make_row: Callable[[Row, int], Row] = lambda row, position: row,
+        drop_last: bool = True,
+    ) -> None:
         self.dataset = dataset
+        self.make_row = make_row
         self.batch_size = batch_size
         self.sampler = sampler
         self.drop_last = drop_last
@@ -145,6 +187,10 @@ class PromptLoader:
         rows = self._begin_epoch()
         while positions := self._take(rows):
             yield self._collate(positions)
+
+    def row(self, position: int) -> Row:
+        """A row of the dataset, as batches hold it."""
+        return self.make_row(self.dataset[position], position)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of a dataset and a sampler that have their own."""
@@ -182,7 +228,7 @@ class PromptLoader:
         return [] if self.drop_last and len(taken) < self.batch_size else taken
 
     def _collate(self, positions: list[int]) -> dict[str, torch.Tensor | np.ndarray]:
-        return collate_fn([self.dataset[position] for position in positions])
+        return collate_fn([{**self.row(position), "dataset_position": position} for position in positions])
 
     def _no_batch(self) -> ValueError:
         return ValueError(

@@ -5,8 +5,8 @@ on the number of micro-batches among ranks, is left to the callers.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,36 +27,12 @@ def calculate_workload(seqlen: int) -> int:
 
 
 class _Set(NamedTuple):
-    """Some items; compared by total, then count, then indices, so that no order depends on chance."""
+    """Some items, one of which leads to the next; ordered so that no order depends on chance."""
 
-    total: int = 0
-    count: int = 0
-    items: tuple[int, ...] = ()
-
-    def union(self, other: "_Set") -> "_Set":
-        return _Set(self.total + other.total, self.count + other.count, self.items + other.items)
-
-
-@dataclass
-class _State:
-    """A division of some of the items into k sets, largest first."""
-
-    sets: list[_Set]
-
-    def __post_init__(self) -> None:
-        self.sets.sort(reverse=True)
-
-    def __lt__(self, other: "_State") -> bool:
-        """Larger spread first (heapq pops the least), the larger leading set breaking ties."""
-        return (self.spread, self.sets[0]) > (other.spread, other.sets[0])
-
-    @property
-    def spread(self) -> int:
-        return self.sets[0].total - self.sets[-1].total
-
-    def merge(self, other: "_State") -> "_State":
-        """The largest set of one joins the smallest of the other, and so on."""
-        return _State([a.union(b) for a, b in zip(self.sets, reversed(other.sets), strict=True)])
+    total: int
+    count: int
+    first: int  # index of the first item
+    last: int
 
 
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -67,16 +43,46 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     Args:
         equal_size: every part gets len / k items; the length must divide.
     """
-    items = [_Set(value, 1, (index,)) for value, index in sorted((v, i) for i, v in enumerate(seqlen_list))]
-    if equal_size:
-        assert len(items) % k_partitions == 0, f"{len(items)} items do not divide into {k_partitions} equal parts"
-        heap = [_State(items[i : i + k_partitions]) for i in range(0, len(items), k_partitions)]
-    else:
-        heap = [_State([item, *[_Set()] * (k_partitions - 1)]) for item in items]
+    following = [-1] * len(seqlen_list)  # behind each item, the next of its set
+    items = [_Set(value, 1, index, index) for value, index in sorted((v, i) for i, v in enumerate(seqlen_list))]
+    size = k_partitions if equal_size else 1
+    assert len(items) % size == 0, f"{len(items)} items do not divide into {k_partitions} equal parts"
+    heap = [_state(items[start : start + size], k_partitions) for start in range(0, len(items), size)]
     heapq.heapify(heap)
     while len(heap) > 1:
-        heapq.heappush(heap, heapq.heappop(heap).merge(heapq.heappop(heap)))
-    return [list(part.items) for part in heap[0].sets]
+        *_, one = heapq.heappop(heap)
+        *_, other = heap[0]
+        heapq.heapreplace(heap, _state(_merge(one, other, k_partitions, following), k_partitions))
+    *_, sets = heap[0]
+    return [_items(part, following) for part in reversed(sets)] + [[] for _ in range(k_partitions - len(sets))]
+
+
+def _state(sets: list[_Set], k: int) -> tuple[int, int, int, int, list[_Set]]:
+    """A division of some of the items into k sets, the smallest first and empty ones left out; before it, what puts the
+    state of the largest spread first, the larger leading set breaking ties."""
+    smallest, largest = sets[0].total if len(sets) == k else 0, sets[-1]
+    return smallest - largest.total, -largest.total, -largest.count, -largest.first, sets
+
+
+def _merge(one: list[_Set], other: list[_Set], k: int, following: list[int]) -> list[_Set]:
+    """The smallest set of one joins the largest of the other, and so on: what is met by an empty one stays itself."""
+    met = max(0, len(one) + len(other) - k)
+    joined = []
+    for a, b in zip(one[:met], reversed(other[:met]), strict=True):
+        following[a.last] = b.first
+        joined.append(_Set(a.total + b.total, a.count + b.count, a.first, b.last))
+    rest, added = one[met:], joined + other[met:]
+    if len(added) == 1:  # most often
+        insort(rest, added[0])
+        return rest
+    return sorted(rest + added)
+
+
+def _items(part: _Set, following: list[int]) -> list[int]:
+    items = [part.first]
+    while items[-1] != part.last:
+        items.append(following[items[-1]])
+    return items
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -122,7 +128,7 @@ def micro_batch_indices(
             "or lower data.max_prompt_length or data.max_response_length."
         )
     workloads = [calculate_workload(length) for length in lengths]
-    count = _first_fit(lengths, max_token_len)
+    count = _best_fit(lengths, max_token_len)
     while True:
         parts = get_seqlen_balanced_partitions(workloads, count, equal_size=False)
         if all(sum(lengths[index] for index in part) <= max_token_len for part in parts):
@@ -131,13 +137,26 @@ def micro_batch_indices(
         count = min(count + ceildiv(count, 64), len(lengths))
 
 
-def _first_fit(lengths: Sequence[int], capacity: int) -> int:
-    """Number of parts that first-fit decreasing fills: near the fewest possible, so the search above ends soon."""
-    rooms: list[int] = []
+def _best_fit(lengths: Sequence[int], capacity: int) -> int:
+    """Number of parts that best-fit decreasing fills: near the fewest possible, so the search above ends soon."""
+    rooms: list[int] = []  # ascending
     for length in sorted(lengths, reverse=True):
-        fitting = next((i for i, room in enumerate(rooms) if room >= length), None)
-        if fitting is None:
-            rooms.append(capacity - length)
-        else:
-            rooms[fitting] -= length
+        place = bisect_left(rooms, length)
+        room = rooms.pop(place) if place < len(rooms) else capacity
+        insort(rooms, room - length)
     return len(rooms)
+
+
+def padded_parts(lengths: Sequence[int], max_token_len: int) -> list[list[int]]:
+    """Rows of each padded batch: at most `max_token_len` tokens with their padding, or one row.
+
+    The longest first. No row is less than half as long as its batch is wide, so that at most half of it is padding.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        width = lengths[parts[-1][0]] if parts else 0
+        if parts and (len(parts[-1]) + 1) * width <= max_token_len and 2 * lengths[row] >= width:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts

@@ -11,8 +11,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import set_environment
+    from configs.process import end_on_interrupt, set_environment
 
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 import argparse
@@ -22,9 +23,10 @@ from typing import Any
 
 import main as rl
 from configs.checks import check_config
-from configs.errors import refusals
+from configs.errors import late_refusals, refusals
 from configs.recipes import options
 from configs.schema import Config
+from data.locking import sole_run
 from scripts.quickstart import SUCCESS, compose, warm_start
 from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command
@@ -42,12 +44,13 @@ def main() -> None:
     with refusals():
         configs = {name: recipe_config(name, arguments.seed, arguments.overrides) for name in recipes}
     start_command(configs[recipes[0]])
-    print("a tiny model learns to imitate a careful wanderer, who does not know the goal")
-    warm_start(configs[recipes[0]], FOLDER)
-    for number, (name, config) in enumerate(configs.items(), start=1):
-        print(f"{number} of {len(configs)}: {name}")
-        rl.run(config)
-    report()
+    with late_refusals(), sole_run(FOLDER):
+        print("a tiny model learns to imitate a careful wanderer, who does not know the goal")
+        warm_start(configs[recipes[0]], FOLDER)
+        for number, (name, config) in enumerate(configs.items(), start=1):
+            print(f"{number} of {len(configs)}: {name}")
+            rl.run(config)
+        report()
 
 
 def recipe_config(name: str, seed: int, overrides: list[str]) -> Config:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import set_environment
+    from configs.process import end_on_interrupt, set_environment
 
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 import argparse
@@ -26,15 +27,16 @@ from typing import Any
 
 import main as rl
 from configs.checks import check_config
-from configs.errors import refusals
+from configs.errors import late_refusals, refusals
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config, SFTConfig
 from custom.env_wrapper import EnvState, TextEnv
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl, read_metrics
+from data.locking import sole_run
 from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
-from training.preparation import build_environment
+from training.preparation import build_environment, prepare
 from training.reports import plot_metric
 from workers.worker_group import start_command
 
@@ -51,7 +53,8 @@ def main() -> None:
     with refusals():
         config = rl_config(arguments.config_name, arguments.seed, arguments.overrides)
     start_command(config)
-    summary = quickstart(config)
+    with late_refusals():
+        summary = quickstart(config)
     print(
         f"success on 200 held-out maps: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
         f"({summary['train_seconds']:.0f} s of training)"
@@ -59,7 +62,9 @@ def main() -> None:
 
 
 def rl_config(config_name: str, seed: int, overrides: list[str]) -> Config:
-    config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *overrides])
+    name = config_name.replace("frozenlake", "quickstart")
+    own = [f"trainer.seed={seed}", "trainer.resume_mode=disable", f"trainer.experiment_name={name}"]
+    config = compose(Config, config_name, [*own, *overrides])
     check_config(config)
     return config
 
@@ -68,10 +73,11 @@ def quickstart(config: Config) -> dict[str, Any]:
     """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
-    print("stage 1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
-    warm_start(config, folder)
-    print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
-    rl.run(config)
+    with sole_run(folder):
+        print("stage 1 of 2: a tiny model learns to imitate a careful wanderer, who does not know the goal")
+        warm_start(config, folder)
+        print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
+        rl.train(config, prepare(config))
     seconds = time.monotonic() - started
     success = [entry["data"][SUCCESS] for entry in read_metrics(folder / "metrics.jsonl") if SUCCESS in entry["data"]]
     outcome = {"before": success[0], "after": success[-1]}

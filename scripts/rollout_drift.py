@@ -15,8 +15,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import set_environment
+    from configs.process import end_on_interrupt, set_environment
 
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 import argparse

@@ -1,8 +1,11 @@
 """Short real runs for tests: FrozenLake with a tiny model, in this process or in one of its own."""
 
 import json
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,19 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
         entry["step"]: {name: value for name, value in entry["data"].items() if not name.startswith(clock)}
         for entry in entries
     }
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk on which no file gets larger than so many bytes: what is beyond them does not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def tree_of(folder: Path) -> dict[str, int]:
+    """All that lies in `folder`, and when each was last changed."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}

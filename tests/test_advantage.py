@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsConfig
+from data.import_utils import takes
 from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (
     add_columns,
+    check_log_probs,
     compute_advantage,
     correct_rollout,
     estimator_needs,
     kl_in_reward,
     overlong_in_reward,
     overlong_penalty,
-    takes,
     token_level_rewards,
 )
 from training.core_algos import (
@@ -195,6 +196,22 @@ def test_an_estimator_needs_the_arguments_that_have_no_default(estimator):
     assert takes(mine, "epsilon") and takes(mine, "anything") and not takes(lambda rewards: None, "anything")
 
 
+def test_a_column_of_the_data_called_like_a_setting_does_not_become_it(estimator):
+    columns = {"alpha": [7, 7, 7], "f_norm": torch.full((3,), 9.0), "epsilon": ["?"] * 3}
+    for name in ("gpg", "grpo"):
+        plain = advantages_of(make_batch(), adv_estimator=name).advantages
+        assert torch.equal(advantages_of(make_batch(**columns), adv_estimator=name).advantages, plain)
+    given = {}
+
+    @estimator
+    def mine(rewards, alpha, *, level=None, scale=2.0):
+        given.update(alpha=[*alpha], level=[*level], scale=scale)
+        return rewards, rewards
+
+    advantages_of(make_batch(alpha=[1, 2, 3], level=[4, 5, 6], scale=[0, 0, 0]))
+    assert given == {"alpha": [1, 2, 3], "level": [4, 5, 6], "scale": 2.0}
+
+
 def test_the_configs_kwargs_reach_the_estimator_and_win_over_what_the_run_has(estimator):
     plain = advantages_of(make_batch(), adv_estimator="gpg").advantages
     changed = advantages_of(make_batch(), adv_estimator="gpg", adv_estimator_kwargs={"f_norm": 2.0, "alpha": 3.0})
@@ -311,3 +328,14 @@ def test_a_batch_of_failures_has_nothing_to_correct():
     settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token")
     columns, metrics = correct_rollout(batch, settings)
     assert columns.keys() == {"loss_mask"} and not columns["loss_mask"].any() and metrics == {}
+
+
+def test_without_the_engines_log_probs_nothing_is_corrected_and_a_correction_is_refused():
+    batch = make_batch(old_log_probs=torch.zeros(3, 4))
+    correction = AlgorithmConfig().rollout_correction
+    check_log_probs(batch, correction)
+    columns, metrics = correct_rollout(batch, correction)
+    assert torch.equal(columns["loss_mask"], MASK) and metrics == {}
+    for asked in (correction.bypass_ppo_clip(), correction.decoupled_token_is(), correction.decoupled_geo_rs()):
+        with pytest.raises(ValueError, match=r"reads the column rollout_log_probs, .* return it"):
+            check_log_probs(batch, asked)

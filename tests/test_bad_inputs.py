@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import traceback
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import main
 from tests.runs import compose, learning_metrics, run_main, short_run
 
-ROWS = "".join(f'{{"prompt": "What is {i}+1?", "answer": "{i + 1}"}}\n' for i in range(8))
+ROWS = "".join(f'{{"prompt": "What is {i}+1?", "ground_truth": "{i + 1}"}}\n' for i in range(8))
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
 GAME = """
 import gymnasium as gym
@@ -39,6 +40,25 @@ def make(env_id, seed, max_turns, exclude_seeds, **_):
     return TextEnv(env_id, lambda env, state: "?", lambda text: 1, max_turns=max_turns, seed=seed)
 """
 
+ENGINES = """
+from workers.rollout import Rollout
+
+class A(Rollout):
+    def generate_sequences(self, prompts, world): ...
+
+class B(Rollout):
+    def __init__(self, config, model_config, device_mesh): ...
+
+    def generate(self, requests): ...
+"""
+LOSS = """
+from training.core_algos import register_policy_loss
+
+@register_policy_loss("{}")
+def mine(old_log_probs, log_probs, advantages, response_mask{}):
+    return log_probs.sum(), {{}}
+"""
+
 FALLS = "if self.seed == 1_000_001: raise OSError('the board fell')"  # a seed that only validation plays
 
 
@@ -58,7 +78,7 @@ class Case:
             f"reward.custom_reward_function.path={folder}/score.py",
         ]
         command = short_run(model, folder / "run", *([] if self.env else rows))
-        return command + self.overrides.replace("DIR", str(folder)).split()
+        return command + shlex.split(self.overrides.replace("DIR", str(folder)))
 
 
 def message_of(case: Case, output: str) -> None:
@@ -66,6 +86,21 @@ def message_of(case: Case, output: str) -> None:
         assert re.search(part, output), f"{case.name}: {part!r} is not in\n{output}"
 
 
+IGNORES_ITS_SEED = """
+import random
+import gymnasium as gym
+
+class Game(gym.Env):
+    action_space = observation_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return random.random(), {}
+
+    def step(self, action):
+        return 0, 1.0, True, False, {}
+
+gym.register("Unseeded-v0", Game)
+"""
 BEFORE_ANYTHING_STARTS = [
     Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
     Case("wrong type", "trainer.seed=one", "trainer.seed='one'", "could not be converted to Integer"),
@@ -92,6 +127,17 @@ BEFORE_ANYTHING_STARTS = [
     Case("rejection without a bound", "algorithm.rollout_correction.rollout_rs=token_k1", "threshold is null: set"),
     Case("unknown environment", "env.id=Lak-v1 ~env.kwargs.random_maps", "env.id=Lak-v1", "Close ids: F", env=True),
     Case("unknown argument of it", "+env.kwargs.slip=1", r"env.kwargs=.*'slip': 1.*unexpected", env=True),
+    Case("environment ignores its seed", "env.id=unseeded:Unseeded-v0 ~env.kwargs", "does not repeat itself.*seed=0",
+         "super\\(\\).reset\\(seed=seed\\)", env=True, unseeded_py=IGNORES_ITS_SEED),
+    Case("success rule", "env.success.ended=true", "unknown key 'env.success.ended'", env=True),
+    Case("prompts of states", "data.max_prompt_length=20", "10 of 10 states .*the longest 22: raise it", env=True),
+    Case("prompts of episodes", "data.max_prompt_length=20 data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",
+         "2 of 2 validation episodes .*the longest 22", env=True,
+         mine_py="from custom.env_dataset import CustomEnvDataset\nclass Mine(CustomEnvDataset):\n"
+         "  def check_sizes(self, states, what):\n    if what != 'states': super().check_sizes(states, what)\n"),
+    Case("no episodes", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine", "has no encode_state",
+         "env.val_episodes=0", env=True, mine_py="from torch.utils.data import Dataset\nclass Mine(Dataset):\n"
+         "  def __init__(self, *_, **__): pass\n  def __len__(self): return 9\n"),
     Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder", "tiny_model DIR"),
     Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
     Case("folder without a tokenizer", "actor_rollout_ref.model.tokenizer_path=DIR", "tokenizer_path=.*no tokenizer"),
@@ -149,6 +195,35 @@ BEFORE_ANYTHING_STARTS = [
         "data.sampler.class_name=Mine .*must be a subclass of data.sampler.AbstractSampler",
         mine_py="class Mine: pass",
     ),
+    Case("rows without a ground truth", "", "score.py.* needs ground_truth, and none of 8 rows", "ground_truth=None",
+         rows_jsonl='{"prompt": "1+1?", "answer": 2}\n' * 8),
+    Case("a label that is no dictionary", "", "rows.jsonl, row 0: reward_model is '4'", "into a column ground_truth",
+         rows_jsonl='{"prompt": "2+2?", "reward_model": "4"}\n' * 8),
+    Case("greedy best of n", "actor_rollout_ref.rollout.val_kwargs.n=4", "4 greedy answers to a prompt, which are all",
+         "val_kwargs.do_sample=true with a temperature above 0, or .*val_kwargs.n=1"),
+    Case("best of n at temperature 0", "actor_rollout_ref.rollout.val_kwargs='{n: 2, do_sample: true, temperature: 0}'",
+         "val_kwargs.n=2 with do_sample=true and temperature=0"),
+    Case("two engines", "actor_rollout_ref.rollout.name=DIR/engine.py", r"defines \['A', 'B'\]. Choose .*engine.py:A",
+         engine_py=ENGINES),
+    Case("engine that needs more", "actor_rollout_ref.rollout.name=DIR/engine.py:B", "missing a .*: 'model_config'",
+         "config, tokenizer, model", engine_py=ENGINES),
+    Case("engine that asks for more", "actor_rollout_ref.rollout.name=DIR/engine.py:A", "required argument: 'world'",
+         "sampling, seed and first_row", engine_py=ENGINES),
+    Case("key of no dataset", "data.custom_cls.size=3", r"holds \['size'\], which only a dataset class of yours reads"),
+    Case("dataset that takes another argument", "data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine "
+         "data.custom_cls.kwargs.size=3", r"Mine\(data_files\) cannot be called: .*'size'", "kwargs={'size': 3}",
+         mine_py="from torch.utils.data import Dataset\n"
+         "class Mine(Dataset):\n  def __init__(self, data_files): pass\n"),
+    Case("sampler told in another form", "data.sampler.class_path=DIR/mine.py data.sampler.class_name=Mine",
+         r"Mine.update\(epoch, batch, reward\): a sampler hears", r"update\(batch\), or by update\(indices, metrics\)",
+         mine_py="from data.sampler import SequentialSampler\nclass Mine(SequentialSampler):\n"
+         "  def update(self, epoch, batch, reward): pass\n"),
+    Case("loss that needs more", "actor_rollout_ref.model.external_lib=DIR/loss.py "
+         "actor_rollout_ref.actor.policy_loss.loss_mode=needs_more", "loss_mode=needs_more: .*loss.py.* 'values'",
+         "policy_loss.kwargs", loss_py=LOSS.format("needs_more", ", agg, config, values")),
+    Case("loss without the weights", "actor_rollout_ref.model.external_lib=DIR/loss.py algorithm.rollout_correction="
+         "decoupled_token_is actor_rollout_ref.actor.policy_loss.loss_mode=unweighted",
+         "loss_mode=unweighted: .*'rollout_is_weights'", loss_py=LOSS.format("unweighted", "")),
     Case("yaml does not parse", "--config-name bad --config-path DIR", "bad.yaml cannot be", bad_yaml="a: [1\nb: 2"),
     Case("unknown config", "--config-name frozenlak", "there is no frozenlak.yaml", "Did you mean 'frozenlake'"),
     Case("no key=value", "oops", "'oops' is not of the form key=value"),

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from configs.errors import ConfigError
 from data.seeding import rng_state, set_rng_state
-from tests.runs import compose
+from tests.runs import compose, tree_of
 from training.checkpoint import (
     LATEST,
+    Saver,
+    clear_leftovers,
     config_drift,
     config_yaml,
     find_checkpoint,
@@ -86,10 +89,16 @@ def test_a_save_that_breaks_at_any_file_operation_loses_nothing(tmp_path, monkey
         for old in there:
             save_checkpoint(root, old, writer(f"old {old}"), keep=None)
         broken = in_child(lambda root=root: save_checkpoint(root, step, writer("new"), keep), number, fault)
+        before = tree_of(root)
         found = find_checkpoint(root, "auto", None)
         assert found or not there
+        assert tree_of(root) == before, "looking for a checkpoint changed something"
+        content = found and content_of(found)
         if found:
-            assert content_of(found) in ({f"old {there[-1]}", "new"} if there else {"new"})
+            assert content in ({f"old {there[-1]}", "new"} if there else {"new"})
+        clear_leftovers(root)
+        found = find_checkpoint(root, "auto", None)
+        assert (found and content_of(found)) == content
         assert all(content_of(root / f"global_step_{whole}") for whole in saved_steps(root))
         assert not list(root.glob(".*_global_step_*"))  # what the break left behind is gone
         save_checkpoint(root, step, writer("new"), keep)
@@ -98,6 +107,45 @@ def test_a_save_that_breaks_at_any_file_operation_loses_nothing(tmp_path, monkey
         if not broken:
             break
     assert number > 10
+
+
+def test_a_checkpoint_is_tried_without_weights_and_leaves_nothing(tmp_path):
+    save_checkpoint(tmp_path, 1, writer("old"), keep=None)
+    before, asked = tree_of(tmp_path), []
+
+    def write(folder: Path, contents: list[str]) -> None:
+        asked.append(contents)
+        torch.save({"order": sampler_state}, folder / "data.pt")
+
+    sampler_state = [3, 1, 2]
+    Saver(tmp_path, write, ["model"]).try_out()
+    sampler_state = (row for row in [3, 1, 2])  # nothing can save a generator
+    with pytest.raises(
+        ConfigError, match=rf"could not be saved: .*{tmp_path}, raises TypeError: .*generator.* Mend that or"
+    ):
+        Saver(tmp_path, write, ["model"]).try_out(" or that")
+    assert asked == [[], []]
+    assert {**tree_of(tmp_path), ".": 0} == {**before, ".": 0}
+
+
+def test_a_last_save_that_fails_is_an_error_and_one_before_it_is_not(tmp_path):
+    disk_is_full = False
+
+    def write(folder: Path, contents: list[str]) -> None:
+        if disk_is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        writer("new")(folder)
+
+    saver = Saver(tmp_path, write, ["model"])
+    for step, disk_is_full in enumerate([False, True, False], start=1):
+        assert ("training/failed_saves" in saver.save(step)) == disk_is_full
+    saver.check(3)
+    disk_is_full = True
+    saver.save(4)
+    with pytest.raises(
+        RuntimeError, match=r"step 4, the last, could not be saved: .*No space.* is global_step_3. Make room"
+    ):
+        saver.check(4)
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

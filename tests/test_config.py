@@ -1,7 +1,9 @@
 """The config: how it is composed and checked, which spellings are accepted, and that no key is dead."""
 
 import ast
+import copy
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -910,7 +912,7 @@ def test_the_search_for_literal_seeds_finds_them(line):
 
 
 def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path):
-    rows = "\n".join(f'{{"prompt": "{i}"}}' for i in range(40))
+    rows = "\n".join(f'{{"prompt": "{i}", "ground_truth": "{i}"}}' for i in range(40))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth): return 0.0\n")
 
@@ -924,3 +926,26 @@ def test_order_and_choice_of_rows_follow_from_the_one_seed(tiny_model, tmp_path)
     assert drawn() != drawn("trainer.seed=1")
     assert set(drawn()) != set(drawn("trainer.seed=1"))
     assert drawn("data.seed=3") == drawn("data.seed=3", "trainer.seed=1")
+
+
+def test_a_section_is_read_like_verls_configs():
+    data = compose().data
+    assert data.get("max_prompt_length", 7) == data["max_prompt_length"] == data.max_prompt_length
+    assert data.get("no_such_key", 7) == 7 and data.get("no_such_key") is None and data.get("seed", 7) is None
+    assert {**data}.keys() == {item.name for item in fields(data)} == set(data) and "seed" in data and "no" not in data
+    with pytest.raises(KeyError, match="no_such_key"):
+        data["no_such_key"]
+
+
+def test_a_dataset_class_takes_keys_of_its_own():
+    given = ("path=mine.py", "name=Mine", "kwargs.size=3", "level=2", "words.first=one", "extras.b=1")
+    config = compose(*(f"data.custom_cls.{setting}" for setting in given))
+    own = config.data.custom_cls
+    assert own.level == own.get("level") == own["level"] == 2 and own.get("words") == {"first": "one"} and own.b == 1
+    assert own.kwargs == {"size": 3} and (own.path, own.name) == ("mine.py", "Mine")
+    assert asdict(config)["data"]["custom_cls"]["extras"] == {"b": 1, "level": 2, "words": {"first": "one"}}
+    assert copy.deepcopy(own) == pickle.loads(pickle.dumps(own)) == own
+    with pytest.raises(AttributeError, match="has no 'size'; it has path, name, kwargs, extras, "):
+        own.size  # noqa: B018
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.sampler\.level'"):
+        compose("data.sampler.level=2")

@@ -119,7 +119,7 @@ MISTAKES = {
     ),
     "a loss without metrics": (
         "A policy loss", "**config.global_batch_info), {}", "**config.global_batch_info)",
-        "the policy loss trusting", "my_loss.py) returned [(), 'NoneType']", "and a dict of metrics",
+        "the policy loss trusting", "my_loss.py) returned [()]", "and a dict of metrics",
     ),
     "a loss by token": (
         "A policy loss", "return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}",
@@ -187,7 +187,7 @@ MISTAKES = {
         "For one of your own, name the module that registers it",
     ),
     "a module that is not there": (
-        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamp:Lamps-v0", "No module named 'my_lamp'",
+        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamp:Lamps-v0", "my_lamp: neither a file in",
     ),
     "a misspelt entry": (
         "An environment", '"observation_to_text"', '"observation_to_txt"',

@@ -64,9 +64,59 @@ def test_an_environment_without_a_table_has_no_expected_answer():
     assert dataset[0]["reward_model"]["ground_truth"] is None
 
 
-def test_a_prompt_that_is_too_long_fails_when_the_dataset_is_made():
-    with pytest.raises(ValueError, match=r"CustomEnvDataset, row 0: .*data\.max_prompt_length=8"):
-        CustomEnvDataset(make_env("FrozenLake-v1"), TOKENIZER, DataConfig(max_prompt_length=8), size=3)
+class Growing(CustomEnvDataset):
+    """Prompts of 10 to 24 characters, by the cell of the lake; 3 tokens more are the template's."""
+
+    def state_to_text(self, state):
+        return "x" * (10 + state.text.replace("\n", "").index("P"))
+
+
+def growing(limit: int, filter: bool, truncation: str, size: int = 200) -> Growing:
+    config = DataConfig(max_prompt_length=limit, filter_overlong_prompts=filter, truncation=truncation)
+    return Growing(make_env("FrozenLake-v1", is_slippery=False), TOKENIZER, config, size)
+
+
+@pytest.mark.parametrize("filter", [True, False])
+def test_prompts_that_are_too_long_are_counted_and_refused_when_the_dataset_is_made(filter):
+    with pytest.raises(
+        ValueError, match=r"Growing: \d+ of 64 states .*max_prompt_length=26 tokens, the longest 27: raise"
+    ):
+        growing(26, filter, "error")
+    with pytest.raises(ValueError, match=r"Growing: 64 of 64 states .*the longest 27: raise it to at least 27"):
+        growing(9, True, "left")
+    growing(27, filter, "error")
+
+
+def test_a_prompt_that_is_too_long_is_cut_or_another_state_drawn_by_rule(caplog):
+    cut = growing(19, False, "right")
+    assert "such prompts are cut (right)" in caplog.text
+    lengths = [len(cut[i]["raw_prompt_ids"]) for i in range(200)]
+    assert max(lengths) == 19 and lengths.count(19) > 50
+    drawn, again = growing(19, True, "right"), growing(19, True, "right")
+    assert "such prompts are left out" in caplog.text
+    rows = [drawn[i] for i in range(200)]
+    assert max(len(row["raw_prompt_ids"]) for row in rows) == 19 and drawn.num_filtered > 50
+    assert rows[::-1] == [again[i] for i in reversed(range(200))]
+    replaced = [
+        row for row, short in zip(rows, lengths, strict=True) if short == 19 and len(row["raw_prompt_ids"]) < 19
+    ]
+    assert len({row["extra_info"]["state"] for row in replaced}) > 20, "a state of its own in each place"
+
+
+def test_a_row_that_the_sample_at_the_start_missed_is_refused_where_nothing_may_be_cut():
+    class Unmeasured(Growing):
+        def check_sizes(self, states, what):
+            pass
+
+    environment = make_env("FrozenLake-v1", is_slippery=False)
+    config = DataConfig(max_prompt_length=20, filter_overlong_prompts=False)
+    with pytest.raises(
+        ValueError, match=r"Unmeasured, FrozenLake-v1 after reset\(seed=\d+\) .*max_prompt_length=20: raise"
+    ):
+        [*map(Unmeasured(environment, TOKENIZER, config, 50).__getitem__, range(50))]
+    none_fits = Unmeasured(environment, TOKENIZER, DataConfig(max_prompt_length=9), 50)
+    with pytest.raises(ValueError, match="Unmeasured, row 7: 100 states in a row have prompts of more than"):
+        none_fits[7]
 
 
 def test_the_reward_manager_works_alone_as_its_docstring_shows():

@@ -2,11 +2,12 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedModel
 
 from configs.schema import ModelConfig, OptimConfig
 from workers.engine import TrainEngine, compute_dtype, learning_rate_multiplier
@@ -125,7 +126,10 @@ def test_a_checkpoint_restores_weights_optimiser_and_generator_bit_by_bit(tiny_m
 
 def test_save_contents_choose_the_files(tiny_model: Path, tmp_path: Path):
     make_engine(tiny_model).save(tmp_path, ["model"])
-    assert {path.name for path in tmp_path.iterdir()} == {"fsdp_config.json", "model_world_size_1_rank_0.pt"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
+        *("fsdp_config.json", "model_world_size_1_rank_0.pt"),
+        *("huggingface/config.json", "huggingface/generation_config.json"),
+    }
 
 
 def test_the_huggingface_folder_loads_with_from_pretrained(tiny_model: Path, tmp_path: Path):
@@ -135,6 +139,17 @@ def test_the_huggingface_folder_loads_with_from_pretrained(tiny_model: Path, tmp
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
     assert equal(loaded.state_dict(), engine.module.state_dict())
     torch.testing.assert_close(loaded(IDS).logits, engine.module(IDS).logits)
+
+
+def test_settings_of_sampling_without_do_sample_are_saved_with_it(tiny_model: Path, tmp_path: Path, capsys):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}')
+    module = load_causal_lm(ModelConfig(path=str(tmp_path / "model")))
+    assert "settings of sampling without do_sample=true" in capsys.readouterr().err
+    engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+    engine.save(tmp_path, ["hf_model"])
+    saved = GenerationConfig.from_pretrained(tmp_path / "huggingface")
+    assert (saved.do_sample, saved.temperature, saved.top_p, saved.eos_token_id) == (True, 0.6, 0.9, 1)
 
 
 def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import threading
 from collections import Counter, deque
 
@@ -12,8 +13,13 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.errors import ConfigError
+from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
-from custom.text_env import best_actions, last_mention, mark_ansi, shortest_paths
+from custom.planning import best_actions, shortest_paths
+from custom.text_env import is_success, last_mention, mark_ansi, success_rule
+from tests.runs import compose
+from training.preparation import build_environment
 
 LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
 RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}
@@ -51,15 +57,17 @@ class Lock(gym.Env):
 
 
 class Broken(Lock):
-    """Raises at reset with an odd seed, and at the third step."""
+    """Raises where a test says so: at reset, or at the third step."""
+
+    fails = None
 
     def reset(self, *, seed=None, options=None):
-        if seed % 2:
+        if self.fails == "reset":
             raise OSError("no such board")
         return super().reset(seed=seed)
 
     def step(self, action):
-        if self.tries == 2:
+        if self.fails == "step" and self.tries == 2:
             raise KeyError("lost")
         return *super().step(action)[:2], False, False, {}
 
@@ -70,7 +78,54 @@ class Steering(Lock):
         self.action_space = gym.spaces.Box(-1.0, 1.0, (1,))
 
 
-for name, entry_point in {"Lock-v0": Lock, "Broken-v0": Broken, "Steering-v0": Steering}.items():
+class Said(Lock):
+    """Says itself whether it was a success: yes, whatever happens."""
+
+    def step(self, action):
+        return *super().step(action)[:4], {"success": True}
+
+
+class Unseeded(Lock):
+    """Draws from numpy's global generator."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return (np.random.randint(10**9), 0), {}
+
+
+class Growing(Lock):
+    """Carries something from one episode into the next."""
+
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        return (self.episodes, 0), super().reset(seed=seed)[1]
+
+
+class Moody(Lock):
+    """Pays by the number of episodes, which nothing shows."""
+
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        return (0, 0), float(self.episodes), False, False, {}
+
+
+THIRD_PARTY = {
+    "Lock-v0": Lock,
+    "Broken-v0": Broken,
+    "Steering-v0": Steering,
+    "Said-v0": Said,
+    "Unseeded-v0": Unseeded,
+    "Growing-v0": Growing,
+    "Moody-v0": Moody,
+}
+for name, entry_point in THIRD_PARTY.items():
     gym.register(name, entry_point)
 
 
@@ -420,7 +475,7 @@ def test_paths_are_shortest_and_lead_through_no_end():
 def test_the_environments_own_reward_is_an_option():
     env = make_env("CliffWalking-v1", reward="env")
     start = env.start_state(0)
-    assert [env.compute_reward(start, action) for action in (0, 1, 2, 3, None)] == [-1.0, -100.0, -1.0, -1.0, -1.0]
+    assert [env.compute_reward(start, action) for action in (0, 1, 2, 3, None)] == [-1.0, -100.0, -1.0, -1.0, -100.0]
     goal = make_env(**LAKE, reward="env", invalid_reward=-0.5)
     beside = EnvState(0, (2, 2, 1, 1, 1), "")
     assert [goal.compute_reward(beside, action) for action in (2, 0, None)] == [1.0, 0.0, -0.5]
@@ -464,7 +519,7 @@ def test_an_invalid_answer_costs_a_turn_and_changes_nothing():
     prompt = env.reset(5)
     text, reward, terminated, truncated, info = env.step("What is a taxi?")
     assert prompt.endswith(text) and (reward, terminated, truncated) == (-10.0, False, False)
-    assert info == {"success": False, "action": None, "turns": 1, "invalid": 1, "end_reason": None}
+    assert info == {"success": False, "action": None, "turns": 1, "invalid": 1, "return": -10.0, "end_reason": None}
     assert env.step("pickup")[4]["invalid"] == 1
     env.step("?")
     *_, truncated, info = env.step("!")
@@ -573,12 +628,16 @@ def test_the_environments_own_truncation_is_told_from_ours():
     assert infos[-1][2:4] == (False, True) and infos[-1][4]["end_reason"] == "env_truncated"
 
 
-def test_exceptions_of_an_environment_name_the_way_there():
+def test_exceptions_of_an_environment_name_the_way_there(monkeypatch):
     env = make_env("Broken-v0")
+    monkeypatch.setattr(Broken, "fails", "reset")
     with pytest.raises(
         RuntimeError, match=r"Broken-v0 raised OSError: no such board, after reset\(seed=7\) and actions \[\]"
     ):
         env.reset(7)
+    with pytest.raises(RuntimeError, match=r"no such board, after reset\(seed=0\) and actions \[\]"):
+        make_env("Broken-v0")
+    monkeypatch.setattr(Broken, "fails", "step")
     env.reset(8)
     env.step("1"), env.step("2")
     with pytest.raises(
@@ -622,3 +681,154 @@ def test_held_out_seeds_leave_training_states_where_all_seeds_share_one_map():
     env = make_env("Blackjack-v1", exclude_seeds=range(10))
     assert env.train_seed(0) == make_env("Blackjack-v1").train_seed(0)
     assert env.train_seed(0) != make_env("Blackjack-v1", exclude_seeds=[env.train_seed(0)]).train_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "terminated", "last_reward", "total", "wanted"),
+    [
+        ({"terminated": True}, True, -1.0, -40.0, True),  # MountainCar at its goal
+        ({"terminated": True}, False, -1.0, -200.0, False),
+        ({"terminated": False}, True, 1.0, 9.0, False),  # CartPole falls at once
+        ({"terminated": False}, False, 1.0, 500.0, True),
+        ({"last_reward_above": 0}, True, 0.0, 0.0, False),  # FrozenLake, in a hole
+        ({"last_reward_above": 0}, True, 1.0, 1.0, True),
+        ({"return_above": 474}, True, 1.0, 474.0, False),
+        ({"return_above": 474}, True, 1.0, 475.0, True),
+        ({"terminated": True, "return_above": -20}, True, -1.0, -13.0, True),  # all conditions count
+        ({"terminated": True, "return_above": -20}, True, -1.0, -113.0, False),
+    ],
+)
+def test_a_success_fulfils_all_conditions_of_the_rule(rule, terminated, last_reward, total, wanted):
+    assert is_success(success_rule(rule), terminated, last_reward, total) is wanted
+
+
+def last_info(env: TextEnv, *answers: str) -> dict:
+    env.reset(0)
+    return [env.step(answer) for answer in answers][-1][4]
+
+
+def test_without_a_rule_the_environment_says_what_a_success_is_and_a_rule_has_the_last_word():
+    unknown = last_info(make_env("Lock-v0", max_turns=1), "0")
+    assert unknown["success"] is None and unknown["end_reason"] == "max_turns"
+    assert last_info(make_env("Said-v0", max_turns=2), "0", "0")["success"] is True
+    assert last_info(make_env("Said-v0", max_turns=2), "0", "silence")["success"] is True  # what was said last
+    assert last_info(make_env("Said-v0", max_turns=2, success={"terminated": True}), "0", "0")["success"] is False
+    assert make_env("Said-v0", success={}).success is None
+    with pytest.raises(ValueError, match=r"success has \['ended'\]: the conditions are terminated, last_reward_above"):
+        make_env("Lock-v0", success={"ended": True})
+
+
+def test_shipped_environments_know_their_successes():
+    goal, hole = "RRDDDR", "RD"
+    lake = make_env(**LAKE)
+    assert [last_info(lake, *way)["success"] for way in (goal, hole, "R")] == [True, False, False]
+    fell = last_info(make_env("CliffWalking-v1", max_turns=1), "right")
+    assert fell["success"] is False and fell["return"] == -100.0
+    assert {make_env(config["env_id"]).success is None for config in SHIPPED} == {False}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "cost"),
+    [
+        ("FrozenLake-v1", 0.0),
+        ("CliffWalking-v1", -100.0),  # by the table: no short walk is sure to fall off the cliff
+        ("Taxi-v4", -10.0),
+        ("Blackjack-v1", -1.0),
+        ("MountainCar-v0", -1.0),
+        ("CartPole-v1", 0.0),  # 1 a step: silence must not live on it
+    ],
+)
+def test_an_answer_without_a_move_costs_no_less_than_the_worst_move(env_id, cost):
+    env = make_env(env_id)
+    env.reset(0)
+    assert env.step("?")[1] == cost == env.clone().invalid_reward
+    assert make_env(env_id, invalid_reward=0.25).invalid_reward == 0.25
+
+
+def test_an_environment_that_ignores_its_seed_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Unseeded-v0 does not repeat itself: after reset\(seed=\d\).*self\.np_random"
+    ):
+        make_env("Unseeded-v0")
+    with pytest.raises(
+        ValueError, match=r"Growing-v0 does not repeat .*seed=0\) and actions \[\] the observation was '"
+    ):
+        make_env("Growing-v0")
+    with pytest.raises(ValueError, match=r"Moody-v0 does not repeat .*actions \[\d\] the reward was"):
+        make_env("Moody-v0", instruction="")
+    with pytest.raises(ConfigError, match=r"env.id=Unseeded-v0 .*does not repeat itself"):
+        build_environment(compose("env.id=Unseeded-v0", "~env.kwargs"))
+
+
+def test_an_environment_is_tried_out_once_and_not_again_by_its_clones(monkeypatch):
+    env = make_env("Lock-v0")
+    monkeypatch.setattr(TextEnv, "_try_out", lambda self: pytest.fail("tried out again"))
+    assert pickle.loads(pickle.dumps(env.clone())).get_state(1) == env.get_state(1)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"L": {0: [(1.0, 0, 0.0, False)]}},  # names, not numbers
+        {0: {0: [(1.0, 5, 0.0, False)]}},  # leads to a state that does not exist
+        {0: {0: [(1.0, 0, 0.0)]}},
+        {0: [[(1.0, 0, 0.0, False)]]},
+        {"players": 2},
+    ],
+)
+def test_a_dictionary_p_that_is_no_transition_table_is_refused(monkeypatch, table):
+    monkeypatch.setattr(
+        Lock, "__init__", lambda self: vars(self).update(P=table, s=0, action_space=gym.spaces.Discrete(1))
+    )
+    with pytest.raises(
+        ValueError, match=r"Lock-v0 has a dictionary P that is no transition table: P\[state\]\[action\]"
+    ):
+        make_env("Lock-v0")
+
+
+def test_random_walks_are_as_long_as_the_setting_says():
+    lengths = [len(make_env("MountainCar-v0", max_walk=50).get_state(i).actions) for i in range(60)]
+    assert max(lengths) > 40 and min(lengths) < 10
+    assert {make_env("MountainCar-v0", max_walk=0).get_state(i).actions for i in range(5)} == {()}
+    config = compose("env.id=MountainCar-v0", "~env.kwargs", "env.max_walk=3", "env.success.terminated=true")
+    environment = build_environment(config)
+    assert environment.max_walk == 3 and environment.success == SuccessConfig(terminated=True)
+
+
+def test_an_action_outside_the_space_is_an_invalid_answer_however_it_was_read():
+    env = make_env("Lock-v0")
+    env.reset(0)
+    assert env.act(9)[4]["invalid"] == 1 and env.act(None)[4]["invalid"] == 2 and env.act(1)[4]["invalid"] == 2
+    assert env.compute_reward(env.start_state(0), 9) == env.compute_reward(env.start_state(0), None) == 0.0
+
+
+@pytest.mark.parametrize("returned", [1, "1", " 1", 1.0, np.int64(1), np.float32(1), True])
+def test_a_whole_number_of_any_type_is_a_numbered_action(returned):
+    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
+    assert env.extract_action("hit") == 1 and type(env.extract_action("hit")) is int
+
+
+@pytest.mark.parametrize("returned", ["hit", 0.5, [1], float("nan"), float("inf"), {"action": 1}])
+def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
+    words = rf"returned {re.escape(repr(returned))} for the answer '0': .* a whole number in Discrete\(2\), or None"
+    with pytest.raises(ValueError, match=words):
+        TextEnv("Blackjack-v1", text_to_action=lambda text: returned)
+    env = TextEnv("Blackjack-v1", text_to_action=lambda text: returned if text == "hit" else 0)
+    with pytest.raises(ValueError, match=words.replace("answer '0'", "answer 'hit'")):
+        env.extract_action("hit")
+
+
+def test_a_number_that_is_no_action_is_an_illegal_answer():
+    assert TextEnv("Blackjack-v1", text_to_action=lambda text: "7").extract_action("hit") is None
+
+
+def test_an_environment_is_named_by_the_file_that_registers_it(tmp_path):
+    file = tmp_path / "my_lock_by_file.py"
+    file.write_text(MY_GAME.replace("THIS_FILE", __name__).replace("MyLock-v0", "FileLock-v0"))
+    env = make_env(f"{file}:FileLock-v0", max_turns=5)
+    assert env.reset(0) == "0 tries" and env.clone().reset(0) == "0 tries"
+    assert pickle.loads(pickle.dumps(env)).reset(0) == "0 tries"
+    with pytest.raises(ValueError, match=rf"{file} was imported, and registers no such id: it needs"):
+        make_env(f"{file}:No-v0")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        make_env("./nowhere.py:No-v0")

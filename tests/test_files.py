@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.files import dump_jsonl, json_line, read_metrics, replacing
+from data.files import append, dispensable, dump_jsonl, json_line, read_metrics, replacing, rewrite
+from tests.runs import files_of_at_most
 
 
 def test_a_replaced_file_is_old_or_new_and_never_half(tmp_path):
@@ -85,3 +86,33 @@ def test_a_dump_that_fails_leaves_the_old_file(tmp_path):
         dump_jsonl(path, [{"a": 2}, {"a": Broken()}])
     assert path.read_text() == '{"a": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rewritten_file_keeps_every_content_it_had(tmp_path):
+    path = tmp_path / "config.yaml"
+    for content in (b"one", b"one", b"two", b"three"):
+        rewrite(path, content)
+        assert path.read_bytes() == content
+    found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert found == {"config.yaml": b"three", "config.yaml.bak-1": b"one", "config.yaml.bak-2": b"two"}
+
+
+def test_a_full_disk_takes_all_of_a_line_or_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, b"0123\n")
+    for room in range(5):
+        with files_of_at_most(5 + room), pytest.raises(OSError):
+            append(path, b"4567\n")
+        assert path.read_bytes() == b"0123\n"
+    with files_of_at_most(10):
+        append(path, b"4567\n")
+    assert path.read_bytes() == b"0123\n4567\n"
+
+
+def test_a_full_disk_costs_what_a_run_can_do_without_and_other_errors_are_raised(tmp_path, caplog):
+    with files_of_at_most(20), dispensable("step 3's rollouts"):
+        dump_jsonl(tmp_path / "3.jsonl", [{"output": "x" * 20}])
+    assert list(tmp_path.iterdir()) == [] and "step 3's rollouts: not written, the disk is full" in caplog.text
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError), dispensable("step 4's rollouts"):
+        dump_jsonl(tmp_path / "file" / "4.jsonl", [{}])

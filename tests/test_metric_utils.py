@@ -408,7 +408,11 @@ def test_a_variable_of_another_length_is_refused():
 def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
     at_2 = {"best@2/mean": 1.0, "best@2/std": 0.0, "worst@2/mean": 0.0, "maj@2/mean": 1.0}
     at_4 = {"mean@4": 0.5, "std@4": 0.5, "best@4/mean": 1.0, "best@4/std": 0.1, "worst@4/mean": 0.0, "maj@4/mean": 1.0}
-    nested = {"math": {"reward": {"mean@1": 0.1}, "acc": {**at_2, **at_4}}, "maze": {"reward": {"mean@1": 0.7}}}
+    nested = {
+        "math": {"reward": {"mean@1": 0.1}, "acc": {**at_2, **at_4}},
+        "maze": {"reward": {"mean@1": 0.7}},
+        "pole": {"return": {"mean@1": 9.0}},
+    }
     assert flatten_validation_metrics(nested, num_turns=[1, 2, 6]) == {
         "val-aux/math/reward/mean@1": 0.1,
         **{f"val-aux/math/acc/{metric}": value for metric, value in at_2.items()},
@@ -419,5 +423,6 @@ def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
         "val-aux/math/acc/worst@4/mean": 0.0,
         "val-core/math/acc/maj@4/mean": 1.0,
         "val-core/maze/reward/mean@1": 0.7,
+        "val-core/pole/return/mean@1": 9.0,
         **mean_max_min("val-aux/num_turns", 3, 6, 1),
     }

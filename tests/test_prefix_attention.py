@@ -178,15 +178,19 @@ def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():
     assert blocks[0, ragged.places, 0].tolist() == list(range(1, 268))
 
 
-def test_blocks_may_be_computed_again_for_the_backward():
+def test_checkpointing_computes_each_layer_again_once():
+    """…whatever the number of blocks that its attention is cut into: 2 of the prompts, 3 of the responses."""
     batch, gradients = groups(*LENGTHS["long responses"]), []
     for checkpointing in (False, True):
-        module = packed(make("llama, tied head")).train()
+        module, calls = packed(make("llama, tied head")).train(), []
         if checkpointing:
             module.gradient_checkpointing_enable()
+        for layer in module.base_model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *call, calls=calls: calls.append(call))
         [micro] = cut(batch, MicroBatchSize(99, 0), [], module)
         log_probs(module, micro).sum().backward()
         gradients.append([p.grad for p in module.parameters()])
+        assert len(calls) == (2 * SHAPE["num_hidden_layers"] if checkpointing else SHAPE["num_hidden_layers"])
     assert relative_distance(*gradients) < 1e-6
 
 

@@ -688,3 +688,10 @@ def test_a_row_pickles():
     row = pickle.loads(pickle.dumps(make(3, name="abc")[1]))
     assert type(row) is DataProtoItem
     assert (row.label, row.number, row.obs.tolist(), row.meta_info) == (["r1"], 10, [2, 3], {"name": "abc"})
+
+
+def test_a_name_of_both_kinds_is_read_as_the_object_column():
+    data = DataProto.from_dict({"responses": torch.tensor([[7, 8], [9, 0]])}, {"responses": object_array(["78", "9"])})
+    for rows in (data, data[:2], pickle.loads(pickle.dumps(data)), DataProto.concat([data[:1], data[1:]])):
+        assert rows.responses.tolist() == ["78", "9"] and rows.batch["responses"].tolist() == [[7, 8], [9, 0]]
+    assert data[1].responses == "9" and data[1].batch["responses"].tolist() == [9, 0]

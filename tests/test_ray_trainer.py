@@ -15,7 +15,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from tests.batches import padded
-from tests.runs import compose, learning_metrics, short_run
+from tests.runs import compose, files_of_at_most, learning_metrics, short_run
 from training import ray_trainer
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
@@ -286,6 +286,26 @@ def test_refused_updates_are_kept_for_study_and_end_the_run(tmp_path):
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 4)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])
     assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
+
+
+def test_of_many_refused_updates_the_first_few_are_kept(tmp_path):
+    trainer, bandit = make_trainer(tmp_path, "trainer.max_skipped_updates=2", steps=9)
+    bandit.skips = [1.0, 0.0] * 5
+    trainer.fit()
+    kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
+    assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
+
+
+def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
+    trainer.global_step = 1
+    batch, _ = trainer.step()
+    with files_of_at_most(100):
+        trainer.keep_refused(batch)
+        trainer.dump_rollouts(batch)
+    for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
+        assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
@@ -580,3 +600,34 @@ def test_the_overlong_penalty_is_for_training_alone(tmp_path, tiny_model):
     mean = with_penalty["reward/overlong_reward/mean"]
     assert mean < 0 and with_penalty["critic/rewards/mean"] == pytest.approx(without["critic/rewards/mean"] + mean)
     assert mean == pytest.approx(-with_penalty["reward/overlong/mean"])  # a buffer of one token: all or nothing
+
+
+def test_a_reward_that_never_comes_is_said_once_with_its_likeliest_cause(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path, "trainer.no_signal_steps=4", reward=lambda data: [0.0] * len(data), steps=9)
+    trainer.fit()
+    messages = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("4 steps in a row taught nothing") and "every response scores 0" in messages[0]
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_alone(tmp_path, tiny_model, capsys):
+    run, dumps = tmp_path / "run", tmp_path / "dumps"
+    command = short_run(tiny_model, run, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=2")
+    last = main.run(compose(*command))
+    before = files_of(run)
+    capsys.readouterr()
+    assert main.run(compose(*command, "trainer.val_only=true")) == last
+    printed = capsys.readouterr().out
+    assert "validation at step 2: FrozenLake-v1: acc" in printed and "resuming from" in printed
+    assert all(f"  {name}: {value:.6g}" in printed for name, value in last.items())
+    assert files_of(run) == before
+    for _ in range(2):
+        main.run(compose(*command, "trainer.val_only=true", f"trainer.validation_data_dir={dumps}"))
+    record = [json.loads(line) for line in (dumps / "validation_metrics.jsonl").read_text().splitlines()]
+    assert record == [{"step": 2, "data": last}] * 2
+    assert len((dumps / "2.jsonl").read_text().splitlines()) == 2

@@ -1,7 +1,6 @@
 """A run that is stopped anywhere and started again is the run that was never stopped: to the last digit, on the CPU."""
 
 import random
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import main
 from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
-from tests.runs import compose, learning_metrics, run_main, short_run
+from tests.runs import compose, files_of_at_most, learning_metrics, run_main, short_run
 from training.ray_trainer import RayPPOTrainer
 from training.roles import SamplingParams
 from training.tracking import Tracking
@@ -193,20 +192,24 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(settings, monkeypatch,
     save = RayPPOTrainer.save
 
     def save_on_a_full_disk(self):
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if self.global_step == 2 else hard, hard))
-        try:
+        if self.global_step not in full:
             return save(self)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        with files_of_at_most(10_000):
+            return save(self)
 
+    full = {2}
     monkeypatch.setattr(RayPPOTrainer, "save", save_on_a_full_disk)
     key = "actor_rollout_ref.actor.checkpoint.save_contents"
-    main.run(compose(*settings(tmp_path, "grpo", f"{key}={contents}", "trainer.total_training_steps=3")))
+    command = settings(tmp_path, "grpo", f"{key}={contents}", "trainer.resume_mode=disable")
+    main.run(compose(*command, "trainer.total_training_steps=3"))
     failed = {step: data.get("training/failed_saves") for step, data in learning_metrics(tmp_path).items()}
     assert failed == {0: None, 1: None, 2: 1.0, 3: None}
     assert "step 2 was not saved, the older checkpoints are untouched" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_1", "global_step_3"]
+    full = {3}
+    with pytest.raises(RuntimeError, match=r"step 3, the last, could not be saved: .* is global_step_2. Make room"):
+        main.run(compose(*command, "trainer.total_training_steps=3"))
+    assert list(learning_metrics(tmp_path)) == [0, 1, 2, 3]
 
 
 def test_a_torn_checkpoint_names_the_file(settings, unbroken, tmp_path):

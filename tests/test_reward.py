@@ -1,7 +1,11 @@
 """Rewards as users write them, in files of their own: how they are called, where scores land, what is refused."""
 
 import asyncio
+import gc
+import os
 import re
+import signal
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -138,6 +142,104 @@ def test_async_rewards_run_side_by_side_even_inside_a_running_loop():
         return FunctionReward(compute_score)(ALONE)
 
     assert asyncio.run(notebook()) == [1.0, 1.0]
+
+
+def test_async_rewards_run_no_more_than_so_many_at_once():
+    under_way, most = set(), []
+
+    async def compute_score(solution_str):
+        under_way.add(solution_str)
+        most.append(len(under_way))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        under_way.remove(solution_str)
+        return float(solution_str)
+
+    answers = DataProto.from_single_dict({"responses": [str(row) for row in range(50)]})
+    assert FunctionReward(compute_score, max_concurrent=7)(answers) == [float(row) for row in range(50)]
+    assert max(most) == 7
+    most.clear()
+    FunctionReward(compute_score)(answers)
+    assert max(most) == 50 <= RewardConfig.max_concurrent
+
+
+def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key():
+    """…counted from its own start: the rows before it may take as long as they like in all."""
+    cancelled = []
+
+    async def compute_score(solution_str):
+        try:
+            await asyncio.sleep(30 if solution_str == "stuck" else 0)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+        return 1.0
+
+    answers = rollout("one", "stuck", "two", width=5)
+    message = r"raised TimeoutError: the call for response 1 was not done after reward.timeout=0.2 seconds: raise it"
+    with pytest.raises(RuntimeError, match=message):
+        compute_reward(answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER)
+    assert cancelled == ["stuck"]
+
+
+def test_a_timeout_of_the_functions_own_is_reported_as_its_own():
+    async def compute_score(solution_str):
+        raise TimeoutError("the judge is away")
+
+    with pytest.raises(TimeoutError, match=r"^the judge is away$"):
+        FunctionReward(compute_score, timeout=9.0)(ALONE)
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that was never awaited
+def test_the_first_failure_ends_all_calls_begun_and_waiting():
+    begun, cancelled = [], []
+
+    async def compute_score(solution_str):
+        begun.append(solution_str)
+        if solution_str == "0":
+            await asyncio.sleep(0.01)
+            raise ValueError("no score")
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+
+    answers = DataProto.from_single_dict({"responses": [str(row) for row in range(5)]})
+    with pytest.raises(ValueError, match="no score"):
+        FunctionReward(compute_score, max_concurrent=2)(answers)
+    gc.collect()
+    assert begun[:2] == ["0", "1"] and sorted(cancelled) == begun[1:]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_an_interrupt_ends_an_async_reward_at_once(blocks):
+    """Whether its calls await, and are cancelled, or block, and are left behind."""
+    cancelled, ended, release = [], [], threading.Event()
+
+    async def compute_score(solution_str):
+        os.kill(os.getpid(), signal.SIGINT)
+        if blocks:
+            release.wait(30)
+            ended.append(solution_str)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(solution_str)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward(compute_score)(DataProto.from_single_dict({"responses": ["a"]}))
+    assert cancelled == ([] if blocks else ["a"]) and ended == []
+    release.set()
+
+
+def test_the_limits_of_async_rewards_are_the_configs(tmp_path):
+    file = tmp_path / "my_reward.py"
+    file.write_text(PER_SAMPLE_ASYNC)
+    function = RewardFunctionConfig(str(file), "compute_score")
+    reward = load_reward_manager(RewardConfig(function, max_concurrent=3, timeout=2.5), TOKENIZER, None)
+    assert (reward.max_concurrent, reward.timeout) == (3, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -287,3 +389,30 @@ def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_ro
     }
     assert metrics["reward/steps/mean"] == 3 and metrics["reward/steps/std"] == 1 and metrics["reward/steps/max"] == 4
     assert metrics["reward/acc/mean"] == 0.5 and not any("pred" in name for name in metrics)
+
+
+def test_a_reward_sees_texts_as_attributes_and_the_batchs_tensors_below_batch():
+    batch = rollout("4", "[x]57", reward_model=[{"ground_truth": "4"}] * 2, size=torch.tensor([[1, 2], [3, 4]]))
+    view = reward_view(batch, TOKENIZER)
+    assert view.responses.tolist() == ["4", "57"] and view[1].responses == "57" and view.get("prompts")[0] == "2+2="
+    for name in ("responses", "response_mask", "size"):
+        assert torch.equal(view.batch[name], batch.batch[name])
+        assert torch.equal(view[1].batch[name], batch.batch[name][1])
+    assert view[1].non_tensor_batch["reward_model"] == {"ground_truth": "4"} and view.size.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("signature", "reward_kwargs", "needs"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", {}, True),
+        ("data_source, solution_str, ground_truth, extra_info=None", {"ground_truth": "4"}, False),
+        ("data_source, solution_str, ground_truth=None", {}, False),
+        ("solution_str, ground_truth: str", {}, True),
+        ("solution_str, ground_truth: str | None", {}, False),
+        ("solution_str, **kwargs", {}, False),
+        ("data, tokenizer=None", {}, False),
+    ],
+)
+def test_a_signature_says_whether_there_must_be_a_ground_truth(tmp_path, signature, reward_kwargs, needs):
+    reward = load(tmp_path, f"def compute_score({signature}):\n    return 0.0\n", "compute_score", **reward_kwargs)
+    assert reward.needs_ground_truth == needs

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema import DataConfig, ExternalObject
+from configs.schema import DataConfig, DatasetClassConfig
 from data import rl_dataset
 from data.rl_dataset import (
     RLHFDataset,
@@ -20,6 +21,7 @@ from data.rl_dataset import (
     encode_prompt,
     get_dataset_class,
     parse_prompt,
+    row_maker,
     truncate,
 )
 from data.rows import read_rows
@@ -392,7 +394,8 @@ def make_dataset(**kwargs):
 @pytest.fixture
 def custom(tmp_path):
     def config(name):
-        return DataConfig(max_prompt_length=3, custom_cls=ExternalObject(path=str(tmp_path / "my_data.py"), name=name))
+        chosen = DatasetClassConfig(path=str(tmp_path / "my_data.py"), name=name)
+        return DataConfig(max_prompt_length=3, custom_cls=chosen)
 
     (tmp_path / "my_data.py").write_text(CUSTOM)
     return config
@@ -416,3 +419,75 @@ def test_without_a_users_class_the_files_are_needed(tmp_path, tokenizer):
     assert type(made) is RLHFDataset and [row["raw_prompt"] for row in made] == ["a"]
     with pytest.raises(ValueError, match=r"data.train_files is not set"):
         create_rl_dataset(None, DataConfig(), tokenizer)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
+def test_labels_are_found_wherever_a_row_has_them(tmp_path, tokenizer, ending):
+    verl = {"style": "rule", "ground_truth": "2"}
+    texts = [{"reward_model": json.dumps(verl), "ground_truth": "3"}, {"ground_truth": "2"}, {"reward_model": "{}"}, {}]
+    path = write(
+        tmp_path / f"rows{ending}", [{"prompt": "1+1?", "extra_info": '{"index": 7}', **text} for text in texts]
+    )
+    rows = [*dataset(path, tokenizer)]
+    assert [row["reward_model"] for row in rows] == [verl, *({"ground_truth": truth} for truth in ("2", None, None))]
+    assert all(row["extra_info"] == {"index": 7} and row["index"] == 7 for row in rows)
+
+
+@pytest.mark.parametrize("value", ["2", "not json", [1], '["a"]'])
+def test_a_label_that_is_no_dictionary_names_file_row_and_remedy(tmp_path, tokenizer, value):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "reward_model": value}])
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, row 0: reward_model is .* or one written as JSON\. A bare answer"
+    ):
+        dataset(path, tokenizer)
+
+
+class Bare(Dataset):
+    """Rows as a class of the user's returns them."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        return dict(self.columns)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": QUESTION},
+        {"raw_prompt": QUESTION},
+        {"raw_prompt": QUESTION, "prompt": None},
+        {"raw_prompt_ids": None},
+    ],
+)
+def test_a_row_with_only_a_prompt_is_completed(tokenizer, columns):
+    ids = encode_prompt(QUESTION, tokenizer)
+    columns = {name: np.array(ids) if name == "raw_prompt_ids" else value for name, value in columns.items()}
+    rows = Bare(**columns, uid="mine", responses="b", index=5, ground_truth="2")
+    make_row = row_maker(rows, tokenizer, DataConfig())
+    row = make_row(rows[3], 3)
+    assert row["raw_prompt_ids"] == ids and all(type(token) is int for token in row["raw_prompt_ids"])
+    assert row["raw_prompt"] == (None if "raw_prompt_ids" in columns else QUESTION)
+    assert (row["dataset_uid"], row["dataset_responses"], row["index"]) == ("mine", "b", 5) and "uid" not in row
+    assert row["data_source"] == "unknown" and row["extra_info"] == {} and row["reward_model"] == {"ground_truth": "2"}
+    assert make_row(row, 3) == row
+
+
+def test_a_row_without_a_prompt_or_with_one_too_long_names_the_dataset(tokenizer):
+    rows = Bare(question="1+1?")
+    with pytest.raises(ValueError, match=r"Bare, row 3: the prompt is None.*this row fills the columns question"):
+        row_maker(rows, tokenizer, DataConfig())(rows[3], 3)
+    rows = Bare(raw_prompt_ids=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"Bare, row 3: the prompt has 3 tokens, more than data.max_prompt_length=2"):
+        row_maker(rows, tokenizer, DataConfig(max_prompt_length=2))(rows[3], 3)
+
+
+def test_arguments_of_the_constructor_come_from_the_config(custom, tokenizer):
+    config = custom("MyDataset")
+    config = replace(config, custom_cls=replace(config.custom_cls, kwargs={"level": 3, "data_files": ["c"]}))
+    made = create_rl_dataset(["a", "b"], config, tokenizer)
+    assert made.kwargs == {"level": 3, "max_samples": -1} and made[0] == {"raw_prompt": "c: 1+0="}

@@ -67,10 +67,15 @@ def model(tiny_model: Path) -> PreTrainedModel:
 
 
 def make_rollout(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...] = (), max_num_seqs: int = 1024
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: tuple[int, ...] = (),
+    max_num_seqs: int = 1024,
+    max_num_batched_tokens: int = 8192,
 ) -> HFRollout:
     model.generation_config.eos_token_id = list(stops) or None
-    config = RolloutConfig(prompt_length=P, response_length=R, max_num_seqs=max_num_seqs)
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    config = RolloutConfig(prompt_length=P, response_length=R, **sizes)
     return HFRollout(config, tokenizer, model)
 
 
@@ -384,6 +389,34 @@ def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
             for _ in range(rng.integers(0, 5)):
                 found += rollout.step()
         assert_same(found + drain(rollout), alone)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
+def test_rows_do_not_depend_on_how_their_prompts_are_cut_into_passes(
+    tokenizer: PreTrainedTokenizerBase, family: str, forward: str
+):
+    """With places for all, and for so few that rows join while others run."""
+    model, rows = random_model(family, forward), mixed_requests(17)
+    alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
+    for budget, places in itertools.product((1, 12, 19, 8192), (1024, 5)):
+        rollout = make_rollout(model, tokenizer, (7, 40, 80), places, budget)
+        assert_same(rollout.generate(rows), alone)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrainedTokenizerBase, forward: str):
+    """31 prompts of 4 tokens and one of 60: the short ones are not padded to the long one, nor all taken at once."""
+    model, passes = random_model("Llama, untied", forward), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append([*kwargs["input_ids"].shape]), with_kwargs=True
+    )
+    prompts = [[5, 6, 7, row] for row in range(31)]
+    prompts.insert(9, [8] * 60)
+    rollout = make_rollout(model, tokenizer, max_num_batched_tokens=32)
+    generate(rollout, [ids for ids in prompts for _ in range(3)], replace(GREEDY, max_tokens=2))
+    prefills = [shape for shape in passes if shape[1] > 1]
+    assert prefills == [[1, 60], [8, 4], [8, 4], [8, 4], [7, 4]]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from training.roles import SamplingParams
+from workers.batch_rollout import build_rollout, generate_batch
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
@@ -230,3 +231,79 @@ def test_what_an_engine_gets_wrong_is_named(
     with pytest.raises((AssertionError, ValueError), match=message):
         rollout.generate_sequences(prompts, GREEDY, seed=3)
     assert not rollout.has_unfinished_requests()
+
+
+def answers(prompts: DataProto, **columns: list) -> DataProto:
+    """What an engine that answers whole batches returns."""
+    return DataProto.from_dict({name: torch.tensor(values) for name, values in columns.items()})
+
+
+IDS, MASK = [[70, 71, 0], [72, 0, 0]], [[1, 1, 0], [1, 0, 0]]
+
+
+def test_a_batch_of_an_engine_of_the_users_by_hand(tokenizer: PreTrainedTokenizerBase):
+    """Its columns are narrower than P = 4, R = 5; row 0 has an observation, and row 1 stops."""
+    stop = tokenizer.eos_token_id
+    given = {
+        "responses": [[70, 71, 73], [72, stop, 0]],
+        "attention_mask": [[1, 1, 1, 1], [0, 1, 1, 0]],
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+        "rollout_log_probs": [[-1.0, 9.0, -3.0], [-4.0, -5.0, 9.0]],
+        "own": [[1], [2]],
+    }
+    engine_class = type("Mine", (Rollout,), {"generate_sequences": lambda self, prompts: answers(prompts, **given)})
+    engine = build_rollout(engine_class, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2], "size": torch.tensor([[1.0], [3.0]])})
+    batch = generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)
+    wanted = {
+        "prompts": [[0, 0, 0, 9], [0, 5, 0, 6]],
+        "responses": [[70, 71, 73, 0, 0], [72, stop, 0, 0, 0]],
+        "attention_mask": [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0, 0]],
+        "position_ids": [[0, 0, 0, 0, 1, 2, 3, 3, 3], [0, 0, 1, 2, 3, 4, 4, 4, 4]],
+        "response_mask": [[1, 0, 1, 0, 0], [1, 1, 0, 0, 0]],
+        "rollout_log_probs": [[-1, 9, -3, 0, 0], [-4, -5, 0, 0, 0]],
+        "own": [[1], [2]],
+        "size": [[1], [3]],
+    }
+    assert {name: batch.batch[name].tolist() for name in wanted} == wanted
+    assert batch.end_reason.tolist() == ["max_tokens", "terminated"]
+    assert generate_batch(engine, prompts[:0], GREEDY, 3, 0).batch["responses"].shape == (0, 5), "it is not asked"
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda prompts: None, "returned None: generate_sequences must return a DataProto"),
+        (lambda prompts: answers(prompts, responses=IDS[:1], response_mask=MASK[:1]), "returned 1 rows for 2 prompts"),
+        (lambda prompts: answers(prompts, responses=IDS), r"returned the tensors {'responses': \[2, 3\]}"),
+        (lambda prompts: answers(prompts, response_mask=MASK), r"returned the tensors {'response_mask': \[2, 3\]}"),
+        (lambda prompts: answers(prompts, responses=[7, 8], response_mask=[1, 1]), r"{'responses': \[2\], 'resp"),
+        (lambda prompts: answers(prompts, responses=[[0.5], [1]], response_mask=[[1], [1]]), "the tensors {'responses"),
+        (
+            lambda prompts: answers(prompts, responses=IDS, response_mask=[[1, 1]] * 2),
+            r"\[2, 3\] and response_mask \[2, 2\]",
+        ),
+        (
+            lambda prompts: answers(prompts, responses=[[7] * 6] * 2, response_mask=[[1] * 6] * 2),
+            "6 tokens: at most .*=5",
+        ),
+        (
+            lambda prompts: answers(
+                prompts,
+                responses=IDS,
+                input_ids=[[0, 0, 0, 9, *IDS[0]], [0, 5, 6, 0, *IDS[1]]],
+                attention_mask=[[0, 0, 0, 1, *MASK[0]], [0, 1, 1, 1, *MASK[1]]],
+            ),
+            "another prompt in row 1 of input_ids",
+        ),
+    ],
+)
+def test_what_an_engine_of_whole_batches_gets_wrong_is_named(tokenizer: PreTrainedTokenizerBase, result, words):
+    class Mine(Rollout):
+        def generate_sequences(self, prompts: DataProto) -> DataProto:
+            return result(prompts)
+
+    engine = build_rollout(Mine, RolloutConfig(prompt_length=4, response_length=5), tokenizer, None)
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": PROMPTS[:2]})
+    with pytest.raises(ValueError, match=rf"the engine .*Mine \({__file__}\) .*{words}"):
+        generate_batch(engine, prompts, GREEDY, seed=3, first_row=0)

@@ -25,9 +25,11 @@ from transformers import (
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
+from data.seqlen_balancing import micro_batch_indices
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
 from tests.ranks import Ranks
 from training.roles import SamplingParams
+from workers import micro_batches
 from workers.collectives import group_size, rank
 from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
@@ -241,6 +243,19 @@ def learnt_from(path: Path, batch: DataProto, first: int) -> dict[str, Learnt]:
         metrics = verb(own, update_of(batch, config))
         found[name] = len(passes), metrics, scored, [p.detach() for p in engine.module.parameters()]
     return found
+
+
+def test_a_share_is_cut_once_for_the_count_and_the_micro_batches(monkeypatch: pytest.MonkeyPatch):
+    model, batch, calls = ready(llama()), ragged_batch(), []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return micro_batch_indices(*args, **kwargs)
+
+    monkeypatch.setattr(micro_batches, "micro_batch_indices", counted)
+    rows = [row for micro in cut_share(batch, MicroBatchSize(None, 24), [], model) for row in micro.rows]
+    assert sorted(map(int, rows)) == list(range(len(batch)))
+    assert len(calls) == 1
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import seqlen_balancing
 from data.seqlen_balancing import (
     calculate_workload,
     ceildiv,
     get_seqlen_balanced_partitions,
     karmarkar_karp,
     micro_batch_indices,
+    padded_parts,
 )
 
 few = settings(max_examples=100, deadline=None)
@@ -49,6 +51,49 @@ def test_ties_are_broken_by_index():
         [5] * 6, 3, equal_size=True
     )
     assert karmarkar_karp([5, 5], 2, equal_size=False) == [[1], [0]]
+
+
+def slow_karmarkar_karp(values, k, equal_size):
+    """The definition: every state has all k sets, and every set all its items."""
+    ordered = [(value, 1, (index,)) for value, index in sorted((v, i) for i, v in enumerate(values))]
+    if equal_size:
+        states = [ordered[start : start + k] for start in range(0, len(ordered), k)]
+    else:
+        states = [[item] + [(0, 0, ())] * (k - 1) for item in ordered]
+    states = [sorted(state, reverse=True) for state in states]
+    while len(states) > 1:
+        states.sort(key=lambda sets: (sets[0][0] - sets[-1][0], sets[0]))
+        one, other = states.pop(), states.pop()
+        states.append(
+            sorted((tuple(x + y for x, y in zip(a, b, strict=True)) for a, b in zip(one, other[::-1], strict=True)),
+                   reverse=True)
+        )  # fmt: skip
+    return [list(items) for _, _, items in states[0]]
+
+
+@few
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9), st.booleans())
+def test_largest_differencing_is_that_of_its_definition(values, k, equal_size):
+    """Few different values, so that ties decide."""
+    values = values * k if equal_size else values
+    assert karmarkar_karp(values, k, equal_size) == slow_karmarkar_karp(values, k, equal_size)
+
+
+@pytest.mark.parametrize("k", [8, 300])
+def test_thousands_of_rows_are_divided_without_touching_all_of_them_again_and_again(k, monkeypatch):
+    """Work is counted in sets made: one for each row, and k for each k rows that are joined with others."""
+    made, plain = [0], seqlen_balancing._Set
+
+    def counted(*fields):
+        made[0] += 1
+        return plain(*fields)
+
+    monkeypatch.setattr(seqlen_balancing, "_Set", counted)
+    lengths = [97 * i * i % 1009 + 1 for i in range(8192)]
+    parts = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
+    assert made[0] <= 2 * len(lengths) + k
+    totals = sums(lengths, parts)
+    assert max(totals) - min(totals) <= 2
 
 
 @few
@@ -123,7 +168,7 @@ def test_micro_batches_hold_every_row_once_and_fit_the_budget(lengths, budget):
 
 @pytest.mark.parametrize("budget", [64, 100, 150, 256, 1000])
 def test_no_more_micro_batches_than_the_search_from_below_needs(budget):
-    """The twin counts up from the sum of tokens, one by one; ours starts from first-fit decreasing."""
+    """The twin counts up from the sum of tokens, one by one; ours starts from best-fit decreasing."""
     lengths = [19 * i * i % 61 + 4 for i in range(48)]
     count = ceildiv(sum(lengths), budget)
     workloads = [calculate_workload(length) for length in lengths]
@@ -141,3 +186,21 @@ def test_a_row_above_the_budget_names_the_key_and_both_numbers():
 def test_exactly_one_limit_is_given(limits):
     with pytest.raises(AssertionError, match="one of them"):
         micro_batch_indices([1], **limits)
+
+
+def test_padded_parts_by_hand():
+    """The longest first; 9 and 5 are of one kind, 4 is not; of 4, 4, 3 two fit 8 tokens."""
+    assert padded_parts([4, 9, 3, 5, 4], max_token_len=18) == [[1, 3], [0, 4, 2]]
+    assert padded_parts([4, 9, 3, 5, 4], max_token_len=8) == [[1], [3], [0, 4], [2]]
+    assert padded_parts([], max_token_len=8) == []
+
+
+@few
+@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 400))
+def test_padded_parts_hold_every_row_once_and_at_most_half_of_them_is_padding(lengths, budget):
+    parts = padded_parts(lengths, budget)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for part in parts:
+        width, total = max(lengths[index] for index in part), sum(lengths[index] for index in part)
+        assert len(part) == 1 or len(part) * width <= budget
+        assert len(part) * width <= 2 * total

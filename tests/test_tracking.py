@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.files import read_metrics
+from tests.runs import files_of_at_most
 from training import reports, tracking
 from training.reports import plot_metric, print_samples
 from training.tracking import METRICS_FILE, Tracking
@@ -144,6 +145,52 @@ os.kill(os.getpid(), signal.SIGKILL)
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     assert recorded_steps(tmp_path) == [1, 2]
+
+
+def test_metrics_that_a_full_disk_does_not_take_wait_and_none_is_lost(tmp_path, caplog):
+    with start(tmp_path) as track:
+        track.log(1, {"x": 1.0})
+        with files_of_at_most((tmp_path / METRICS_FILE).stat().st_size + 5):
+            track.log(2, {"x": 2.0})
+            track.log(3, {"x": 3.0})
+        assert recorded_steps(tmp_path) == [1]
+        assert caplog.text.count("metrics wait in memory from step 2 on") == 1
+        track.log(4, {"x": 4.0})
+        assert recorded_steps(tmp_path) == [1, 2, 3, 4]
+        with files_of_at_most((tmp_path / METRICS_FILE).stat().st_size):
+            track.log(5, {"x": 5.0})
+    assert recorded_steps(tmp_path) == [1, 2, 3, 4, 5]  # written as the run ended
+
+
+def test_a_run_that_ends_on_a_full_disk_says_which_metrics_are_lost(tmp_path):
+    track = start(tmp_path)
+    track.log(1, {"x": 1.0})
+    with (
+        files_of_at_most((tmp_path / METRICS_FILE).stat().st_size),
+        pytest.raises(OSError, match=rf"{METRICS_FILE} lacks its last 2 steps: .*File too large"),
+        track,
+    ):
+        track.log(2, {"x": 2.0})
+        track.log(3, {"x": 3.0})
+    assert recorded_steps(tmp_path) == [1]
+
+
+def test_a_view_that_the_disk_fails_ends_and_the_others_go_on(tmp_path, caplog):
+    class View:
+        def __init__(self, last_step: int) -> None:
+            self.last_step, self.steps = last_step, []
+
+        def log(self, step: int, data: dict[str, float]) -> None:
+            if step > self.last_step:
+                raise OSError("No space left on device")
+            self.steps.append(step)
+
+    track, short, long = start(tmp_path), View(1), View(9)
+    track.views = [short, long]
+    for step in (1, 2, 3):
+        track.log(step, {"x": 1.0})
+    assert (short.steps, long.steps, recorded_steps(tmp_path)) == ([1], [1, 2, 3], [1, 2, 3])
+    assert caplog.text.count("View ends before step 2: No space left on device") == 1
 
 
 def test_an_unknown_logger_is_refused_with_the_known_ones(tmp_path):

@@ -73,4 +73,4 @@ def test_states_of_an_environment_are_looked_at_before_training(capsys):
         CustomEnvDataset(environment, TOKENIZER, DataConfig(), size=5)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == lines
-    assert said[0].startswith("notice: 5 characters of 5 rows of the first 5 states of FrozenLake-v1 have no token")
+    assert said[0].startswith("notice: 5 characters of 5 rows of 5 states of FrozenLake-v1 have no token")

@@ -8,16 +8,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from custom.env_wrapper import make_env
+from custom.env_dataset import CustomEnvDataset
+from custom.env_wrapper import ENVIRONMENTS, make_env
+from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from tests.batches import padded
 from tests.runs import compose
+from training.reports import validation_summary
 from training.reward import load_reward_manager
 from training.roles import SamplingParams
-from training.validation import Validator, spread
+from training.validation import Game, Validator, spread
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}
@@ -69,7 +72,14 @@ def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("
     return Validator(config, TOKENIZER, rollout, reward, loader, None)
 
 
-def on_episodes(folder: Path, rollout: Scripted, *overrides: str, **env_kwargs: Any) -> Validator:
+def on_episodes(
+    folder: Path,
+    rollout: Scripted,
+    *overrides: str,
+    dataset_class: type = CustomEnvDataset,
+    manager_class: type = CustomRewardManager,
+    **env_kwargs: Any,
+) -> Validator:
     config = compose(
         "env.val_episodes=6",
         "env.val_seed=1000",
@@ -77,7 +87,9 @@ def on_episodes(folder: Path, rollout: Scripted, *overrides: str, **env_kwargs: 
         *overrides,
     )
     environment = make_env("FrozenLake-v1", max_turns=12, **MAPS, **env_kwargs)
-    return Validator(config, TOKENIZER, rollout, lambda data: [0.0] * len(data), None, environment)
+    dataset = dataset_class(environment, TOKENIZER, config.data, size=4)
+    manager = manager_class(environment)
+    return Validator(config, TOKENIZER, rollout, manager, None, Game(environment, dataset, manager))
 
 
 def dumped(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -144,7 +156,7 @@ def test_an_optimal_player_wins_every_episode(tmp_path):
     answers = optimal_answers()
     metrics = on_episodes(tmp_path, Scripted(lambda text, times: answers[text]), "trainer.log_val_generations=0").run(0)
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
-    assert metrics["val-aux/FrozenLake-v1/reward/mean@1"] == 1.0
+    assert metrics["val-aux/FrozenLake-v1/return/mean@1"] == 1.0
     assert metrics["val-aux/num_turns/min"] >= 6  # from corner to corner
     episodes = dumped(tmp_path, 0)
     assert {episode["end_reason"] for episode in episodes} == {"terminated"}
@@ -193,10 +205,18 @@ def test_a_printed_row_tells_system_from_user_and_says_what_kind_it_is(tmp_path,
     assert dumped(tmp_path, 3)[0]["input"] == "Add.1+1=" and dumped(tmp_path, 3)[0]["raw_prompt"] == chat
 
 
-def test_a_prompt_that_does_not_fit_names_the_setting(tmp_path):
-    validator = on_episodes(tmp_path, Scripted(lambda text, times: "L"), "data.max_prompt_length=10")
-    with pytest.raises(ValueError, match=r"FrozenLake-v1 has \d+ tokens, above data\.max_prompt_length=10: raise it"):
-        validator.run(0)
+def test_the_summary_names_the_means_of_each_source():
+    metrics = {
+        "val-core/openai/gsm8k/acc/mean@4": 0.25,
+        "val-aux/openai/gsm8k/reward/mean@4": 0.5,
+        "val-aux/openai/gsm8k/reward/std@4": 0.1,
+        "val-core/CartPole-v1/return/mean@1": 21.33333,
+        "val-aux/num_turns/mean": 21.0,
+    }
+    assert validation_summary(20, metrics).splitlines() == [
+        "validation at step 20: openai/gsm8k: acc 0.25, reward 0.5",
+        "validation at step 20: CartPole-v1: return 21.33",
+    ]
 
 
 def test_shown_samples_span_from_best_to_worst():
@@ -204,3 +224,70 @@ def test_shown_samples_span_from_best_to_worst():
     assert [row["score"] for row in spread(rows, 3)] == [4.0, 2.0, 0.0]
     assert [row["score"] for row in spread(rows, 9)] == [4.0, 3.0, 2.0, 1.0, 0.0]
     assert [*spread([], 2)] == []
+
+
+class AskingDataset(CustomEnvDataset):
+    def messages(self, state):
+        return [{"role": "system", "content": "Be quick."}, *super().messages(state)]
+
+    def state_to_text(self, state):
+        return f"? {state.text}"
+
+
+class CompassManager(CustomRewardManager):
+    def extract_action(self, text):
+        return super().extract_action({"W": "L", "S": "D", "E": "R", "N": "U"}.get(text, ""))
+
+
+def test_episodes_show_the_users_prompt_and_read_answers_by_the_users_parser(tmp_path):
+    compass = dict(zip("LDRU", "WSEN", strict=True))
+    answers = {f"Be quick.? {text}": compass[answer] for text, answer in optimal_answers().items()}
+    parts = {"dataset_class": AskingDataset, "manager_class": CompassManager}
+    rollout = Scripted(lambda text, times: answers[text])
+    overrides = ["trainer.log_val_generations=0", "data.max_prompt_length=40"]
+    metrics = on_episodes(tmp_path, rollout, *overrides, **parts).run(0)
+    assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
+    assert all(turn["prompt"].startswith("Be quick.? ") for turn in dumped(tmp_path, 0)[0]["turns"])
+    rollout = Scripted(lambda text, times: "R")  # a move to the environment, and none to this manager
+    on_episodes(tmp_path, rollout, *overrides, **parts).run(1)
+    assert len({turn["prompt"] for turn in dumped(tmp_path, 1)[0]["turns"]}) == 1
+
+
+def growing_text(env: Any, cell: int) -> str:
+    return "x" * (10 + cell)
+
+
+def lengths_of_prompts(folder: Path, *overrides: str) -> list[tuple[list[int], str]]:
+    """(characters of each prompt, end reason) of the episodes of a lake whose text grows from 10 to 25 characters."""
+    rollout, text = Scripted(lambda text, times: "R" if times % 2 else "D"), {"observation_to_text": growing_text}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENTS, "FrozenLake-v1", {**ENVIRONMENTS["FrozenLake-v1"], **text})
+        settings = ("trainer.log_val_generations=0", "env.val_episodes=1", "data.max_prompt_length=17")
+        on_episodes(folder, rollout, *settings, *overrides, dataset_class=Unmeasured).run(0)
+    [episode] = dumped(folder, 0)
+    return [len(turn["prompt"]) for turn in episode["turns"]], episode["end_reason"]
+
+
+class Unmeasured(CustomEnvDataset):
+    """One whose sample of sizes happened to fit."""
+
+    def check_sizes(self, states, what):
+        pass
+
+
+def test_a_prompt_that_outgrows_the_limit_ends_the_episode_or_is_cut_or_refused_by_rule(tmp_path):
+    # 3 tokens of template: 14 characters fit, which is the first cell of the second row
+    fitting, end = lengths_of_prompts(tmp_path)
+    assert end == "context_full" and fitting and max(fitting) <= 14
+    whole = "data.filter_overlong_prompts=false"
+    cut, end = lengths_of_prompts(tmp_path, whole, "data.truncation=left")
+    assert end != "context_full" and len(cut) > len(fitting) and max(cut) <= 16
+    with pytest.raises(ValueError, match=r"reset\(seed=1000\) and 2 actions: .*max_prompt_length=17: raise"):
+        lengths_of_prompts(tmp_path, whole)
+
+
+def test_an_episode_that_cannot_be_shown_at_all_has_no_turns(tmp_path):
+    overrides = ["trainer.log_val_generations=2", "data.max_prompt_length=8"]
+    metrics = on_episodes(tmp_path, Scripted(None), *overrides, dataset_class=Unmeasured).run(0)
+    assert metrics["val-core/FrozenLake-v1/return/mean@1"] == 0.0 and metrics["val-aux/num_turns/max"] == 0
+    assert {episode["end_reason"] for episode in dumped(tmp_path, 0)} == {"context_full"}

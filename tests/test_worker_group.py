@@ -7,14 +7,14 @@ import pytest
 import ray
 import torch
 
+from configs import process
 from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
-from workers import worker_group
+from workers.batch_rollout import load_rollout_class
 from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
-from workers.model_worker import load_rollout_class
 from workers.worker_group import (
     LocalWorkerGroup,
     RayWorkerGroup,
@@ -28,7 +28,7 @@ from workers.worker_group import (
 # A file as a user writes one: greedy in training, and a random number drawn without a generator of its own.
 MY_ROLLOUT = """
 import torch
-from workers import worker_group
+
 from workers.hf.rollout import HFRollout
 
 class MyRollout(HFRollout):
@@ -274,11 +274,13 @@ def test_the_worker_leaves_the_callers_random_numbers_alone(tiny_model: Path, tm
 def test_a_run_says_where_its_worker_is():
     asked = ["trainer.n_threads=1", "trainer.n_gpus_per_node=0"]
     local = worker_summary(compose(*asked).trainer)
-    assert local == "the worker is this process, with 1 thread and no GPU."
+    assert local == "the worker is this process, with 1 thread (trainer.n_threads) and no GPU."
     remote = worker_summary(compose("trainer.executor=ray", "trainer.n_threads=3", "trainer.n_gpus_per_node=1").trainer)
-    assert remote == "the worker is a Ray actor, with 3 threads and 1 GPU."
+    assert remote == "the worker is a Ray actor, with 3 threads (trainer.n_threads) and 1 GPU."
     several = worker_summary(compose("trainer.nnodes=2", "trainer.n_workers_per_node=3", *asked).trainer)
-    assert several.startswith("6 workers are Ray actors, with 1 thread and no GPU each: all hold the whole model")
+    assert several.startswith(
+        "6 workers are Ray actors, with 1 thread (trainer.n_threads) and no GPU each: all hold the whole model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,5 +294,6 @@ def test_a_run_says_where_its_worker_is():
     ],
 )
 def test_workers_threads_and_gpus(monkeypatch: pytest.MonkeyPatch, settings: list[str], wanted: Resources):
-    monkeypatch.setattr(worker_group, "available_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(process, "available_cores", lambda: (8, "the machine's cores"))
     assert Resources.from_config(compose(*settings).trainer) == wanted

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
+from data.import_utils import takes
 from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
@@ -94,15 +96,26 @@ def overlong_in_reward(batch: DataProto, config: RewardKwargsConfig) -> tuple[Te
     }
 
 
+def check_log_probs(batch: DataProto, config: RolloutCorrectionConfig) -> None:
+    """Raises ConfigError if rollouts are to be corrected by log-probs that their engine does not return."""
+    corrects = config.bypass_mode or config.rollout_is is not None or config.rollout_rs is not None
+    if corrects and "rollout_log_probs" not in batch:
+        raise ConfigError(
+            "algorithm.rollout_correction reads the column rollout_log_probs, which the rollout engine of yours does "
+            "not return: have generate_sequences return it ([B, R], after temperature), or set rollout_correction=null."
+        )
+
+
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[Columns, Metrics]:
     """Columns loss_mask, response_mask without the rejected tokens, and, if asked for, rollout_is_weights; [B, R].
 
-    Needs old_log_probs beside rollout_log_probs: without, or in bypass mode, where the loss corrects, nothing is
+    Needs old_log_probs beside rollout_log_probs: without one, or in bypass mode, where the loss corrects, nothing is
     rejected. A rejected token is not learnt from, but what it led to was measured, so it stays in the group's
     statistics, and an outcome that was paid on it is not lost: the advantages go by response_mask.
     """
     mask = batch.batch["response_mask"]
-    if config.bypass_mode or "old_log_probs" not in batch or not mask.any():
+    has_both = "old_log_probs" in batch and "rollout_log_probs" in batch
+    if config.bypass_mode or not has_both or not mask.any():
         return {"loss_mask": mask}, {}
     log_probs = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
     weights, kept, metrics = correct_log_probs(*log_probs, mask, config)
@@ -117,23 +130,26 @@ def estimator_needs(name: str) -> set[str]:
     return {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
 
 
-def takes(function: Callable, argument: str) -> bool:
-    """Whether `function` can be given `argument` by name."""
-    parameters = inspect.signature(function).parameters
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def is_setting(function: Callable, argument: str) -> bool:
+    """Whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
+    parameter = inspect.signature(function).parameters.get(argument)
+    return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
 
 
 def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
     """Columns advantages and returns, [B, R], by the estimator that `config.adv_estimator` names; no metrics.
 
-    The estimator is given exactly what it names among `estimator_arguments`; one with **kwargs is given all of it.
+    The estimator is given exactly what it names among the columns of `batch` and `run_arguments`; one with **kwargs is
+    given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set.
 
     Raises:
         ValueError: it needs something that this run does not have, or returns anything but two [B, R] tensors.
     """
     name = config.adv_estimator
     estimator = get_adv_estimator_fn(name)
-    present = estimator_arguments(batch, config) | config.adv_estimator_kwargs
+    columns = {**batch.non_tensor_batch, **batch.tensors}
+    given = {column: values for column, values in columns.items() if not is_setting(estimator, column)}
+    present = given | run_arguments(batch, config) | config.adv_estimator_kwargs
     if missing := estimator_needs(name) - present.keys():
         raise ValueError(
             f"algorithm.adv_estimator={name} needs {sorted(missing)}, which this run does not have. It has: "
@@ -152,12 +168,10 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
     return dict(zip(("advantages", "returns"), pair, strict=True)), {}
 
 
-def estimator_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
-    """Everything an estimator may ask for: each column of the batch, and the names that the field knows them by."""
+def run_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
+    """What an estimator may ask for beside columns: settings, and columns under the names that the field knows."""
     rewards, mask = batch.batch["token_level_rewards"].clone(), batch.batch["response_mask"]
     return {
-        **batch.non_tensor_batch,
-        **batch.tensors,
         "token_level_rewards": rewards,  # a copy: the batch's may be the very scores that are logged
         "rewards": rewards,
         "dones": last_token(mask),

@@ -8,11 +8,12 @@ generators), config.yaml.
 """
 
 import json
+import logging
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,84 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from configs.schema import Config
+from configs.errors import ConfigError
+from configs.schema import Config, SFTConfig
 from data.files import replacing
+from training.metric_utils import timer
 
 LATEST = "latest_checkpointed_iteration.txt"
+CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
 # torch reports a full disk as a RuntimeError, and so does a worker in another process.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-READ_ERRORS = (
-    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError),
-    *(pickle.UnpicklingError, YAMLError),
+FILE_ERRORS = (  # what writing or reading a part of a checkpoint may raise, a part of the user's among them
+    *(*WRITE_ERRORS, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError),
+    *(pickle.PickleError, YAMLError),
 )
 START_AFRESH = (
     "Resume from another folder with trainer.resume_mode=resume_path trainer.resume_from_path=…/global_step_N, "
     "or start afresh with trainer.resume_mode=disable."
 )
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves the checkpoints of a run, and knows whether the last one is on disk.
+
+    Args:
+        root: the run's folder.
+        write: `write(folder, contents)` fills a checkpoint with the parts in `contents`, and with all that is small.
+        contents: what a checkpoint holds.
+        keep: that many of the newest stay; None: all.
+    """
+
+    def __init__(
+        self, root: Path, write: Callable[[Path, Sequence[str]], None], contents: Sequence[str], keep: int | None = None
+    ) -> None:
+        self.root, self.write, self.contents, self.keep = root, write, contents, keep
+        self.error: Exception | None = None  # of the last save
+
+    def try_out(self, way_out: str = "") -> None:
+        """Writes a checkpoint without weights and deletes it, so that what cannot be saved is known before training.
+
+        Raises:
+            ConfigError: it cannot be written; names the cause, and `way_out`.
+        """
+        folder = self.root / f"{WRITING}global_step_trial"
+        clear_leftovers(self.root)
+        try:
+            folder.mkdir(parents=True)
+            self.write(folder, [])
+        except FILE_ERRORS as error:
+            raise ConfigError(
+                "what is trained could not be saved: a checkpoint, tried before training in trainer.default_local_dir="
+                f"{self.root}, raises {type(error).__name__}: {error}. Mend that{way_out}."
+            ) from error
+        finally:
+            clear_leftovers(self.root)
+
+    def save(self, step: int) -> dict[str, float]:
+        """A checkpoint of `step`, as metrics. A full disk is a warning: older checkpoints stay, and so does the run."""
+        timing: dict[str, float] = {}
+        self.error = None
+        try:
+            with timer("save_checkpoint", timing):
+                save_checkpoint(self.root, step, lambda folder: self.write(folder, self.contents), self.keep)
+        except WRITE_ERRORS as error:
+            self.error = error
+            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, error)
+            return {"training/failed_saves": 1.0}
+        return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+
+    def check(self, step: int) -> None:
+        """Raises RuntimeError if the save of `step`, the last, has failed: what was learnt since another is lost."""
+        if self.error:
+            newest = find_checkpoint(self.root, "auto", None)
+            raise RuntimeError(
+                f"step {step}, the last, could not be saved: {self.error}. The newest checkpoint in {self.root} is "
+                f"{newest.name if newest else 'none'}. Make room, and start the run again."
+            ) from self.error
 
 
 def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int | None) -> None:
@@ -66,7 +130,7 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: 
 
 
 def clear_leftovers(root: Path) -> None:
-    """Undoes what a kill, or an error, left half done."""
+    """Undoes what a kill, or an error, left half done; for the run that has the folder to itself."""
     for replaced in root.glob(f"{REPLACED}global_step_*"):
         final = root / replaced.name.removeprefix(REPLACED)
         if final.exists():
@@ -91,17 +155,17 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
-    """The folder to resume from, or None to start afresh.
+    """The folder to resume from, or None to start afresh. Nothing is written: another run may have `root` to itself.
 
     Raises:
         ValueError: the folder that is named (by the user or by the tracker file) is not there.
     """
-    clear_leftovers(root)
     if resume_mode == "disable":
         return None
     if resume_mode == "resume_path":
-        folder = Path(resume_from_path or "")
-        if not re.fullmatch(r"global_step_\d+", folder.name) or not folder.is_dir():
+        named = Path(resume_from_path or "")
+        folder = whole(named) if re.fullmatch(r"global_step_\d+", named.name) else None
+        if folder is None:
             raise ValueError(
                 f"trainer.resume_from_path={resume_from_path}: trainer.resume_mode=resume_path needs an existing "
                 f"folder named global_step_N. {root} holds those of steps {saved_steps(root)}."
@@ -110,12 +174,19 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     tracker = root / LATEST
     if not tracker.exists():
         return None
-    folder = root / f"global_step_{tracker.read_text().strip()}"
-    if not folder.is_dir():
+    named = root / f"global_step_{tracker.read_text().strip()}"
+    folder = whole(named)
+    if folder is None:
         raise ValueError(
-            f"{tracker} names {folder.name}, which is not there (steps there: {saved_steps(root)}). {START_AFRESH}"
+            f"{tracker} names {named.name}, which is not there (steps there: {saved_steps(root)}). {START_AFRESH}"
         )
     return folder
+
+
+def whole(folder: Path) -> Path | None:
+    """`folder`, or itself where a save that was killed between two moves has left it; None: it is in neither place."""
+    places = folder, folder.with_name(REPLACED + folder.name)
+    return next((place for place in places if place.is_dir()), None)
 
 
 def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) -> None:
@@ -126,7 +197,7 @@ def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) 
     """
     try:
         restore(torch.load(path, map_location="cpu", weights_only=not trusted))
-    except READ_ERRORS as error:
+    except FILE_ERRORS as error:
         raise unreadable(path, error) from error
 
 
@@ -135,7 +206,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(f"checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}). {START_AFRESH}")
 
 
-def config_yaml(config: Config) -> str:
+def config_yaml(config: Config | SFTConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -147,7 +218,7 @@ def config_drift(path: Path, config: Config) -> list[str]:
     """
     try:
         before = dict(flatten(OmegaConf.to_container(OmegaConf.load(path))))
-    except READ_ERRORS as error:
+    except FILE_ERRORS as error:
         raise unreadable(path, error) from error
     now, unset = dict(flatten(asdict(config))), "not set"
     keys = dict.fromkeys([*before, *now])

@@ -8,7 +8,7 @@ from configs.schema import Config
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from training.advantage import estimator_needs
+from training.advantage import check_log_probs, estimator_needs
 from training.metric_utils import timer
 from training.reward import RewardManager, add_scores, reward_metrics
 from training.roles import Rollout, SamplingParams
@@ -31,6 +31,7 @@ class Collector:
         self.rollout = rollout
         self.reward = reward
         self.loader = loader
+        self.left_out: DataProto | None = None  # rows that the last step drew and does not learn from
         self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
 
     def collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
@@ -52,6 +53,7 @@ class Collector:
             draws += 1
         metrics |= {"train/num_gen_batches": draws, "group/kept_frac": has_signal.float().mean().item()}
         informative_first = (~has_signal).int().argsort(stable=True)
+        self.left_out = batch.select_idxs(informative_first[wanted:]) if len(batch) > wanted else None
         return batch.select_idxs(informative_first[:wanted]), metrics
 
     def draw(self, step: int, number: int, timing: dict[str, float]) -> DataProto:
@@ -65,6 +67,7 @@ class Collector:
         prompts = self.next_prompts(step, number)
         with timer("gen", timing):
             batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
+            check_log_probs(batch, self.config.algorithm.rollout_correction)
         with timer("reward", timing):
             batch = add_scores(batch, self.reward, self.tokenizer)
         if self.needs_greedy_scores:

@@ -25,6 +25,8 @@ FAILED_END_REASONS = ("env_error", "timeout", "aborted")
 END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
+# What a validation is about, most telling first: correctness, the reward of an answer, the return of an episode.
+CORE_VARIABLES = ("acc", "reward", "return")
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
@@ -208,12 +210,12 @@ def process_validation_metrics(
 def flatten_validation_metrics(nested: NestedMetrics, num_turns: Sequence[int] | None = None) -> dict[str, float]:
     """`{section}/{source}/{variable}/{metric}` for each metric of `process_validation_metrics`.
 
-    The section is val-core for the mean, maj and best at the largest n of the source's core variable ("acc" if it has
-    one, else "reward"), and val-aux for the rest. `num_turns`, one a sample, adds val-aux/num_turns/{mean,max,min}.
+    The section is val-core for the mean, maj and best at the largest n of the source's core variable, the first that it
+    has of `CORE_VARIABLES`, and val-aux for the rest. `num_turns`, one a sample, adds val-aux/num_turns/{mean,max,min}.
     """
     flat: dict[str, float] = {}
     for source, variables in nested.items():
-        core_variable = "acc" if "acc" in variables else "reward"
+        core_variable = next((name for name in CORE_VARIABLES if name in variables), None)
         for variable, metrics in variables.items():
             largest = max(map(_samples_in_name, metrics))
             for metric, value in metrics.items():

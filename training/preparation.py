@@ -1,6 +1,7 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig
-from data.import_utils import load_extern_object, load_module, load_modules
-from data.rl_dataset import create_rl_dataset, get_dataset_class
+from configs.schema import Config, DataConfig, SuccessConfig
+from data.import_utils import load_extern_object, load_modules, takes
+from data.rl_dataset import create_rl_dataset, get_dataset_class, row_maker
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import derive_seed, seed_everything
 from data.tokenizer import check_model_path, load_tokenizer
-from training.advantage import LOG_PROB_COLUMNS, estimator_needs, takes
+from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
 from training.core_algos import (
     NEEDS_GROUPS,
@@ -23,17 +24,21 @@ from training.core_algos import (
     register_adv_est,
     register_policy_loss,
 )
-from training.reward import RewardManager, load_reward_manager
+from training.policy_loss import check_loss_signature
+from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
 from training.tracking import check_loggers
+from training.validation import ActionReader, Game, StateDataset, episode_seeds
+
+ROWS_LOOKED_AT = 32  # from all over the data set
 
 
 @dataclass
 class Parts:
     tokenizer: PreTrainedTokenizerBase
-    environment: Any | None
     reward: RewardManager
     train_loader: PromptLoader
     val_loader: PromptLoader | None
+    game: Game | None
     can_validate: bool
     total_steps: int
 
@@ -53,19 +58,38 @@ def prepare(config: Config) -> Parts:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     reward = load_reward_manager(config.reward, tokenizer, environment)
     train_loader = build_train_loader(config, tokenizer, environment)
+    val_loader = build_val_loader(config, tokenizer, environment)
+    for loader in filter(None, (train_loader, val_loader)):
+        check_ground_truths(reward, loader)
     return Parts(
         tokenizer=tokenizer,
-        environment=environment,
         reward=reward,
         train_loader=train_loader,
-        val_loader=build_val_loader(config, tokenizer, environment),
+        val_loader=val_loader,
+        game=build_game(config, environment, train_loader.dataset, reward),
         can_validate=has_validation(config),
         total_steps=config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs,
     )
 
 
+def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
+    """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
+    if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
+        return
+    size = len(loader.dataset)
+    rows = [loader.row(position) for position in range(0, size, -(-size // ROWS_LOOKED_AT))]
+    labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]
+    if all(label.get("ground_truth") is None for label in labels):
+        columns = ", ".join(name for name, value in rows[0].items() if value is not None)
+        raise ConfigError(
+            f"the reward {reward_name(reward)} needs ground_truth, and none of {len(rows)} rows has one; the first "
+            f"fills the columns {columns}. Put it into reward_model.ground_truth, or into a column ground_truth; or, "
+            "if the reward does without, give the argument a default: ground_truth=None."
+        )
+
+
 def check_files_of_workers(config: Config) -> None:
-    """What workers will load is there: models, a rollout engine of the user's, the checkpoint to resume from.
+    """What workers will load is there: models, the checkpoint to resume from.
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
@@ -74,8 +98,6 @@ def check_files_of_workers(config: Config) -> None:
     check_model_path(policy.model.path, "actor_rollout_ref.model.path")
     if needs_critic(config):
         check_model_path(config.critic.model.path, "critic.model.path")
-    if policy.rollout.name != "hf":
-        load_module(policy.rollout.name)
     find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
 
 
@@ -138,6 +160,15 @@ def check_algorithm(config: Config) -> None:
             "rollout_correction.bypass_mode=true does without that pass: take one of the two back."
         )
     check_token_budgets(config, needs_reference(config), needs_critic(config))
+    check_loss(config, loss_key)
+
+
+def check_loss(config: Config, key: str) -> None:
+    """Raises ValueError unless the policy loss, named by the setting `key`, can be called with what the run has."""
+    settings, correction = config.actor_rollout_ref.actor.policy_loss, config.algorithm.rollout_correction
+    mode, weighted = policy_loss_name(settings, correction), correction.rollout_is and not correction.bypass_mode
+    others = [*(["rollout_is_weights"] if weighted else []), *settings.kwargs]
+    check_loss_signature(get_policy_loss_fn(mode), f"{key}={mode}", others)
 
 
 def build_environment(config: Config) -> Any | None:
@@ -146,9 +177,13 @@ def build_environment(config: Config) -> Any | None:
         return None
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
-    held_out = range(settings.val_seed, settings.val_seed + settings.val_episodes)
+    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
+    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
+        given["max_walk"] = settings.max_walk
+    if settings.success != SuccessConfig():
+        given["success"] = settings.success
     try:
-        return factory(settings.id, seed=seed, max_turns=settings.max_turns, exclude_seeds=held_out, **settings.kwargs)
+        return factory(settings.id, **given, **settings.kwargs)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
@@ -164,15 +199,18 @@ def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, envir
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
     else:
-        dataset = env_dataset_class(data)(environment, tokenizer, data, size=config.env.train_size)
-    return PromptLoader(dataset, data.train_batch_size, create_rl_sampler(data, dataset, data.seed))
+        dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
+    sampler = create_rl_sampler(data, dataset, data.seed)
+    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=row_maker(dataset, tokenizer, data))
 
 
-def env_dataset_class(data: DataConfig) -> type:
-    """The dataset around an environment: data.custom_cls, or the one in custom/env_dataset.py."""
+def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
+    """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
     if data.custom_cls.path is None:
-        return load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
-    return get_dataset_class(data)
+        found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
+    else:
+        found = get_dataset_class(data)
+    return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
 def build_val_loader(
@@ -181,9 +219,39 @@ def build_val_loader(
     data = data_settings(config)
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
-        dataset = env_dataset_class(data)(environment, tokenizer, data, config.env.val_size, first)
+        dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
     elif environment is None and data.val_files:
         dataset = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
     else:
         return None
-    return PromptLoader(dataset, data.val_batch_size or len(dataset), SequentialSampler(dataset, data), drop_last=False)
+    return PromptLoader(
+        dataset,
+        data.val_batch_size or len(dataset),
+        SequentialSampler(dataset, data),
+        make_row=row_maker(dataset, tokenizer, data),
+        drop_last=False,
+    )
+
+
+def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
+    """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
+
+    Raises:
+        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
+    """
+    if environment is None or not config.env.val_episodes:
+        return None
+    if not isinstance(dataset, StateDataset):
+        raise ConfigError(
+            f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
+            "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
+            "(custom/env_dataset.py), or set env.val_episodes=0 and validate on single states (env.val_size)."
+        )
+    player = environment.clone()
+    dataset.check_sizes(map(partial(first_state, player), episode_seeds(config.env)[:64]), "validation episodes")
+    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+
+
+def first_state(environment: Any, seed: int) -> Any:
+    environment.reset(seed)
+    return environment.state

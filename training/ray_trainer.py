@@ -4,8 +4,7 @@ The trainer drives roles (training/roles.py) and does the small arithmetic betwe
 run nor what runs there.
 """
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
-from data.files import dump_jsonl
+from data.files import dispensable, dump_jsonl, rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed, rng_state, set_rng_state
 from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
 from training.checkpoint import (
-    WRITE_ERRORS,
+    CONFIG_FILE,
+    Saver,
+    clear_leftovers,
     config_drift,
     config_yaml,
     find_checkpoint,
     read_part,
-    save_checkpoint,
 )
 from training.collection import Collector
 from training.core_algos import get_kl_controller
+from training.feedback import tell_data
 from training.metric_utils import (
     compute_data_metrics,
     compute_group_metrics,
@@ -38,7 +39,8 @@ from training.metric_utils import (
     timer,
 )
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
-from training.reports import nothing_left
+from training.no_signal import NoSignal
+from training.reports import files_left, nothing_left, report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
 from training.selection import draw_rows
@@ -47,8 +49,7 @@ from training.tracking import Tracking
 from training.validation import Validator, sample_rows
 
 Metrics = dict[str, float]
-
-logger = logging.getLogger(__name__)
+MAX_REFUSED_FILES = 3  # each holds a whole mini-batch
 
 
 class RayPPOTrainer:
@@ -88,21 +89,28 @@ class RayPPOTrainer:
         self.metrics: Metrics = {}  # the last step's
         self.validation: Metrics = {}  # the last validation's
         self.folder = Path(config.trainer.default_local_dir)
+        contents = config.actor_rollout_ref.actor.checkpoint.save_contents
+        self.saver = Saver(self.folder, self.write_state, contents, config.trainer.max_ckpt_to_keep)
         self.skipped_updates = SkippedUpdates(
             config.trainer.max_skipped_updates,
             "trainer.max_skipped_updates",
-            f"The batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
+            f"The first batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
             "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
         )
+        self.no_signal = NoSignal(config.trainer.no_signal_steps)
 
     def fit(self) -> Metrics:
         """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
         settings = self.config.trainer
-        self.resume()
         if settings.val_only:
-            return self.validator.run(self.global_step)
+            self.resume()
+            return report_validation(self.global_step, self.validate(), settings.validation_data_dir)
+        clear_leftovers(self.folder)
+        self.resume()
         if self.global_step >= self.total_steps:
             print(nothing_left(self.global_step, self.total_steps, self.validation))
+        else:
+            self.try_files()
         with self.tracking() as tracking:
             if self.validator and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
@@ -113,16 +121,20 @@ class RayPPOTrainer:
                 batch, self.metrics = self.step()
                 if self.validator and self.is_due(settings.test_freq):
                     self.metrics |= self.validate()
-                self.train_loader.sampler.update(batch)
+                tell_data(self.train_loader, batch, self.collector.left_out)
                 self.dump_rollouts(batch)
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
                 self.skipped_updates.check(self.metrics)
+                self.no_signal.check(self.metrics)
+            self.saver.check(self.global_step)
+        print(files_left(self.folder))
         return self.validation
 
     def validate(self) -> Metrics:
         self.validation = self.validator.run(self.global_step)
+        print(validation_summary(self.global_step, self.validation))
         return self.validation
 
     def step(self) -> tuple[DataProto, Metrics]:
@@ -168,10 +180,16 @@ class RayPPOTrainer:
         for mini_batch, update in mini_batches:
             metrics = verb(mini_batch, update)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
-                mini_batch.save_to_disk(self.folder / f"refused_update_step_{self.global_step}.pkl")
+                self.keep_refused(mini_batch)
             for name, value in metrics.items():
                 collected.setdefault(name, []).append(value)
         return reduce_metrics(collected)
+
+    def keep_refused(self, mini_batch: DataProto) -> None:
+        path = self.folder / f"refused_update_step_{self.global_step}.pkl"
+        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MAX_REFUSED_FILES:
+            with dispensable(str(path)):
+                mini_batch.save_to_disk(path)
 
     def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         """Metrics of the data, of time and of throughput."""
@@ -190,8 +208,9 @@ class RayPPOTrainer:
     def dump_rollouts(self, batch: DataProto) -> None:
         settings = self.config.trainer
         if settings.rollout_data_dir and self.is_due(settings.rollout_data_freq):
-            rows = sample_rows(batch, self.tokenizer, self.global_step)
-            dump_jsonl(Path(settings.rollout_data_dir) / f"{self.global_step}.jsonl", rows)
+            path = Path(settings.rollout_data_dir) / f"{self.global_step}.jsonl"
+            with dispensable(str(path)):
+                dump_jsonl(path, sample_rows(batch, self.tokenizer, self.global_step))
 
     def tracking(self) -> Tracking:
         settings = self.config.trainer
@@ -205,24 +224,20 @@ class RayPPOTrainer:
             total_steps=self.total_steps,
         )
 
-    def save(self) -> Metrics:
-        """A checkpoint of this step. A full disk does not end the run: older ones stay, and a warning is shown."""
-        timing: dict[str, float] = {}
-        try:
-            with timer("save_checkpoint", timing):
-                save_checkpoint(self.folder, self.global_step, self.write_state, self.config.trainer.max_ckpt_to_keep)
-        except WRITE_ERRORS as error:
-            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", self.global_step, error)
-            return {"training/failed_saves": 1.0}
-        return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    def try_files(self) -> None:
+        """Records the config, and tries a checkpoint without its weights, before anything is trained."""
+        rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
+        if self.config.trainer.save_freq > 0:
+            self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
 
-    def write_state(self, folder: Path) -> None:
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+    def save(self) -> Metrics:
+        return self.saver.save(self.global_step)
+
+    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         trained = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         for name, role in trained.items():
             role.save(folder.resolve() / name, contents)
-            if "hf_model" in contents:
-                self.tokenizer.save_pretrained(folder / name / "huggingface")
+            self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {
             "global_step": self.global_step,
@@ -232,7 +247,7 @@ class RayPPOTrainer:
             "rng": rng_state(),
         }
         torch.save(state, folder / "trainer_state.pt")
-        (folder / "config.yaml").write_text(config_yaml(self.config))
+        (folder / CONFIG_FILE).write_text(config_yaml(self.config))
 
     def resume(self) -> None:
         """Takes up the newest (or the named) checkpoint, if there is one."""
@@ -241,7 +256,7 @@ class RayPPOTrainer:
         if folder is None:
             return
         print(f"resuming from {folder}")
-        for line in config_drift(folder / "config.yaml", self.config):
+        for line in config_drift(folder / CONFIG_FILE, self.config):
             print(f"  config changed since: {line}")
         self.actor.load(folder.resolve() / "actor")
         if self.critic:

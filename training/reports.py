@@ -1,5 +1,6 @@
-"""What people read of a run: printed samples, curves, the sentence for a run that has nothing left to do."""
+"""What people read of a run: where its files are, printed samples, curves."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -11,7 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data.files import read_metrics
+from configs.schema import TrainerConfig
+from data.files import json_line, read_metrics
+from training.checkpoint import CONFIG_FILE, find_checkpoint
+from training.metric_utils import CORE_VARIABLES
+from training.record import METRICS_FILE
 
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 EPISODE_ANSWERS = 20  # and longer episodes
@@ -138,3 +143,56 @@ def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> s
     ]
     lines += [f"  {name}: {short_number(value)}" for name, value in validation.items() if name.startswith("val-core/")]
     return "\n".join(lines)
+
+
+def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
+    """What a validation found, a line for each data source: the means of acc, reward and return, as far as it has them.
+
+    `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
+    """
+    found: dict[str, list[str]] = {}
+    names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
+    for name, value in metrics.items():
+        if match := names.fullmatch(name):
+            found.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in found.items())
+
+
+def report_validation(step: int, metrics: dict[str, float], folder: str | None) -> dict[str, float]:
+    """Prints every metric of a run that only validates, and adds a line to `folder`/validation_metrics.jsonl, if given.
+
+    Returns `metrics`. The run's own folder is left alone: the run itself may be writing there.
+    """
+    print("\n".join(f"  {name}: {value:.6g}" for name, value in metrics.items()))
+    if folder:
+        with (Path(folder) / "validation_metrics.jsonl").open("ab") as record:
+            record.write(json_line({"step": step, "data": metrics}))
+    return metrics
+
+
+def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
+    """What a run says at its start: where its files will be, and what will not be there."""
+    folder = trainer.default_local_dir
+    if trainer.val_only:
+        return f"trainer.val_only=true: nothing is written to {folder}."
+    written = f"files go to {folder}: {METRICS_FILE}, {CONFIG_FILE}"
+    if trainer.save_freq <= 0:
+        return (
+            f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
+            "trainer.save_freq=N saves every N steps and after the last."
+        )
+    lacking = [part for part in ("model", "optimizer", "extra") if part not in contents]
+    resume = f" (without {', '.join(lacking)} it cannot be resumed from)" if lacking else ""
+    often = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
+    return f"{written}, and every {often} a checkpoint of {', '.join(contents)}{resume}."
+
+
+def files_left(folder: Path) -> str:
+    """What a run says at its end: which of its files are there, and where its model is."""
+    there = [name for name in (METRICS_FILE, CONFIG_FILE, "tensorboard") if (folder / name).exists()]
+    newest = find_checkpoint(folder, "auto", None)
+    if newest is None:
+        return f"{folder} has {', '.join(there)}, and no checkpoint."
+    models = [newest / "actor" / "huggingface", newest / "huggingface"]  # where RL has it, and supervised training
+    from_pretrained = [f" from_pretrained loads {model}." for model in models if any(model.glob("*.safetensors"))]
+    return f"{folder} has {', '.join([*there, newest.name])}." + "".join(from_pretrained)

@@ -5,13 +5,12 @@ row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `F
 plain function in any of the three forms that users write. Whatever comes back is checked before it meets a loss.
 """
 
-import asyncio
 import inspect
 import numbers
+import re
 import reprlib
 import sys
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from configs.schema import RewardConfig
 from data.import_utils import load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from training.async_reward import run_all
 
 RewardManager = Callable[[DataProto], Any]
 
@@ -54,17 +54,25 @@ class FunctionReward:
     Args:
         function: in one of the three `FORMS`.
         reward_kwargs: passed on to every call; they win over what the caller passes.
+        max_concurrent, timeout: limits of an async function, as the config has them.
 
     Raises:
         ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
     """
 
     def __init__(
-        self, function: Callable, tokenizer: PreTrainedTokenizerBase | None = None, reward_kwargs: dict | None = None
+        self,
+        function: Callable,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reward_kwargs: dict | None = None,
+        *,
+        max_concurrent: int = RewardConfig.max_concurrent,
+        timeout: float | None = RewardConfig.timeout,
     ) -> None:
         self.function = function
         self.tokenizer = tokenizer
         self.reward_kwargs = reward_kwargs or {}
+        self.max_concurrent, self.timeout = max_concurrent, timeout
         signature = inspect.signature(function)
         self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
         if not self.takes_one_response and next(iter(signature.parameters), None) != "data":
@@ -74,6 +82,8 @@ class FunctionReward:
         known = [*ARGUMENTS, "split"] if self.takes_one_response else ["data", "tokenizer"]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         self.wanted = {name for name in known if name in signature.parameters}
+        given = "ground_truth" in self.reward_kwargs
+        self.needs_ground_truth = not given and cannot_do_without(signature, "ground_truth")
         if self.takes_one_response and takes_all:
             self.wanted |= set(VERL_ARGUMENTS)
         try:
@@ -88,7 +98,7 @@ class FunctionReward:
         calls = self._row_arguments(data) if self.takes_one_response else [{"data": data, "tokenizer": self.tokenizer}]
         results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
         if results and inspect.isawaitable(results[0]):
-            results = run_all(results)
+            results = run_all(results, self.max_concurrent, self.timeout)
         return results if self.takes_one_response else results[0]
 
     def _row_arguments(self, data: DataProto) -> list[dict[str, Any]]:
@@ -97,14 +107,12 @@ class FunctionReward:
         return [{name: column[row] for name, column in columns.items()} for row in range(len(data))]
 
 
-def run_all(awaitables: list[Awaitable]) -> list[Any]:
-    """Results in order, from an event loop in a thread of its own: a notebook already runs one in this thread."""
-
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*awaitables)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, gather()).result()
+def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
+    """Whether an argument has no default and, as far as is written there, may not be None."""
+    parameter = signature.parameters.get(argument)
+    if parameter is None or parameter.default is not parameter.empty:
+        return False
+    return not re.search("None|Optional", str(parameter.annotation))
 
 
 def load_reward_manager(
@@ -117,7 +125,9 @@ def load_reward_manager(
     """
     chosen = config.custom_reward_function
     if chosen.path:
-        return FunctionReward(load_extern_object(chosen.path, chosen.name), tokenizer, chosen.reward_kwargs)
+        function = load_extern_object(chosen.path, chosen.name)
+        limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout}
+        return FunctionReward(function, tokenizer, chosen.reward_kwargs, **limits)
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)
@@ -130,21 +140,21 @@ def load_reward_manager(
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """What a reward sees of B rollouts: `prompts` and `responses` as texts, `ground_truths`, and the dataset's columns.
 
-    `responses` holds only what the policy produced (response_mask 1), without special tokens: text of an environment
-    earns nothing. `response_mask` [B, R] is there for rewards per token.
+    `data.responses` are texts, of what the policy produced alone (response_mask 1) and without special tokens: text of
+    an environment earns nothing. `data.batch["responses"]`, ["prompts"], ["attention_mask"] and all other tensors are
+    those of the batch, [B, …], as verl's managers read them.
     """
     masked = [
         ids[mask.bool()] for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
     ]
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-    columns = {
-        **batch.non_tensor_batch,
+    texts = {
         "prompts": tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True),
         "responses": tokenizer.batch_decode(masked, skip_special_tokens=True),
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
-        "response_mask": batch.batch["response_mask"],
     }
-    return DataProto.from_single_dict(columns, dict(batch.meta_info))
+    columns = batch.non_tensor_batch | {name: object_array(values) for name, values in texts.items()}
+    return DataProto.from_dict(batch.tensors, columns, dict(batch.meta_info))
 
 
 def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:

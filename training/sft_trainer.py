@@ -5,12 +5,14 @@ own, it wires the same engine and forward pass that the actor uses.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import set_environment
+    from configs.process import end_on_interrupt, set_environment
 
+    end_on_interrupt()
     set_environment()  # before torch is loaded
 
 from dataclasses import asdict
@@ -19,18 +21,21 @@ import torch
 from torch import Tensor
 
 from configs.checks import check_output_folder
-from configs.errors import ConfigError, refusals
+from configs.errors import ConfigError, late_refusals, refusals
 from configs.loader import load_config, parse_arguments
-from configs.process import available_cores
 from configs.schema import SFTConfig
+from configs.threads import worker_threads
+from data.files import rewrite
+from data.locking import sole_run
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed
 from data.sft_dataset import SFTDataset
 from data.tokenizer import load_tokenizer, template_terminator
-from training.checkpoint import save_checkpoint
+from training.checkpoint import CONFIG_FILE, Saver, config_yaml
 from training.metric_utils import timer
+from training.reports import files_left
 from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
 from workers.engine import TrainEngine, compute_dtype
@@ -50,18 +55,19 @@ def main(argv: list[str] | None = None) -> None:
                 "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses."
             )
         check_output_folder(config.trainer.default_local_dir)
-        start_process(n_threads(config), config.model.kernels)
-        trainer = SFTTrainer(config)
-    trainer.fit()
+    with late_refusals(), sole_run(config.trainer.default_local_dir):
+        with refusals():
+            threads = worker_threads(config.trainer.n_threads)
+            start_process(threads.number, config.model.kernels)
+            trainer = SFTTrainer(config)
+        print(f"training is in this process, with {threads}.")
+        trainer.fit()
 
 
 def run(config: SFTConfig) -> Path:
     """Trains as `config` says; the Hugging Face directory of the result."""
-    return SFTTrainer(config).fit()
-
-
-def n_threads(config: SFTConfig) -> int:
-    return config.trainer.n_threads or available_cores()
+    with sole_run(config.trainer.default_local_dir):
+        return SFTTrainer(config).fit()
 
 
 class SFTTrainer:
@@ -70,7 +76,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
         seed = config.trainer.seed
-        torch.set_num_threads(n_threads(config))
+        torch.set_num_threads(worker_threads(config.trainer.n_threads).number)
         self.tokenizer = load_tokenizer(config.model, "model")
         self.train_loader = self.build_loader(config.data.train_files, train=True)
         self.val_loader = self.build_loader(config.data.val_files, train=False) if config.data.val_files else None
@@ -82,6 +88,7 @@ class SFTTrainer:
         self.engine = TrainEngine(module, config.optim, self.total_steps, device, dtype)
         self.size = MicroBatchSize(config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu)
         self.folder = Path(config.trainer.default_local_dir)
+        self.saver = Saver(self.folder, self.write_state, ["hf_model"])
         self.skipped_updates = SkippedUpdates(
             MAX_SKIPPED_UPDATES,
             None,
@@ -99,7 +106,11 @@ class SFTTrainer:
         return PromptLoader(dataset, data.train_batch_size, sampler)
 
     def fit(self) -> Path:
-        settings = self.config.trainer
+        """Trains to the last step; the Hugging Face directory of the result."""
+        settings, result = self.config.trainer, f"global_step_{self.total_steps}"
+        print(f"files go to {self.folder}: metrics.jsonl, {CONFIG_FILE}, and after the last step {result}/huggingface.")
+        rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
+        self.saver.try_out()
         with Tracking(
             self.folder,
             settings.logger,
@@ -115,8 +126,10 @@ class SFTTrainer:
                     metrics["val/loss"] = self.validate()
                 tracking.log(step, metrics)
                 self.skipped_updates.check(metrics)
-        save_checkpoint(self.folder, self.total_steps, self.write_state, keep=None)
-        return self.folder / f"global_step_{self.total_steps}" / "huggingface"
+            self.saver.save(self.total_steps)
+            self.saver.check(self.total_steps)
+        print(files_left(self.folder))
+        return self.folder / result / "huggingface"
 
     def step(self, step: int) -> dict[str, float]:
         """One optimiser step: L = −Σ log p(response token) / number of response tokens."""
@@ -163,8 +176,8 @@ class SFTTrainer:
             sample.extend(ids, log_probs=None, policy=True)
         return collate(samples, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id)
 
-    def write_state(self, folder: Path) -> None:
-        self.engine.save(folder, ["hf_model"])
+    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
+        self.engine.save(folder, contents)
         self.tokenizer.save_pretrained(folder / "huggingface")
 
 

@@ -8,10 +8,8 @@ Left out: artifacts and tables at the services; W&B and MLflow get a new run eac
 
 import atexit
 import importlib
-import itertools
+import logging
 import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +21,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from data.files import json_line, read_metrics, replacing
+from training.record import METRICS_FILE, Record
 from training.reports import IN_WORDS, short_number
 
-METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
 
 # What the console shows of a step: a template, and the metric or metrics that fill it.
@@ -38,6 +35,8 @@ HEADLINES = (
     ("length {} tokens", ("response_length/mean",)),
     ("{} s/step", ("timing_s/step",)),
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Tracking:
         run = Run(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
-        self.record = Record(run)
+        self.record = Record(run.folder, resume_step)
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         """Records the metrics of `step`, once and in ascending order; step 0 is what was known before training.
@@ -92,12 +91,18 @@ class Tracking:
         Raises AssertionError for a step that is not after the last one, TypeError for a value that is no number.
         """
         numbers = {name: _as_float(name, value) for name, value in data.items()}
-        for output in (self.record, *self.views):
-            output.log(step, numbers)
+        self.record.log(step, numbers)
+        for view in [*self.views]:
+            try:
+                view.log(step, numbers)
+            except OSError as error:  # a full disk, for one: the numbers are in the record
+                logger.warning("%s ends before step %d: %s", type(view).__name__, step, error)
+                self.views.remove(view)
 
     def close(self, failed: bool = False) -> None:
-        """Closes every view, even if one of them raises; `failed` marks the run as such at the services."""
+        """Closes the record and every view, even if one of them raises; `failed` marks the run so at the services."""
         with ExitStack() as stack:
+            stack.callback(self.record.close)
             for view in self.views:
                 stack.callback(view.close, failed)
         self.views = []
@@ -107,33 +112,6 @@ class Tracking:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self.close(failed=error_type is not None)
-
-
-class Record:
-    """metrics.jsonl: `{"step": N, "data": {name: number}}`, NaN and infinities as null, on disk when `log` returns."""
-
-    def __init__(self, run: Run) -> None:
-        self.path = run.folder / METRICS_FILE
-        before = self.path.read_bytes() if self.path.exists() else b""
-        last_kept = run.resume_step or -1  # a fresh start repeats step 0 as well
-        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= last_kept]
-        after = b"".join(map(json_line, kept))
-        if after != before:
-            aside = (self.path.with_name(f"{METRICS_FILE}.bak-{n}") for n in itertools.count(1))
-            shutil.copy2(self.path, next(path for path in aside if not path.exists()))
-            with replacing(self.path) as file:
-                file.write(after)
-        self.last_step = kept[-1]["step"] if kept else -1
-
-    def log(self, step: int, data: Mapping[str, float]) -> None:
-        assert step > self.last_step, (
-            f"step {step} was logged after step {self.last_step}: the record has each step once, in ascending order; "
-            "gather all metrics of a step and log them together"
-        )
-        with self.path.open("ab", buffering=0) as file:
-            file.write(json_line({"step": step, "data": data}))
-            os.fsync(file.fileno())
-        self.last_step = step
 
 
 class ConsoleView:

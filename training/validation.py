@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config
-from data.files import dump_jsonl
+from configs.schema import Config, EnvConfig
+from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
-from data.rl_dataset import encode_prompt
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
@@ -23,20 +22,48 @@ Metrics = dict[str, float]
 Row = dict[str, Any]
 
 
-class Environment(Protocol):
+@runtime_checkable
+class ActionReader(Protocol):
+    """Reads the action out of an answer: a reward manager of an environment, or the environment itself."""
+
+    def extract_action(self, text: str) -> Any | None:
+        """The action; None if `text` names none that is legal."""
+
+
+class Environment(ActionReader, Protocol):
     """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
 
     env_id: str
-    prompt: str  # what the player is shown now
+    state: Any  # where the running episode is
 
     def reset(self, seed: int) -> str:
         """Starts an episode."""
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Plays an answer: observation, reward, terminated, truncated, info with `success`."""
+    def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Plays an action: observation, reward, terminated, truncated, info with `success` (None: unknown)."""
 
     def clone(self) -> "Environment":
         """An independent environment with the same settings."""
+
+
+@runtime_checkable
+class StateDataset(Protocol):
+    """Shows states to the policy (custom/env_dataset.py: CustomEnvDataset)."""
+
+    def encode_state(self, state: Any) -> list[int] | None:
+        """Token ids of the prompt that shows `state`; None if it is too long to be shown."""
+
+    def check_sizes(self, states: Iterable[Any], what: str) -> None:
+        """Raises ValueError for prompts that are too long and may not be cut."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """What validation episodes are played with: what the policy is shown, and what its answers mean, as in training."""
+
+    environment: Environment
+    dataset: StateDataset
+    reader: ActionReader
 
 
 @dataclass
@@ -47,19 +74,18 @@ class Episode:
     environment: Environment
     turns: list[Row] = field(default_factory=list)
     reward: float = 0.0
-    success: bool = False
+    success: bool | None = None  # None: nobody says
     end_reason: str | None = None
 
-    def play(self, answer: str) -> None:
-        prompt = self.environment.prompt
-        _, reward, _, _, info = self.environment.step(answer)
+    def play(self, prompt: str, answer: str, action: Any | None) -> None:
+        _, reward, _, _, info = self.environment.act(action)
         self.turns.append({"prompt": prompt, "response": answer, "reward": reward})
         self.reward += reward
         self.success, self.end_reason = info["success"], info["end_reason"]
 
 
 class Validator:
-    """Validates on the rows of `loader`, on episodes of `environment`, or on both, whichever is given."""
+    """Validates on the rows of `loader`, on episodes of `game`, or on both, whichever is given."""
 
     def __init__(
         self,
@@ -68,14 +94,14 @@ class Validator:
         rollout: Rollout,
         reward: RewardManager,
         loader: PromptLoader | None,
-        environment: Environment | None,
+        game: Game | None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.rollout = rollout
         self.reward = reward
         self.loader = loader
-        self.environment = environment
+        self.game = game
 
     def run(self, step: int) -> Metrics:
         """Metrics of the present policy, under verl's names; a few samples are printed, all are dumped if asked."""
@@ -86,7 +112,9 @@ class Validator:
             samples += part_samples
         settings = self.config.trainer
         if settings.validation_data_dir:
-            dump_jsonl(Path(settings.validation_data_dir) / f"{step}.jsonl", samples)
+            path = Path(settings.validation_data_dir) / f"{step}.jsonl"
+            with dispensable(str(path)):
+                dump_jsonl(path, samples)
         if settings.log_val_generations:
             shown = [*spread(samples, settings.log_val_generations)]
             for kind, rows in by_kind(shown).items():
@@ -117,48 +145,50 @@ class Validator:
         return add_scores(batch, self.reward, self.tokenizer)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
-        """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed."""
-        settings = self.config.env
-        if self.environment is None or not settings.val_episodes:
+        """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
+
+        `return` is the sum of an episode's rewards, `acc` whether it was a success. Where nobody says what a success is
+        there is no `acc`; where anyone does, an episode of which nothing was said is none.
+        """
+        if self.game is None:
             return {}, []
-        seeds = range(settings.val_seed, settings.val_seed + settings.val_episodes)
-        episodes = self.play([Episode(seed, self.environment.clone()) for seed in seeds])
-        columns = {
-            "reward": [episode.reward for episode in episodes],
-            "acc": [float(episode.success) for episode in episodes],
-        }
-        sources = [self.environment.env_id] * len(episodes)
+        episodes = self.play([Episode(seed, self.game.environment.clone()) for seed in episode_seeds(self.config.env)])
+        columns = {"return": [episode.reward for episode in episodes]}
+        if any(episode.success is not None for episode in episodes):
+            columns = {"acc": [float(episode.success or False) for episode in episodes], **columns}
+        sources = [self.game.environment.env_id] * len(episodes)
         turns = [len(episode.turns) for episode in episodes]
         metrics = process_validation_metrics(sources, [str(episode.seed) for episode in episodes], columns)
         return flatten_validation_metrics(metrics, num_turns=turns), [episode_row(one, step) for one in episodes]
 
     def play(self, episodes: list[Episode]) -> list[Episode]:
-        """Plays all episodes side by side, one generation batch a turn, until each has ended."""
+        """Plays all episodes side by side, one generation batch a turn, until each has ended.
+
+        One whose prompt is too long to be shown ends there, for context_full.
+        """
         for episode in episodes:
             episode.environment.reset(episode.seed)
         turn = 0
-        while playing := [episode for episode in episodes if episode.end_reason is None]:
-            for episode, answer in zip(
-                playing, self.answer([one.environment.prompt for one in playing], turn), strict=True
-            ):
-                episode.play(answer)
+        while running := [episode for episode in episodes if episode.end_reason is None]:
+            self.play_turn(running, turn)
             turn += 1
         return episodes
 
-    def answer(self, prompts: Sequence[str], turn: int) -> list[str]:
-        data = self.config.data
-        encoded = [
-            encode_prompt([{"role": "user", "content": text}], self.tokenizer, **data.apply_chat_template_kwargs)
-            for text in prompts
-        ]
-        longest = max(map(len, encoded))
-        if longest > data.max_prompt_length:
-            raise ValueError(
-                f"a prompt of {self.environment.env_id} has {longest} tokens, above data.max_prompt_length="
-                f"{data.max_prompt_length}: raise it, or shorten the environment's text."
-            )
-        batch = DataProto.from_single_dict({"raw_prompt_ids": encoded})
-        return list(reward_view(self.generate(batch, turn), self.tokenizer).responses)
+    def play_turn(self, episodes: list[Episode], turn: int) -> None:
+        """One answer in each of `episodes`."""
+        shown = []
+        for episode in episodes:
+            prompt_ids = self.game.dataset.encode_state(episode.environment.state)
+            if prompt_ids is None:
+                episode.end_reason = "context_full"
+            else:
+                shown.append((episode, prompt_ids))
+        if not shown:
+            return
+        batch = self.generate(DataProto.from_single_dict({"raw_prompt_ids": [ids for _, ids in shown]}), turn)
+        view = reward_view(batch, self.tokenizer)
+        for (episode, _), prompt, answer in zip(shown, view.prompts, view.responses, strict=True):
+            episode.play(prompt, answer, self.game.reader.extract_action(answer))
 
     def generate(self, prompts: DataProto, number: int) -> DataProto:
         """Responses as validation samples them; `number` counts the calls of one validation.
@@ -187,13 +217,20 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int)
     return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
 
 
+def episode_seeds(config: EnvConfig) -> range:
+    """The reset seeds of the validation episodes."""
+    return range(config.val_seed, config.val_seed + config.val_episodes)
+
+
 def episode_row(episode: Episode, step: int) -> Row:
+    """An episode as one readable row; its score is its return."""
     return {
         "step": step,
-        "input": episode.turns[0]["prompt"],
+        "input": episode.turns[0]["prompt"] if episode.turns else "",
         "output": " · ".join(turn["response"] for turn in episode.turns),
         "gts": None,
         "score": episode.reward,
+        "success": episode.success,
         "end_reason": episode.end_reason,
         "turns": episode.turns,
     }

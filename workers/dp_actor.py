@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from data.protocol import DataProto
 from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty
 from training.mini_batches import Update
-from training.reward import callable_name
+from training.policy_loss import LossConfig, call_policy_loss
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
@@ -52,7 +51,7 @@ class DataParallelPPOActor:
         self.update_size = update_size
         self.log_prob_size = log_prob_size
         self.policy_loss = get_policy_loss(policy_loss_name(config.policy_loss, rollout_correction))
-        policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
+        policy_loss = LossConfig(**vars(config.policy_loss), rollout_correction=rollout_correction)
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
@@ -110,19 +109,15 @@ class DataParallelPPOActor:
     ) -> Tensor:
         """The policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
         mask = columns["response_mask"]
-        # Passed on only where there are any, so that a loss of five arguments and a config is enough.
+        # Only where there are any, so that a loss that knows nothing of them will do.
         weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
-        result = self.policy_loss.function(
-            columns.get("old_log_probs", log_probs.detach()),
-            log_probs,
-            columns["advantages"],
-            mask,
+        loss, loss_metrics = call_policy_loss(
+            self.policy_loss.function,
+            (columns.get("old_log_probs", log_probs.detach()), log_probs, columns["advantages"], mask),
             self.config.loss_agg_mode,
-            config=SimpleNamespace(**self.loss_config, global_batch_info=counts),
-            **weights,
-            **self.config.policy_loss.kwargs,
+            LossConfig(**self.loss_config, global_batch_info=counts),
+            {**weights, **self.config.policy_loss.kwargs},
         )
-        loss, loss_metrics = checked_loss(result, self.policy_loss.function)
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
             metrics.add_mean(name, value, int(mask.sum()))
@@ -157,18 +152,6 @@ class DataParallelPPOActor:
             loss = loss + config.kl_loss_coef * kl_loss
         metrics.add_sum("actor/loss", loss)
         return loss
-
-
-def checked_loss(result: Any, function: Callable) -> tuple[Tensor, dict[str, float]]:
-    """The loss, a number in a tensor, and the metrics that `function` returned; raises ValueError for anything else."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
-        found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in (loss, metrics)]
-        raise ValueError(
-            f"the policy loss {callable_name(function)} returned {found}; it must return the loss, a tensor of "
-            "shape () as from agg_loss, and a dict of metrics."
-        )
-    return loss, metrics
 
 
 class ReferencePolicy:

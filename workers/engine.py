@@ -116,7 +116,8 @@ class TrainEngine:
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the
-        same, and the first writes it. The tokenizer, beside the model in huggingface/, is the caller's."""
+        same, and the first writes it. The configs of huggingface/ are always there; hf_model adds the weights. The
+        tokenizer beside them is the caller's."""
         if rank() > 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,8 +126,8 @@ class TrainEngine:
         for name in parts:
             if name in contents:
                 torch.save(parts[name][0](), folder / part_file(name))
-        if "hf_model" in contents:
-            self.module.save_pretrained(folder / "huggingface")
+        weights = {} if "hf_model" in contents else {"state_dict": {}}
+        self.module.save_pretrained(folder / "huggingface", **weights)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.

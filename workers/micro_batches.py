@@ -7,6 +7,7 @@ nobody outside sees how it was cut; losses are normalised by counts of the whole
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -66,33 +67,37 @@ class MicroBatch:
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
 
-def cut_share(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel) -> list[MicroBatch]:
+def cut_share(
+    batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel
+) -> Iterator[MicroBatch]:
     """The micro-batches of this rank's share of a batch, filled up with dummies to as many as any rank has: all run
     the same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
-    count = len(micro_batch_rows(batch, size, model.shares_prompts))
-    return cut(batch, size, columns, model, at_least=max(gather(count)))
+    parts = micro_batch_rows(batch, size, model.shares_prompts)
+    missing = max(gather(len(parts))) - len(parts)
+    return chain(micro_batches(batch, parts, columns, model.device), (dummy(model.device) for _ in range(missing)))
 
 
-def cut(
-    batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel, at_least: int = 0
-) -> Iterator[MicroBatch]:
-    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along. Dummies follow
-    where these are fewer than `at_least`.
+def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel) -> Iterator[MicroBatch]:
+    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along.
 
     By tokens, rows that share a prompt stay together as far as the budget goes, and where `model` computes their
     prompt once it counts once.
     """
-    parts = micro_batch_rows(batch, size, model.shares_prompts)
+    return micro_batches(batch, micro_batch_rows(batch, size, model.shares_prompts), columns, model.device)
+
+
+def micro_batches(
+    batch: DataProto, parts: list[Tensor], columns: list[str], device: torch.device
+) -> Iterator[MicroBatch]:
+    """One for each of the `parts`, which are rows of `batch`."""
     split, mask = prompt_width(batch), batch.batch["attention_mask"]
     for rows in parts:
         prompt = int(mask[rows, :split].sum(1).max())
         width = max(1, int(mask[rows, split:].sum(1).max()))
         span = slice(split - prompt, split + width)
-        taken = {name: batch.batch[name][rows, span].to(model.device) for name in WHOLE_SEQUENCE}
-        taken |= {name: batch.batch[name][rows, :width].to(model.device) for name in ["responses", *columns]}
+        taken = {name: batch.batch[name][rows, span].to(device) for name in WHOLE_SEQUENCE}
+        taken |= {name: batch.batch[name][rows, :width].to(device) for name in ["responses", *columns]}
         yield MicroBatch(rows, taken, width)
-    for _ in range(at_least - len(parts)):
-        yield dummy(model.device)
 
 
 def dummy(device: torch.device) -> MicroBatch:

@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 
 from configs.checks import cuts_by_tokens
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
-from data.import_utils import load_module, load_modules
+from data.import_utils import load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
 from training.mini_batches import first_policy_step
 from training.roles import SamplingParams
+from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine, compute_dtype
-from workers.hf.rollout import HFRollout
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.rollout import Rollout
@@ -77,9 +77,9 @@ class ModelWorker:
         return DataParallelPPOCritic(config, self._train(module, config.optim, self.total_steps), update_size(config))
 
     def _build_rollout(self) -> "ColocatedRollout":
-        config, module = self.config.actor_rollout_ref.rollout, self.policy.module
-        engine_class = HFRollout if config.name == "hf" else load_rollout_class(config.name)
-        return ColocatedRollout(engine_class(config, self.tokenizer, module), self.policy)
+        config = self.config.actor_rollout_ref.rollout
+        engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
+        return ColocatedRollout(engine, self.policy)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class ColocatedRollout:
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch."""
         with forked_rng(seed), self.policy.autocast():
-            return self.engine.generate_sequences(prompts, sampling, seed, first_row)
+            return generate_batch(self.engine, prompts, sampling, seed, first_row)
 
     def update_weights(self, version: int) -> None:
         """Has the engine sample from the policy's present weights."""
@@ -114,23 +114,3 @@ def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:
 def log_prob_size(config: RolloutConfig | RefConfig) -> MicroBatchSize:
     """The size of a forward pass that only scores."""
     return MicroBatchSize(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
-
-
-def load_rollout_class(path: str) -> type[Rollout]:
-    """The one Rollout subclass defined in a file or module of the user's.
-
-    Raises:
-        ValueError: it holds none, or several.
-    """
-    module = load_module(path)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Rollout) and value.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name={path}: the file must define exactly one subclass of "
-            f"workers.rollout.Rollout, it defines {[cls.__name__ for cls in found]}. Shipped engines: hf."
-        )
-    return found[0]

@@ -1,5 +1,6 @@
 """Loading the policy and the critic from a Hugging Face directory."""
 
+import copy
 import logging
 from collections.abc import Collection
 
@@ -8,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -79,6 +81,8 @@ def _load(auto_class: type, model: ModelConfig, path: str, **overrides) -> PreTr
     report_weights(loaded, report, path)
     if model.enable_gradient_checkpointing:
         loaded.gradient_checkpointing_enable()
+    if loaded.can_generate():
+        loaded.generation_config = savable(loaded.generation_config, path)
     return loaded
 
 
@@ -95,6 +99,30 @@ def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], p
             listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
             weights = words.format(counted(len(names), "weight"), type(model).__name__)
             notice(f"{path} {weights}: {listed}.")
+
+
+def savable(generation: GenerationConfig, path: str) -> GenerationConfig:
+    """`generation`, or, where it has settings of sampling but does not sample, a copy that does.
+
+    transformers loads the one and refuses to save it. What else it refuses is left as it is.
+    """
+    sampling = copy.deepcopy(generation)
+    sampling.do_sample = True
+    if is_savable(generation) or not is_savable(sampling):
+        return generation
+    notice(
+        f"the generation_config of {path} has settings of sampling without do_sample=true, which transformers does not "
+        "save: checkpoints will have do_sample=true. This run reads none of it but the ids that end a response."
+    )
+    return sampling
+
+
+def is_savable(generation: GenerationConfig) -> bool:
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:

@@ -53,7 +53,8 @@ class RemoteRollout(RemoteRole):
         parts = prompts.chunk_uneven(self.group.size)
         first_rows = accumulate(map(len, parts), initial=0)
         shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
-        return DataProto.concat(self.group.submit(self.name, "generate_sequences", shares).result())
+        answers = self.group.submit(self.name, "generate_sequences", shares).result()
+        return DataProto.concat([answer for answer in answers if len(answer)] or answers[:1])
 
     def update_weights(self, version: int) -> None:
         self.call("update_weights", version)

@@ -2,9 +2,10 @@
 
 Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
 finished. An engine implements `step`, or `generate` alone, which takes a batch of requests and returns when all have
-finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top.
+finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top;
+an engine that defines it itself is asked for whole batches alone (workers/batch_rollout.py).
 Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
-subclass of yours.
+subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +55,7 @@ class Completion:
 
 
 class Rollout:
-    """Base of all engines, which implement `step`, or `generate` alone.
+    """Base of all engines, which implement `step`, or `generate` alone, or `generate_sequences` alone.
 
     Args:
         config: rollout settings.
@@ -64,11 +65,12 @@ class Rollout:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.generate is Rollout.generate and cls.step is Rollout.step:
+        if all(vars(Rollout)[name] is getattr(cls, name) for name in ("generate", "step", "generate_sequences")):
             raise TypeError(
                 f"{cls.__name__} cannot generate: a subclass of workers.rollout.Rollout defines "
                 "generate(requests) -> list[Completion], in the order of the requests, or step() -> list[Completion], "
-                "which advances the requests that it takes from self.waiting and returns those that finished."
+                "which advances the requests that it takes from self.waiting and returns those that finished, or "
+                "generate_sequences(prompts) -> DataProto, which answers a whole batch."
             )
 
     def __init__(
@@ -153,7 +155,8 @@ class Rollout:
         check_completions(f"the engine {callable_name(type(self))}", requests, completions)
         samples = [answered(request, done) for request, done in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
-        return rollouts.union(prompts)
+        further = [name for name in prompts.tensors if name not in rollouts]
+        return rollouts.union(prompts.select(further))
 
 
 def check_completions(name: str, requests: Sequence[Request], completions: Sequence[Completion]) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES, available_cores
+from configs.process import VARIABLES
 from configs.schema import Config, TrainerConfig
+from configs.threads import Threads, worker_threads
 from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
@@ -39,13 +40,14 @@ class Resources:
     workers: int
     threads: int
     gpus: int
+    threads_from: str = field(default="", compare=False)  # where their number comes from
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
-        threads = trainer.n_threads or max(1, available_cores() // workers_a_node)
-        return cls(trainer.nnodes * workers_a_node, threads, min(gpus, 1))
+        threads = worker_threads(trainer.n_threads, workers_a_node)
+        return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), threads.origin)
 
     def bundle(self) -> dict[str, float]:
         """The resources that Ray reserves for one worker."""
@@ -225,7 +227,7 @@ def uses_ray(trainer: TrainerConfig) -> bool:
 def worker_summary(trainer: TrainerConfig) -> str:
     """One line: where the workers run, and on what."""
     resources = Resources.from_config(trainer)
-    having = f"with {resources.threads} thread{'s'[: resources.threads > 1]} and {resources.gpus or 'no'} GPU"
+    having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
         return (
             f"{resources.workers} workers are Ray actors, {having} each: all hold the whole model, and each takes a "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from data.seqlen_balancing import padded_parts
 from training.roles import SamplingParams
 from workers.hf.cache import RowCache
 from workers.hf.sampling import sample_rows
@@ -84,7 +85,8 @@ def enlarged(memory: Tensor, *shape: int) -> Tensor:
 class RunningBatch:
     """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the cache's order.
 
-    `shares_prompts`: whether the module's attention reads a prompt once for all its rows.
+    `shares_prompts`: whether the module's attention reads a prompt once for all its rows. `max_num_batched_tokens`:
+    most of a pass over prompts, padding included; a longer prompt has a pass of its own.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class RunningBatch:
         weight_version: int,
         *,
         shares_prompts: bool,
+        max_num_batched_tokens: int,
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
-        self.shares_prompts = shares_prompts
+        self.shares_prompts, self.max_num_batched_tokens = shares_prompts, max_num_batched_tokens
         self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=module.device)
         self.slots = Slots(module.device)
         self.alive = torch.empty(0, dtype=torch.long, device=module.device)
@@ -111,11 +114,20 @@ class RunningBatch:
 
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
-        prompts = [tuple(request.prompt_ids) for request in requests]
-        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-        prefilled, logits = self._prefill(list(distinct))
-        source = torch.tensor([distinct[prompt] for prompt in prompts], device=logits.device)
-        lengths = torch.tensor([len(prompt) for prompt in distinct], device=logits.device)
+        rows: dict[tuple[int, ...], list[Request]] = {}  # of each prompt
+        for request in requests:
+            rows.setdefault(tuple(request.prompt_ids), []).append(request)
+        prompts, finished = list(rows), []
+        for part in padded_parts([len(prompt) for prompt in prompts], self.max_num_batched_tokens):
+            finished += self._join_pass({prompts[place]: rows[prompts[place]] for place in part})
+        return finished
+
+    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]]) -> list[Completion]:
+        """`join` for the requests of some prompts, which go through the model together."""
+        prefilled, logits = self._prefill(list(rows))
+        device, requests = logits.device, [request for answers in rows.values() for request in answers]
+        source = torch.tensor([place for place, answers in enumerate(rows.values()) for _ in answers], device=device)
+        lengths = torch.tensor([len(prompt) for prompt in rows], device=device)
         slots = self.slots.take(requests)
         ends = self._draw(slots, logits[source])
         if not ends.all():

@@ -102,7 +102,8 @@ class RowCache(Cache):
     def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
         """n more rows of at most `max_tokens` own ones, which answer the prompts `source` [n] of `prefilled`; `lengths`
         are those of its prompts."""
-        assert self.shares_prompts or not len(self), "an attention of the model's own needs rows of one age"
+        is_one_age = bool((self.starts == self.end).all())
+        assert self.shares_prompts or is_one_age, "an attention of the model's own needs rows of one age"
         self.max_tokens = max(self.max_tokens, max_tokens)
         answered, new_places = source.unique(return_inverse=True)
         self._drop_prompts(at_least=0)

@@ -89,7 +89,12 @@ class HFRollout(Rollout):
         self.set_up.callback(self.module.train)
         shares_prompts = self.set_up.enter_context(decoding(self.module, steps, rows))
         self.running = RunningBatch(
-            self.module, self.stop_ids, self.pad_token_id, self.weight_version, shares_prompts=shares_prompts
+            self.module,
+            self.stop_ids,
+            self.pad_token_id,
+            self.weight_version,
+            shares_prompts=shares_prompts,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
 
     def _stop(self) -> None:

@@ -1,7 +1,6 @@
 """The process: its threads, and the memory it keeps from step to step."""
 
 import ctypes
-import gc
 import os
 import platform
 from pathlib import Path
@@ -20,9 +19,8 @@ IS_GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such s
 
 
 def start_process(n_threads: int, kernels: str = "auto") -> None:
-    """Sets the size of torch's pool of threads, and keeps freed memory in the process. What has been loaded so far is
-    taken to stay: the garbage collector walks it no more (half a million objects, a tenth of a small model's step).
-    `kernels`, as in the config: off leaves it at the threads.
+    """Sets the size of torch's pool of threads, and keeps freed memory in the process. `kernels`, as in the config: off
+    leaves it at the threads.
 
     A step asks for the same large tensors as the one before. By default malloc gives each back to the kernel and has
     it zeroed again page by page, which took longer than the arithmetic on them for tensors of 100 MB (183 against 18
@@ -32,8 +30,6 @@ def start_process(n_threads: int, kernels: str = "auto") -> None:
     torch.set_num_threads(n_threads)
     if kernels == "off":
         return
-    gc.collect()
-    gc.freeze()
     if IS_GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)

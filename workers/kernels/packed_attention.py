@@ -49,15 +49,18 @@ class Packed:
         prompt_lengths, response_lengths = (part.sum(1).tolist() for part in (mask[:, :split], mask[:, split:]))
         rows = input_ids[:, :split].tolist()
         prompts = [tuple(ids[split - length :]) for ids, length in zip(rows, prompt_lengths, strict=True)]
-        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        first_rows: dict[tuple[int, ...], int] = {}  # of each distinct prompt
+        for row, prompt in enumerate(prompts):
+            first_rows.setdefault(prompt, row)
+        distinct = {prompt: place for place, prompt in enumerate(first_rows)}
         prompt_of_row = [distinct[prompt] for prompt in prompts]
-        first_rows = [prompt_of_row.index(place) for place in range(len(distinct))]
 
         forwarded = [max(length - 1, 0) for length in response_lengths]
         is_forwarded = torch.arange(response_width, device=device) < torch.tensor(forwarded, device=device)[:, None]
+        firsts = list(first_rows.values())
 
         def pack(column: Tensor) -> Tensor:
-            prompt_tokens = column[first_rows, :split][mask[first_rows, :split]]
+            prompt_tokens = column[firsts, :split][mask[firsts, :split]]
             return torch.cat([prompt_tokens, column[:, split:][is_forwarded]])
 
         packed_prompts = Ragged([len(prompt) for prompt in distinct], device)

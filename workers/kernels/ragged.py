@@ -103,11 +103,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: list[MaskedBlock],
     """
     if len(blocks) == 1 and blocks[0].block.rows == len(query):
         return in_a_row([F.scaled_dot_product_attention(query, key, value, blocks[0].mask, **options)])
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-        return _Attend.apply(query, key, value, blocks, options)
-    return in_a_row(
-        [F.scaled_dot_product_attention(*views_of(query, key, value, block), mask, **options) for block, mask in blocks]
-    )
+    outputs = []
+    for block, mask in blocks:
+        query, key, value, *views = _Views.apply(query, key, value, block)
+        outputs.append(F.scaled_dot_product_attention(*views, mask, **options))
+    return in_a_row(outputs)
 
 
 def views_of(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,35 +122,26 @@ def in_a_row(outputs: list[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
-class _Attend(torch.autograd.Function):
-    """Each block has a graph of its own, and adds to the gradients of its keys in place: autograd would make gradients
-    of all keys for the slice of every block."""
+class _Views(torch.autograd.Function):
+    """Queries, keys and values as they came, for the next block, and those of one block.
+
+    In the backward, which reaches the last block first, a block adds to the gradients of all in place: autograd by
+    itself would make gradients of all keys for the view of every block. There is one graph, with nothing saved in it
+    but by autograd, so that checkpointing computes a layer again once.
+    """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        blocks: list[MaskedBlock],
-        options: dict[str, Any],
-    ) -> Tensor:
-        ctx.inputs, ctx.blocks, ctx.graphs = (query, key, value), [block for block, _ in blocks], []
-        for block, mask in blocks:
-            leaves = [view.detach().requires_grad_() for view in views_of(query, key, value, block)]
-            with torch.enable_grad():
-                ctx.graphs.append((leaves, F.scaled_dot_product_attention(*leaves, mask, **options)))
-        return in_a_row([output.detach() for _, output in ctx.graphs])
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.block, ctx.like = block, [torch.empty_like(tensor, device="meta") for tensor in (query, key, value)]
+        return query, key, value, *views_of(query, key, value, block)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        totals = [torch.zeros_like(tensor) for tensor in ctx.inputs]
-        parts = gradient.split([prod(block.shape) for block in ctx.blocks], dim=1)
-        for block, (leaves, output), part in zip(ctx.blocks, ctx.graphs, parts, strict=True):
-            d_output = part.unflatten(1, block.shape).transpose(0, 1)
-            d_leaves = torch.autograd.grad(output, leaves, d_output)
-            for total, d_leaf in zip(views_of(*totals, block), d_leaves, strict=True):
-                total += d_leaf
-        ctx.inputs = ctx.graphs = None  # free what they hold
-        return *totals, None, None
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals, parts = gradients[:3], gradients[3:]
+        if totals[0] is None:  # the last block
+            totals = [torch.zeros_like(like, device=parts[0].device) for like in ctx.like]
+        for total, part in zip(views_of(*totals, ctx.block), parts, strict=True):
+            total += part
+        return *totals, None

@@ -1,0 +1,77 @@
+"""A run whose rewards teach nothing says so once, with the likeliest cause."""
+
+import re
+
+import pytest
+
+from training.no_signal import NoSignal, likeliest_cause, teaches_nothing
+
+TIES = {"critic/score/max": 0.0, "critic/score/min": 0.0, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+TEACHES = {
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/advantages/max": 0.7,
+    "critic/advantages/min": -0.7,
+}
+LENGTHS = {"response_length/max": 8.0, "response_length/clip_ratio": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "nothing"),
+    [
+        (TIES, True),
+        (TEACHES, False),
+        ({**TEACHES, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}, True),  # ties within every group
+        ({**TIES, "critic/advantages/max": 0.4, "critic/advantages/min": -0.4}, True),  # a critic's noise, gae
+        ({"response/aborted_ratio": 1.0}, True),
+    ],
+)
+def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, nothing):
+    assert teaches_nothing(metrics) is nothing
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"),
+    [
+        ({"response/aborted_ratio": 1.0}, "every rollout failed"),
+        (
+            {**TIES, "reward/valid_action/max": 0.0},
+            r"no response could be read as an action .*is 0; 0% of the responses",
+        ),
+        (
+            {**TIES, "response_length/clip_ratio": 0.9},
+            "every response scores 0, and 90% of the responses reach data.max_",
+        ),
+        ({**TIES, "response_length/clip_ratio": 1.0, "response_length/max": 1.0}, "too rare to be found by chance"),
+        ({**TIES, "response_length/clip_ratio": 1.0, "reward/valid_action/max": 1.0}, "too rare to be found by chance"),
+        (
+            {**TIES, "critic/score/max": -1.0, "critic/score/min": -1.0},
+            "every response scores -1. The reward is the same",
+        ),
+        ({**TEACHES, "critic/advantages/max": 0.0}, "samples of a prompt always score alike"),
+    ],
+)
+def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):
+    assert re.search(cause, likeliest_cause({**LENGTHS, **metrics}))
+
+
+def test_it_is_said_once_in_a_row_and_again_after_a_step_that_taught(caplog):
+    watch = NoSignal(3)
+    for metrics in [TIES, TIES, TEACHES, TIES, TIES]:
+        watch.check({**LENGTHS, **metrics})
+    assert not caplog.records
+    for _ in range(5):
+        watch.check({**LENGTHS, **TIES})
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "3 steps in a row taught nothing (trainer.no_signal_steps)"
+    ]
+    for metrics in [TEACHES, TIES, TIES, TIES]:
+        watch.check({**LENGTHS, **metrics})
+    assert len(caplog.records) == 2
+
+
+def test_with_0_it_is_never_said(caplog):
+    watch = NoSignal(0)
+    for _ in range(30):
+        watch.check({**LENGTHS, **TIES})
+    assert not caplog.records

@@ -1,0 +1,238 @@
+"""A run's folder: one run has it, it says what will be there and what is there, and all that it is to hold is tried."""
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import main
+from configs.errors import ConfigError
+from data.files import read_metrics
+from data.locking import sole_run
+from scripts import quickstart
+from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
+from tests.test_sft_trainer import ROWS
+from tests.test_sft_trainer import compose as compose_sft
+from training import sft_trainer
+from training.checkpoint import config_drift
+from training.ray_trainer import RayPPOTrainer
+
+TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
+
+
+def refusal(capsys: pytest.CaptureFixture, *overrides: str) -> str:
+    """What `python main.py overrides…` says as it refuses."""
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--config-name", "frozenlake", *overrides])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.rpartition("\nerror: ")[2]
+
+
+def test_a_second_run_is_refused_before_it_touches_anything(tiny_model, tmp_path, capsys, monkeypatch):
+    command = short_run(tiny_model, tmp_path, *TWO_STEPS)
+    main.run(compose(*command))
+    (tmp_path / ".writing_global_step_3").mkdir()  # what the first is writing
+    with sole_run(tmp_path):
+        before = tree_of(tmp_path)
+        monkeypatch.setattr("training.preparation.prepare", lambda _: pytest.fail("it went on"))
+        said = refusal(capsys, *command)
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="belongs to another run"):
+            main.run(compose(*command))
+        after = tree_of(tmp_path)
+    assert f"trainer.default_local_dir={tmp_path} belongs to another run" in said
+    assert f"process {os.getpid()} on {socket.gethostname()}" in said and "name another folder" in said
+    assert {**after, ".": 0} == {**before, ".": 0}  # the folder itself was probed for room
+    main.run(compose(*command, "trainer.total_training_steps=3"))
+    assert list(learning_metrics(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_validation_alone_reads_a_folder_that_another_run_has(tiny_model, tmp_path):
+    command = short_run(tiny_model, tmp_path, *TWO_STEPS)
+    main.run(compose(*command))
+    (tmp_path / ".writing_global_step_3").mkdir()
+    (tmp_path / "global_step_2").rename(tmp_path / ".replaced_global_step_2")  # between the two moves of a save
+    with sole_run(tmp_path):
+        before = tree_of(tmp_path)
+        main.main(["--config-name", "frozenlake", *command, "trainer.val_only=true"])
+        main.main(["--config-name", "frozenlake", *command, "trainer.val_only=true", "trainer.resume_mode=disable"])
+        assert tree_of(tmp_path) == before
+
+
+def test_validation_alone_makes_no_folder(tiny_model, tmp_path):
+    main.run(compose(*short_run(tiny_model, tmp_path / "run", "trainer.val_only=true")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_supervised_training_has_its_folder_to_itself_too(tiny_model, tmp_path, capsys):
+    config = compose_sft(tmp_path, tiny_model, ROWS)
+    overrides = [f"data.train_files={config.data.train_files}", f"model.path={tiny_model}"]
+    with sole_run(tmp_path / "run"), pytest.raises(SystemExit) as stop:
+        sft_trainer.main([*overrides, f"trainer.default_local_dir={tmp_path}/run"])
+    assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
+    sft_trainer.run(config)
+
+
+def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = quickstart.rl_config("frozenlake", 0, [])
+    with sole_run(config.trainer.default_local_dir), pytest.raises(ConfigError, match="belongs to another run"):
+        quickstart.quickstart(config)
+    assert [path.name for path in (tmp_path / "outputs/quickstart").iterdir()] == ["run.lock"]
+
+
+def test_a_killed_run_gives_its_folder_back(tmp_path):
+    program = f"""
+import signal
+from data.locking import sole_run
+with sole_run({str(tmp_path)!r}):
+    print("held", flush=True)
+    signal.pause()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=f"process {holder.pid} on "), sole_run(tmp_path):
+        pytest.fail("two runs have one folder")
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with sole_run(tmp_path):
+        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_file_system_without_locks_is_said_and_not_the_end(tmp_path, monkeypatch, capsys):
+    def flock(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with sole_run(tmp_path):
+        assert "is on a file system without locks (Operation not supported)" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_known_at_the_start(tiny_model, tmp_path, capsys):
+    with files_of_at_most(0), pytest.raises(SystemExit):
+        main.main(["--config-name", "frozenlake", *short_run(tiny_model, tmp_path)])
+    assert "cannot be written to (File too large): name another folder" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_says_so_before_and_after_and_records_its_config(tiny_model, tmp_path, capsys):
+    config = compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=1", "env.val_episodes=0"))
+    main.run(config)
+    output = capsys.readouterr().out
+    assert f"files go to {tmp_path}: metrics.jsonl, config.yaml. No checkpoint will be written" in output
+    assert "trainer.save_freq=N saves every N steps" in output
+    assert f"{tmp_path} has metrics.jsonl, config.yaml, and no checkpoint." in output
+    assert config_drift(tmp_path / "config.yaml", config) == []
+
+
+def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_model, tmp_path, capsys):
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+    main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS, contents)))
+    output = capsys.readouterr().out
+    assert (
+        "and every step a checkpoint of model, hf_model (without optimizer, extra it cannot be resumed from)." in output
+    )
+    told, _, folder = output.strip().splitlines()[-1].partition("from_pretrained loads ")
+    assert told == f"{tmp_path} has metrics.jsonl, config.yaml, global_step_2. "
+    AutoModelForCausalLM.from_pretrained(folder.removesuffix("."))
+    assert not (tmp_path / "global_step_1/critic").exists()
+
+
+def test_a_checkpoint_without_a_model_promises_none(tiny_model, tmp_path, capsys):
+    main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS, SAVE_CONTENTS.format("model,optimizer,extra"))))
+    assert capsys.readouterr().out.endswith("config.yaml, global_step_2.\n")
+
+
+SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
+
+
+def test_supervised_training_says_where_its_model_is_and_records_its_config(tiny_model, tmp_path, capsys):
+    config = compose_sft(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=2")
+    folder = sft_trainer.run(config)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("metrics.jsonl, config.yaml, and after the last step global_step_2/huggingface.")
+    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
+    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
+
+
+def test_frozenlake_by_hand_leaves_the_quickstarts_folder_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("frozenlake", "frozenlake_ppo"):
+        assert compose(name=name).trainer.default_local_dir == f"outputs/{name}"
+        config = quickstart.rl_config(name, 0, [])
+        assert config.trainer.default_local_dir == f"outputs/{name.replace('frozenlake', 'quickstart')}"
+
+
+@pytest.fixture
+def sampling_model(tiny_model, tmp_path) -> Path:
+    """A model whose generation_config transformers loads, and refuses to save."""
+    model = shutil.copytree(tiny_model, tmp_path / "sampling_model")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
+    return model
+
+
+def test_a_model_whose_generation_config_cannot_be_saved_is_mended(sampling_model, tmp_path):
+    main.run(compose(*short_run(sampling_model, tmp_path / "run", *TWO_STEPS)))
+    saved = GenerationConfig.from_pretrained(tmp_path / "run/global_step_2/actor/huggingface")
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.95)
+
+
+def test_supervised_training_of_it_loses_nothing(sampling_model, tmp_path):
+    folder = sft_trainer.run(compose_sft(tmp_path, sampling_model, ROWS, "trainer.total_training_steps=1"))
+    assert GenerationConfig.from_pretrained(folder).do_sample
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+SAMPLER = """
+from data.sampler import SequentialSampler
+
+class Streaming(SequentialSampler):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.rows = iter(range(len(self)))
+
+    def __iter__(self):
+        return self.rows
+
+    def state_dict(self):
+        return {"rows": (row for row in self.rows)}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+"""
+UNSAVABLE = {
+    "a sampler's state": ["data.sampler.class_path={}/sampler.py", "data.sampler.class_name=Streaming"],
+    "the model's config": ["actor_rollout_ref.model.override_config={{temperature: 0.5}}"],
+}
+
+
+@pytest.mark.parametrize("what", UNSAVABLE)
+def test_what_cannot_be_saved_ends_the_run_in_one_line_before_training(tiny_model, tmp_path, capsys, monkeypatch, what):
+    monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
+    (tmp_path / "sampler.py").write_text(SAMPLER)
+    overrides = [override.format(tmp_path) for override in UNSAVABLE[what]]
+    said = refusal(capsys, *short_run(tiny_model, tmp_path / "run", *TWO_STEPS, *overrides))
+    assert "what is trained could not be saved" in said and said.endswith(
+        "without checkpoints: trainer.save_freq=-1.\n"
+    )
+    assert read_metrics(tmp_path / "run/metrics.jsonl") == []
+    assert not list((tmp_path / "run").glob("*global_step_*"))
+
+
+def test_supervised_training_on_a_disk_that_is_full_at_its_end_says_that_nothing_was_saved(tiny_model, tmp_path):
+    config = compose_sft(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=1")
+    with (
+        files_of_at_most(20_000),  # of the model's weights
+        pytest.raises(RuntimeError, match=r"step 1, the last, could not be saved: .* is none\. Make room"),
+        sole_run(tmp_path / "run"),
+    ):
+        sft_trainer.SFTTrainer(config).fit()
+    assert list(learning_metrics(tmp_path / "run")) == [1]

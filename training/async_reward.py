@@ -1,0 +1,66 @@
+"""The calls of an async reward function: side by side, within limits, and gone when the run is interrupted."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+STOP_SECONDS = 1  # for coroutines to clean up when one has failed, or at an interrupt
+
+
+def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:
+    """Results in order, at most `max_concurrent` under way at once, each for at most `timeout` seconds (None: any).
+
+    They run in an event loop in a thread of its own: a notebook already runs one in this thread. The first failure
+    ends the wait, and so does Ctrl-C, at once; what is still under way is cancelled.
+
+    Raises:
+        TimeoutError: one took longer; names its place and the key.
+    """
+    places = asyncio.Semaphore(max_concurrent)
+
+    async def result_of(row: int, awaitable: Awaitable) -> Any:
+        try:
+            async with places, asyncio.timeout(timeout) as deadline:
+                return await awaitable
+        except TimeoutError as error:
+            if not deadline.expired():  # one of the user's own
+                raise
+            call = f"the call for response {row}" if len(awaitables) > 1 else "the call"
+            raise TimeoutError(
+                f"{call} was not done after reward.timeout={timeout:g} seconds: raise it (null: "
+                "no limit), or have the function give up earlier and return a score"
+            ) from error
+        finally:
+            if inspect.iscoroutine(awaitable):
+                awaitable.close()  # one that never began would complain of it
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*(result_of(row, awaitable) for row, awaitable in enumerate(awaitables)))
+
+    with loop_in_thread() as loop:
+        return asyncio.run_coroutine_threadsafe(gather(), loop).result()
+
+
+@contextmanager
+def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own until the end of the block, and then cancels what it still does.
+
+    It gets STOP_SECONDS for that. A task that blocks instead of awaiting, and so cannot be cancelled, is left behind:
+    it does not keep the process from ending.
+    """
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # leaving it cancels and closes
+            runner.get_loop().run_forever()
+
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(STOP_SECONDS)

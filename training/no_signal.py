@@ -1,0 +1,60 @@
+"""A run that learns nothing, step after step, and what the likeliest cause is."""
+
+import logging
+from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+
+class NoSignal:
+    """Counts the steps in a row whose rewards teach nothing, and says so once when they are `limit`; 0: never.
+
+    A step teaches nothing if all its responses score alike, or if every advantage is 0.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Counts a step by its metrics."""
+        self.in_a_row = self.in_a_row + 1 if teaches_nothing(metrics) else 0
+        if self.in_a_row == self.limit > 0:
+            logger.warning(
+                "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
+            )
+
+
+def teaches_nothing(metrics: Mapping[str, float]) -> bool:
+    """Whether all scores of a step are equal, all advantages 0, or all rollouts failed."""
+    if "critic/score/max" not in metrics:
+        return True
+    scores_tie = metrics["critic/score/max"] == metrics["critic/score/min"]
+    return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
+
+
+def likeliest_cause(metrics: Mapping[str, float]) -> str:
+    """Why a step that taught nothing did not, and what to do about it: the first of the known causes that fits."""
+    if "critic/score/max" not in metrics:
+        return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
+    cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
+    if metrics.get("reward/valid_action/max") == 0:
+        return (
+            f"no response could be read as an action (reward/valid_action/mean is 0; {cut}). Look at some with "
+            "trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, or start from a "
+            "model that knows the format."
+        )
+    score = metrics["critic/score/max"]
+    if score > metrics["critic/score/min"]:
+        return (
+            "the samples of a prompt always score alike, so they tell nothing about each other. Raise "
+            "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart."
+        )
+    long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
+    if long and "reward/valid_action/max" not in metrics:
+        return f"every response scores {score:g}, and {cut} and may be cut before they answer: raise it."
+    return (
+        f"every response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
+        "chance, or the task is mastered. docs/environments.md (What a step trains on) shows what to do about a "
+        "reward that comes at the end alone."
+    )

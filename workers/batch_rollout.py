@@ -1,0 +1,191 @@
+"""Rollout engines of the user's: found in their file, built, and, if they answer whole batches, asked and checked.
+
+An engine that defines `generate_sequences` itself may return as little as `responses` with a mask: what else a rollout
+has is made here, in the layout of `data.padding.collate`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import RolloutConfig
+from data.import_utils import arguments_taken, load_extern_object, load_module, split_object, takes
+from data.padding import Sample, collate
+from data.protocol import DataProto
+from training.reward import callable_name
+from training.roles import SamplingParams
+from workers.hf.rollout import HFRollout
+from workers.rollout import Rollout
+
+RULE = (
+    "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
+    "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
+    "the policy produced) or both, and rollout_log_probs [B, R] if it knows them"
+)
+
+
+def load_rollout_class(name: str) -> type[Rollout]:
+    """The engine that actor_rollout_ref.rollout.name names: hf, or the Rollout subclass in a file or module.
+
+    `file.py:Class` chooses one of several.
+
+    Raises:
+        ValueError: there is none, or several, or it cannot be called with what a worker has.
+    """
+    if name == "hf":
+        return HFRollout
+    key, (path, chosen) = f"actor_rollout_ref.rollout.name={name}", split_object(name)
+    if chosen:
+        found = [load_extern_object(path, chosen)]
+    else:
+        module = load_module(path)
+        own = (value for value in vars(module).values() if is_engine(value) and value.__module__ == module.__name__)
+        found = list(dict.fromkeys(own))
+    if len(found) != 1 or not is_engine(found[0]):
+        names = [value.__name__ if isinstance(value, type) else repr(value) for value in found]
+        choice = f" Choose one of them, e.g. {path}:{names[0]}." if len(names) > 1 else " Shipped engines: hf."
+        raise ValueError(
+            f"{key}: the file must define exactly one subclass of workers.rollout.Rollout, it defines {names}.{choice}"
+        )
+    [engine_class] = found
+    constructor_arguments(engine_class, key, None, None, None)
+    asked, named = question(engine_class.generate_sequences, None, {"sampling": None, "seed": None, "first_row": None})
+    signature = inspect.signature(engine_class.generate_sequences)
+    try:
+        signature.bind(None, *asked, **named)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: {engine_class.__name__}.generate_sequences{signature} cannot be called: {error}. It is given the "
+            "prompts, and what it names of sampling, seed and first_row."
+        ) from error
+    return engine_class
+
+
+def is_engine(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Rollout)
+
+
+def build_rollout(
+    engine_class: type[Rollout], config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Rollout:
+    """An engine; what every one has is there before its own constructor runs, which may know nothing of it."""
+    engine = engine_class.__new__(engine_class)
+    Rollout.__init__(engine, config, tokenizer, model)
+    engine.__init__(**constructor_arguments(engine_class, engine_class.__name__, config, tokenizer, model))
+    return engine
+
+
+def constructor_arguments(
+    engine_class: type[Rollout], key: str, config: Any, tokenizer: Any, model: Any
+) -> dict[str, Any]:
+    """What the constructor names of config, tokenizer and model (or module); raises ValueError if it needs more."""
+    offered = {"config": config, "tokenizer": tokenizer, "model": model}
+    if "module" in inspect.signature(engine_class).parameters:
+        offered["module"] = model
+    return arguments_taken(engine_class, key, offered)
+
+
+def question(function: Callable, prompts: Any, further: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """How a generate_sequences is asked: the prompts, whatever it calls them, and what it names of the `further`."""
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
+        return [prompts, *further.values()], {}
+    return [prompts], {name: value for name, value in further.items() if takes(function, name)}
+
+
+def generate_batch(
+    engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int
+) -> DataProto:
+    """`prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it.
+
+    One of the user's gets them with input_ids, attention_mask and position_ids [B, P] as well, and in meta_info how to
+    sample.
+
+    Raises:
+        ValueError: it returned anything but a row for each prompt, or too little to know what was sampled.
+    """
+    if type(engine).generate_sequences is Rollout.generate_sequences or not len(prompts):
+        return Rollout.generate_sequences(engine, prompts, sampling, seed, first_row)
+    samples = [Sample(list(ids)) for ids in prompts.raw_prompt_ids]
+    batch = collate(samples, engine.config.prompt_length, 0, engine.pad_token_id)
+    padded = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    stops = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(engine.stop_ids)}
+    meta = {**vars(sampling), "response_length": sampling.max_tokens, **stops}
+    batch = DataProto.from_dict({**prompts.tensors, **padded}, prompts.non_tensor_batch, {**prompts.meta_info, **meta})
+    asked, named = question(
+        engine.generate_sequences, batch, {"sampling": sampling, "seed": seed, "first_row": first_row}
+    )
+    with torch.no_grad():
+        result = engine.generate_sequences(*asked, **named)
+    return completed(engine, result, prompts)
+
+
+def completed(engine: Rollout, result: Any, prompts: DataProto) -> DataProto:
+    """`prompts` with the columns of a rollout, from what an engine returned, and with the columns that it added."""
+    name = f"the engine {callable_name(type(engine))}"
+    if not isinstance(result, DataProto) or len(result) != len(prompts):
+        found = f"{len(result)} rows for {len(prompts)} prompts" if isinstance(result, DataProto) else repr(result)
+        raise ValueError(f"{name} returned {found}: {RULE}.")
+    columns = result.tensors
+    responses, real, policy = response_columns(columns, name)
+    check_prompts(columns, prompts, name)
+    if (longest := int(real.sum(1).max())) > engine.config.response_length:
+        raise ValueError(
+            f"{name} returned a response of {longest} tokens: at most actor_rollout_ref.rollout.response_length="
+            f"{engine.config.response_length} are asked for."
+        )
+    log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
+    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
+        ids, kept = responses[row][real[row]].tolist(), real[row]
+        sample = Sample(list(prompt_ids), end_reason=end_reason(ids, engine.stop_ids))
+        sample.extend(ids, log_probs[row][kept].tolist(), policy=True)
+        sample.policy_mask = policy[row][kept].long().tolist()
+        samples.append(sample)
+    config = engine.config
+    batch = collate(samples, config.prompt_length, config.response_length, engine.pad_token_id)
+    if "rollout_log_probs" not in columns:
+        batch.pop(["rollout_log_probs"])
+    batch = batch.union(prompts)
+    batch.batch.update({column: values for column, values in columns.items() if column not in batch})
+    own = {column: values for column, values in result.non_tensor_batch.items() if column not in prompts}
+    batch.non_tensor_batch.update(own)
+    return batch
+
+
+def response_columns(columns: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, what of them is no padding, and what of that the policy produced: [B, R], the last two bool."""
+    responses = columns.get("responses", torch.zeros(()))
+    masks = {mask: columns[mask] for mask in ("attention_mask", "response_mask") if mask in columns}
+    if responses.ndim != 2 or responses.is_floating_point() or not masks:
+        found = {column: list(values.shape) for column, values in columns.items()}
+        raise ValueError(f"{name} returned the tensors {found}: {RULE}.")
+    width = responses.shape[1]
+    for column in ("attention_mask", "response_mask", "rollout_log_probs"):
+        shape = list(columns.get(column, responses).shape)
+        if len(shape) != 2 or shape[0] != len(responses) or shape[1] < width:
+            raise ValueError(f"{name} returned responses {list(responses.shape)} and {column} {shape}: {RULE}.")
+    masks = {mask: values[:, values.shape[1] - width :].bool() for mask, values in masks.items()}
+    policy = masks.get("response_mask", masks.get("attention_mask"))
+    up_to_the_last = policy.flip(1).cumsum(1).flip(1) > 0
+    real = masks.get("attention_mask", up_to_the_last)
+    return responses, real, policy & real
+
+
+def check_prompts(columns: dict[str, Tensor], prompts: DataProto, name: str) -> None:
+    """Raises ValueError if the prompts in input_ids, where it is there, are not those that were given."""
+    if "input_ids" not in columns or columns["input_ids"].shape != columns.get("attention_mask", torch.zeros(())).shape:
+        return
+    width = columns["input_ids"].shape[1] - columns["responses"].shape[1]
+    for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
+        mask = columns["attention_mask"][row, :width].bool()
+        if columns["input_ids"][row, :width][mask].tolist() != list(prompt_ids):
+            raise ValueError(f"{name} returned another prompt in row {row} of input_ids than it was given: {RULE}.")
+
+
+def end_reason(ids: list[int], stop_ids: set[int]) -> str:
+    if not ids:
+        return "aborted"
+    return "terminated" if ids[-1] in stop_ids else "max_tokens"
