@@ -23,14 +23,13 @@ def main(argv: list[str] | None = None) -> None:
     with refusals():
         config = load_config(arguments, Config)
         check_config(config)
+        from training.preparation import prepare
+        from workers.batch_rollout import load_rollout_class
         from workers.worker_group import check_machine, start_command
 
         check_machine(config.trainer)
     with late_refusals(), own_folder(config):
         with refusals():
-            from training.preparation import prepare
-            from workers.batch_rollout import load_rollout_class
-
             parts = prepare(config)
             load_rollout_class(config.actor_rollout_ref.rollout.name)
         start_command(config)
@@ -40,9 +39,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
     from training.preparation import prepare
-    from workers.worker_group import check_machine
 
-    check_machine(config.trainer)
     with own_folder(config):
         return train(config, prepare(config))
 
@@ -62,9 +59,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     from workers.remote_roles import remote_roles
     from workers.worker_group import distinct_groups, start_pools, worker_summary
 
-    print(batch_arithmetic(config))
-    print(sampling_summary(config))
-    print(worker_summary(config.trainer))
+    print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:

@@ -40,12 +40,12 @@ def main() -> None:
     arguments = read_arguments()
     start_process(worker_threads(None).number)
     tokenizer = numbers_tokenizer(VOCABULARY[arguments.size])
-    model = random_llama(arguments.size, tokenizer, seed=0)
+    model = random_llama(arguments.size, tokenizer, arguments.seed)
     asked = arguments.max_num_batched_tokens
     budget = {} if asked is None else {"max_num_batched_tokens": asked}
     rollout = HFRollout(RolloutConfig(prompt_length=1024, response_length=1, **budget), tokenizer, model)
     for name, lengths in CASES.items():
-        rng = random.Random(0)
+        rng = random.Random(arguments.seed)
         prompts = [[rng.randrange(1, VOCABULARY[arguments.size]) for _ in range(length)] for length in lengths]
         seconds, peak = measure(rollout, prompts, arguments.repeats)
         print(f"{name:<20}{seconds:8.3f} s{peak / 1e6:8.0f} MB")
@@ -56,6 +56,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=VOCABULARY, default="1m")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="the setting of rollouts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     return parser.parse_args()
 
 

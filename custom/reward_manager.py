@@ -32,4 +32,5 @@ class CustomRewardManager:
         }
 
     def extract_action(self, text: str) -> int | None:
+        """The action that an answer names, in training and in validation episodes; None: no legal one."""
         return self.environment.extract_action(text)

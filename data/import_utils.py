@@ -81,6 +81,12 @@ def takes(function: Callable, argument: str) -> bool:
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def is_setting(function: Callable, argument: str) -> bool:
+    """Whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
+    parameter = inspect.signature(function).parameters.get(argument)
+    return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
+
+
 def arguments_taken(
     found: Callable, key: str, offered: dict[str, Any], kwargs: dict[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -7,8 +7,8 @@ the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images
 
 import logging
 import reprlib
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig
 from data.import_utils import arguments_taken, load_extern_object
 from data.rows import Origin, Row, own_names, read_rows, with_labels
-from data.unknown_characters import report_unknown_characters
+from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,6 @@ def _warn_of_plain_chat() -> None:
     )
 
 
-def prompt_text(prompt: Prompt) -> str:
-    """What is written in a prompt, without a template around it."""
-    if isinstance(prompt, str):
-        return prompt
-    return "".join(message["content"] for message in prompt if isinstance(message.get("content"), str))
-
-
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """`ids` without what exceeds `limit` on the named side: left, right or middle."""
     excess = max(len(ids) - limit, 0)
@@ -129,7 +122,7 @@ class RLHFDataset(Dataset):
         self.prompt_ids: list[np.ndarray] = []  # int32: a ninth of what lists take
         if data_files is not None:
             self._load(self._sample(read_rows(data_files), max_samples))
-            prompts = (prompt_text(parse_prompt(row[self.config.prompt_key])) for row in self.rows)
+            prompts = (prompt_text(parse_prompt(self._prompt(row))) for row in self.rows)
             report_unknown_characters(zip(prompts, self.prompt_ids, strict=True), tokenizer, str(data_files))
 
     def __len__(self) -> int:
@@ -178,8 +171,7 @@ class RLHFDataset(Dataset):
         return [rows[i] for i in chosen]
 
     def _load(self, rows: list[tuple[Origin, Row]]) -> None:
-        overlong: list[Origin] = []
-        longest = 0
+        overlong, longest = [], 0
         for origin, row in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
             columns = with_labels(row, origin)
             ids = self._encode(columns, origin)
@@ -257,14 +249,6 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
     for i, value in enumerate(values):  # element by element: numpy would make lists of equal length a matrix
         column[i] = value
     return column
-
-
-def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
-    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
-    if isinstance(dataset, RLHFDataset):
-        return dataset.make_row
-    maker = RLHFDataset(None, tokenizer, config=config)
-    return partial(maker.make_row, source=type(dataset).__name__)
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:

@@ -8,17 +8,19 @@ a step decides over the very next row.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.import_utils import load_extern_object
 from data.protocol import DataProto
-from data.rl_dataset import collate_fn
+from data.rl_dataset import RLHFDataset, collate_fn
 from data.rows import Row
 from data.seeding import numpy_generator
 
@@ -133,6 +135,14 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
     if data_config.shuffle:
         return RandomSampler(dataset, data_config, seed if data_config.seed is None else data_config.seed)
     return SequentialSampler(dataset, data_config)
+
+
+def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
+    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
+    if isinstance(dataset, RLHFDataset):
+        return dataset.make_row
+    maker = RLHFDataset(None, tokenizer, config=config)
+    return partial(maker.make_row, source=type(dataset).__name__)
 
 
 class PromptLoader:

@@ -8,9 +8,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTDataConfig
-from data.rl_dataset import encode_prompt, parse_prompt, prompt_text, truncate
+from data.rl_dataset import encode_prompt, parse_prompt, truncate
 from data.rows import Origin, read_rows
-from data.unknown_characters import report_unknown_characters
+from data.unknown_characters import prompt_text, report_unknown_characters
 
 
 class SFTDataset(Dataset):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,3 +56,10 @@ def unknown_characters(
 def has_token(character: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     ids = tokenizer.encode(character, add_special_tokens=False)
     return tokenizer.unk_token_id not in ids if ids else character.isspace()
+
+
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """What is written in a prompt, without a template around it."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(message["content"] for message in prompt if isinstance(message.get("content"), str))

@@ -99,7 +99,7 @@ class Game(gym.Env):
     def step(self, action):
         return 0, 1.0, True, False, {}
 
-gym.register("Unseeded-v0", Game)
+gym.register("Forgetful-v0", Game)
 """
 BEFORE_ANYTHING_STARTS = [
     Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
@@ -127,8 +127,8 @@ BEFORE_ANYTHING_STARTS = [
     Case("rejection without a bound", "algorithm.rollout_correction.rollout_rs=token_k1", "threshold is null: set"),
     Case("unknown environment", "env.id=Lak-v1 ~env.kwargs.random_maps", "env.id=Lak-v1", "Close ids: F", env=True),
     Case("unknown argument of it", "+env.kwargs.slip=1", r"env.kwargs=.*'slip': 1.*unexpected", env=True),
-    Case("environment ignores its seed", "env.id=unseeded:Unseeded-v0 ~env.kwargs", "does not repeat itself.*seed=0",
-         "super\\(\\).reset\\(seed=seed\\)", env=True, unseeded_py=IGNORES_ITS_SEED),
+    Case("environment ignores its seed", "env.id=forgetful:Forgetful-v0 ~env.kwargs", "does not repeat itself.*seed=0",
+         "super\\(\\).reset\\(seed=seed\\)", env=True, forgetful_py=IGNORES_ITS_SEED),
     Case("success rule", "env.success.ended=true", "unknown key 'env.success.ended'", env=True),
     Case("prompts of states", "data.max_prompt_length=20", "10 of 10 states .*the longest 22: raise it", env=True),
     Case("prompts of episodes", "data.max_prompt_length=20 data.custom_cls.path=DIR/mine.py data.custom_cls.name=Mine",

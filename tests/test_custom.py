@@ -1,5 +1,6 @@
 """The three files a user edits, as a user edits them: states as prompts, rewards of actions, and the demonstrations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +157,21 @@ def test_a_researchers_subclasses_run_from_a_file_of_their_own(tmp_path: Path, t
         f"reward.reward_manager.path={file}",
         "reward.reward_manager.name=MyManager",
         "data.max_prompt_length=48",
-        "env.val_episodes=0",
+        "env.val_episodes=2",
         "env.val_size=2",
         "trainer.total_training_steps=1",
         "trainer.test_freq=1",
         f"trainer.rollout_data_dir={tmp_path}/rollouts",
+        f"trainer.validation_data_dir={tmp_path}/validation",
     ]
     validation = main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides)))
     assert 0.0 <= validation["val-core/FrozenLake-v1/reward/mean@1"] <= 1.0
     assert "val-aux/FrozenLake-v1/length/mean@1" in validation
     assert 0.0 <= learning_metrics(tmp_path / "run")[1]["reward/length/max"] <= 1.0
     assert "Your move?" in (tmp_path / "rollouts" / "1.jsonl").read_text()
+    validated = [json.loads(line) for line in (tmp_path / "validation" / "1.jsonl").read_text().splitlines()]
+    turns = [turn for row in validated for turn in row.get("turns", [])]
+    assert turns and all(turn["prompt"].endswith("Your move?") for turn in turns)
 
 
 def test_safe_moves_by_hand():

@@ -87,7 +87,7 @@ def test_a_run_is_that_without_kernels(tiny_model: Path, tmp_path: Path, setting
 PROCESS = """
 import gc, os, sys
 from importlib import import_module
-import torch
+import gymnasium, torch
 from torch.optim import optimizer
 from transformers import AttentionInterface
 import ray

@@ -35,15 +35,18 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
     [
         ({"response/aborted_ratio": 1.0}, "every rollout failed"),
         (
-            {**TIES, "reward/valid_action/max": 0.0},
-            r"no response could be read as an action .*is 0; 0% of the responses",
+            {**TIES, "reward/valid_action/mean": 0.02},
+            r"2% of the responses could be read as an action .*; 0% of the responses",
         ),
         (
             {**TIES, "response_length/clip_ratio": 0.9},
             "every response scores 0, and 90% of the responses reach data.max_",
         ),
         ({**TIES, "response_length/clip_ratio": 1.0, "response_length/max": 1.0}, "too rare to be found by chance"),
-        ({**TIES, "response_length/clip_ratio": 1.0, "reward/valid_action/max": 1.0}, "too rare to be found by chance"),
+        (
+            {**TIES, "response_length/clip_ratio": 1.0, "reward/valid_action/mean": 0.9},
+            "too rare to be found by chance",
+        ),
         (
             {**TIES, "critic/score/max": -1.0, "critic/score/min": -1.0},
             "every response scores -1. The reward is the same",

@@ -301,7 +301,7 @@ def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, c
     trainer.global_step = 1
     batch, _ = trainer.step()
     with files_of_at_most(100):
-        trainer.keep_refused(batch)
+        trainer.skipped_updates.keep(batch, 1)
         trainer.dump_rollouts(batch)
     for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
         assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text

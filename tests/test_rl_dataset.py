@@ -21,10 +21,10 @@ from data.rl_dataset import (
     encode_prompt,
     get_dataset_class,
     parse_prompt,
-    row_maker,
     truncate,
 )
 from data.rows import read_rows
+from data.sampler import row_maker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

@@ -291,7 +291,7 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path, capsys, mon
         "validation reward 0.25  eta "
     )
     assert re.fullmatch(re.escape(headline) + r"\d+ s", lines[2])
-    assert lines[3:] == ["step 2/2  entropy 1.00  validation acc 0.50 (mean of 2 sources)"]
+    assert lines[3:] == ["step 2/2  entropy 1.00  validation success 0.50 (mean of 2 sources)"]
 
 
 def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, capsys, monkeypatch):
@@ -465,6 +465,7 @@ def test_a_plot_says_what_it_shows_and_marks_every_validation(tmp_path, monkeypa
 
 def test_a_long_episode_loses_its_middle():
     assert reports.transcript(["L"] * 20) == " · ".join(["L"] * 20)
+    assert reports.transcript(["L", "", " "]) == "L · '' · ' '"
     answers = [str(number) for number in range(50)]
     assert reports.transcript(answers) == " · ".join([*answers[:10], "… 30 more …", *answers[40:]])
 

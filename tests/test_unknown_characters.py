@@ -74,3 +74,10 @@ def test_states_of_an_environment_are_looked_at_before_training(capsys):
         said = capsys.readouterr().err.splitlines()
         assert len(said) == lines
     assert said[0].startswith("notice: 5 characters of 5 rows of 5 states of FrozenLake-v1 have no token")
+
+
+def test_rows_that_have_their_prompt_as_raw_prompt_are_looked_at_too(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"raw_prompt": [{"role": "user", "content": "é"}]}) + "\n")
+    RLHFDataset(file, TOKENIZER, config=DataConfig())
+    assert "1 character of 1 row" in capsys.readouterr().err

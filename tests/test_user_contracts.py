@@ -1,5 +1,10 @@
 """What users of verl and its guides already write, each form as a file of theirs, in short real runs; and, in MISSING,
-what is not there yet, which has to be refused or absent, so that the list stays true."""
+what is not there yet, which has to be refused or absent, so that the list stays true.
+
+Forms with a module of their own: commands and old spellings (test_config.py), rows of other shapes
+(test_rl_dataset.py), rewards without a model (test_reward.py), estimators (test_extension.py), checkpoints
+(test_checkpoint.py).
+"""
 
 import importlib
 import json

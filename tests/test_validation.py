@@ -187,7 +187,7 @@ def test_printed_samples_are_a_short_transcript_and_the_turns_stay_in_the_dump(t
     on_episodes(tmp_path, Scripted(lambda text, times: "L"), "trainer.log_val_generations=2").run(4)
     printed = capsys.readouterr().out
     assert "validation episodes at step 4 · 1 of 2" in printed and "2 of 2" in printed
-    for text in ("P", "L · L · L", "max_turns", "score"):
+    for text in ("P", "L · L · L", "max_turns", "return", "success"):
         assert text in printed
     assert "turns'" not in printed and "'prompt'" not in printed and "None" not in printed
     assert printed.count("G") == 2, "the map is shown once a sample, not once a turn"

@@ -5,7 +5,6 @@ that are there. The batch keeps what was measured: what is learnt from is a colu
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
-from data.import_utils import takes
+from data.import_utils import is_setting, takes
 from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
@@ -128,12 +127,6 @@ def estimator_needs(name: str) -> set[str]:
     parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
-
-
-def is_setting(function: Callable, argument: str) -> bool:
-    """Whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
-    parameter = inspect.signature(function).parameters.get(argument)
-    return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
 
 
 def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:

@@ -112,6 +112,18 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     }
 
 
+def compute_step_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], use_critic: bool, n_gpus: int
+) -> dict[str, float]:
+    """What a training step reports of its batch, its groups, its time and its throughput."""
+    return {
+        **compute_data_metrics(batch, use_critic),
+        **compute_group_metrics(batch),
+        **compute_timing_metrics(batch, timing_raw),
+        **compute_throughout_metrics(batch, timing_raw, n_gpus),
+    }
+
+
 @contextmanager
 def timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
     """Adds the seconds that its body takes to `timing_raw[name]`, also when the body raises."""

@@ -26,8 +26,8 @@ class NoSignal:
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:
-    """Whether all scores of a step are equal, all advantages 0, or all rollouts failed."""
-    if "critic/score/max" not in metrics:
+    """Whether all scores of a step are equal, all advantages 0, or there is none of either."""
+    if "critic/advantages/max" not in metrics:
         return True
     scores_tie = metrics["critic/score/max"] == metrics["critic/score/min"]
     return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
@@ -38,11 +38,12 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
     cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
-    if metrics.get("reward/valid_action/max") == 0:
+    readable = metrics.get("reward/valid_action/mean", 1.0)
+    if readable < 0.1:
         return (
-            f"no response could be read as an action (reward/valid_action/mean is 0; {cut}). Look at some with "
-            "trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, or start from a "
-            "model that knows the format."
+            f"{readable:.0%} of the responses could be read as an action (reward/valid_action/mean; {cut}). "
+            "Look at some with trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, "
+            "or start from a model that knows the format."
         )
     score = metrics["critic/score/max"]
     if score > metrics["critic/score/min"]:
@@ -51,7 +52,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
             "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart."
         )
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
-    if long and "reward/valid_action/max" not in metrics:
+    if long and "reward/valid_action/mean" not in metrics:
         return f"every response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
         f"every response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "

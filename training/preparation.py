@@ -12,8 +12,8 @@ from configs.errors import ConfigError
 from configs.schema import Config, DataConfig, SuccessConfig
 from data.import_utils import load_extern_object, load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
-from data.rl_dataset import create_rl_dataset, get_dataset_class, row_maker
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
+from data.rl_dataset import create_rl_dataset, get_dataset_class
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, row_maker
 from data.seeding import derive_seed, seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs

@@ -30,14 +30,7 @@ from training.checkpoint import (
 from training.collection import Collector
 from training.core_algos import get_kl_controller
 from training.feedback import tell_data
-from training.metric_utils import (
-    compute_data_metrics,
-    compute_group_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    reduce_metrics,
-    timer,
-)
+from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
 from training.no_signal import NoSignal
 from training.reports import files_left, nothing_left, report_validation, validation_summary
@@ -49,7 +42,6 @@ from training.tracking import Tracking
 from training.validation import Validator, sample_rows
 
 Metrics = dict[str, float]
-MAX_REFUSED_FILES = 3  # each holds a whole mini-batch
 
 
 class RayPPOTrainer:
@@ -94,8 +86,8 @@ class RayPPOTrainer:
         self.skipped_updates = SkippedUpdates(
             config.trainer.max_skipped_updates,
             "trainer.max_skipped_updates",
-            f"The first batches are in {self.folder}/refused_update_step_*.pkl. Often: a learning rate too high "
-            "(actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
+            "Often: a learning rate too high (actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
+            self.folder,
         )
         self.no_signal = NoSignal(config.trainer.no_signal_steps)
 
@@ -110,7 +102,9 @@ class RayPPOTrainer:
         if self.global_step >= self.total_steps:
             print(nothing_left(self.global_step, self.total_steps, self.validation))
         else:
-            self.try_files()
+            rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
+            if settings.save_freq > 0:
+                self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
         with self.tracking() as tracking:
             if self.validator and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
@@ -180,26 +174,17 @@ class RayPPOTrainer:
         for mini_batch, update in mini_batches:
             metrics = verb(mini_batch, update)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
-                self.keep_refused(mini_batch)
+                self.skipped_updates.keep(mini_batch, self.global_step)
             for name, value in metrics.items():
                 collected.setdefault(name, []).append(value)
         return reduce_metrics(collected)
-
-    def keep_refused(self, mini_batch: DataProto) -> None:
-        path = self.folder / f"refused_update_step_{self.global_step}.pkl"
-        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MAX_REFUSED_FILES:
-            with dispensable(str(path)):
-                mini_batch.save_to_disk(path)
 
     def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         """Metrics of the data, of time and of throughput."""
         return {
             "training/global_step": self.global_step,
             "training/epoch": (self.global_step - 1) // len(self.train_loader),
-            **compute_data_metrics(batch, use_critic=self.critic is not None),
-            **compute_group_metrics(batch),
-            **compute_timing_metrics(batch, timing),
-            **compute_throughout_metrics(batch, timing, n_gpus=self.num_workers),
+            **compute_step_metrics(batch, timing, use_critic=self.critic is not None, n_gpus=self.num_workers),
         }
 
     def is_due(self, frequency: int) -> bool:
@@ -223,12 +208,6 @@ class RayPPOTrainer:
             resume_step=self.global_step,
             total_steps=self.total_steps,
         )
-
-    def try_files(self) -> None:
-        """Records the config, and tries a checkpoint without its weights, before anything is trained."""
-        rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
-        if self.config.trainer.save_freq > 0:
-            self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
 
     def save(self) -> Metrics:
         return self.saver.save(self.global_step)

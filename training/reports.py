@@ -20,6 +20,7 @@ from training.record import METRICS_FILE
 
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 EPISODE_ANSWERS = 20  # and longer episodes
+IN_WORDS = {"acc": "success"}  # names of verl's, for people
 FEW_POINTS = 20  # of a curve: they are marked, not smoothed
 
 
@@ -49,6 +50,7 @@ def message_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def transcript(answers: Sequence[str]) -> str:
     """The answers of an episode in one text; a long one loses its middle."""
+    answers = [answer if answer.strip() else repr(answer) for answer in answers]
     left_out, half = len(answers) - EPISODE_ANSWERS, EPISODE_ANSWERS // 2
     if left_out > 0:
         answers = [*answers[:half], f"… {left_out} more …", *answers[-half:]]
@@ -79,7 +81,7 @@ def curve_name(key: str) -> str:
             return "training: mean reward"
         case ["val-core" | "val-aux", *source, measured, statistic]:
             among = "" if statistic == "mean@1" else f" ({statistic})"
-            return f"validation on {'/'.join(source)}: {'success' if measured == 'acc' else measured}{among}"
+            return f"validation on {'/'.join(source)}: {IN_WORDS.get(measured, measured)}{among}"
     return key
 
 

@@ -1,6 +1,12 @@
 """The end of a run whose updates are not finite, step after step."""
 
 from collections.abc import Mapping
+from pathlib import Path
+
+from data.files import dispensable
+from data.protocol import DataProto
+
+MAX_FILES = 3  # each holds a whole mini-batch
 
 
 class SkippedUpdates:
@@ -10,13 +16,24 @@ class SkippedUpdates:
         limit: so many in a row end the run.
         setting: the key of `limit`, for the message; None if it has none.
         remedy: what the user may look at.
+        folder: where the first refused mini-batches are kept for study; None: nowhere.
     """
 
-    def __init__(self, limit: int, setting: str | None, remedy: str) -> None:
+    def __init__(self, limit: int, setting: str | None, remedy: str, folder: Path | None = None) -> None:
         self.limit = limit
         self.setting = f" ({setting}={limit})" if setting else ""
-        self.remedy = remedy
+        self.remedy = (
+            remedy if folder is None else f"The first batches are in {folder}/refused_update_step_*.pkl. {remedy}"
+        )
+        self.folder = folder
         self.in_a_row = 0
+
+    def keep(self, mini_batch: DataProto, step: int) -> None:
+        """Writes a mini-batch whose update was refused, unless the folder has enough of them."""
+        path = self.folder / f"refused_update_step_{step}.pkl"
+        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MAX_FILES:
+            with dispensable(str(path)):
+                mini_batch.save_to_disk(path)
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Counts a step by its metrics named …/skipped_updates. Raises RuntimeError at the limit."""

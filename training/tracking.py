@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from training.record import METRICS_FILE, Record
-from training.reports import short_number
+from training.reports import IN_WORDS, short_number
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
 
@@ -167,11 +167,12 @@ class ConsoleView:
 
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
-    """What a validation among the metrics of a step came to: "validation acc 0.85"; None: there was none."""
+    """What a validation among the metrics of a step came to: "validation success 0.85"; None: there was none."""
     means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
     if not means:
         return None
-    measured = "/".join(dict.fromkeys(name.split("/")[-2] for name in means))
+    names = dict.fromkeys(name.split("/")[-2] for name in means)
+    measured = "/".join(IN_WORDS.get(name, name) for name in names)
     several = f" (mean of {len(means)} sources)" if len(means) > 1 else ""
     return f"validation {measured} {short_number(sum(means.values()) / len(means))}{several}"
 

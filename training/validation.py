@@ -246,11 +246,12 @@ def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def printed(row: Row) -> Row:
-    """What of a row is worth reading in a terminal; the dumped file has all of it."""
+    """What of a row is worth reading in a terminal, an episode's score as its return; the dumped file has it all."""
     left_out = ("step", "turns", "raw_prompt")
     shown = {name: value for name, value in row.items() if name not in left_out and value is not None}
     if "turns" in row:
         shown["output"] = transcript([turn["response"] for turn in row["turns"]])
+        shown = {"return" if name == "score" else name: value for name, value in shown.items()}
     if "raw_prompt" in row:  # chat messages, each under its role
         del shown["input"]
         shown = message_fields(row["raw_prompt"]) | shown

@@ -185,6 +185,7 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
 
     Today one group plays them all: rollouts are drawn from the actor's own weights.
     """
+    check_machine(config.trainer)
     resources = Resources.from_config(config.trainer)
     arguments = (ModelWorker, config, total_steps, tuple(roles))
     if uses_ray(config.trainer):
