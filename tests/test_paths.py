@@ -41,7 +41,7 @@ def test_what_is_shipped_is_found_from_elsewhere_and_the_users_own_goes_before(t
 def test_a_run_is_prepared_from_any_working_directory(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parts = prepare(compose(*short_run(tiny_model, tmp_path / "run")))
-    assert parts.environment.env_id == "FrozenLake-v1" and len(parts.train_loader.dataset) == 10
+    assert parts.game.environment.env_id == "FrozenLake-v1" and len(parts.train_loader.dataset) == 10
 
 
 def test_a_shipped_model_is_found_from_elsewhere(tmp_path, monkeypatch):

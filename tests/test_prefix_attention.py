@@ -183,9 +183,10 @@ def test_checkpointing_computes_each_layer_again_once():
     """…whatever the number of blocks that its attention is cut into: 2 of the prompts, 3 of the responses."""
     batch, gradients = groups(*LENGTHS["long responses"]), []
     for checkpointing in (False, True):
-        module, calls = packed(make("llama, tied head")).train(), []
+        module, calls = packed(make("llama, tied head")), []
         if checkpointing:
             module.gradient_checkpointing_enable()
+        module.train()
         for layer in module.base_model.layers:
             layer.mlp.register_forward_pre_hook(lambda *call, calls=calls: calls.append(call))
         [micro] = cut(batch, MicroBatchSize(99, 0), [], module)

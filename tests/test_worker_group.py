@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 
-from configs import process
+from configs import threads
 from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
@@ -295,5 +295,5 @@ def test_a_run_says_where_its_worker_is():
 )
 def test_workers_threads_and_gpus(monkeypatch: pytest.MonkeyPatch, settings: list[str], wanted: Resources):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(process, "available_cores", lambda: (8, "the machine's cores"))
+    monkeypatch.setattr(threads, "available_cores", lambda: (8, "the machine's cores"))
     assert Resources.from_config(compose(*settings).trainer) == wanted
