@@ -56,11 +56,15 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     from training.ray_trainer import RayPPOTrainer
     from training.reports import files_to_come
     from training.validation import Validator
+    from workers.local_group import distinct_groups
+    from workers.memory_needs import memory_report
     from workers.remote_roles import remote_roles
-    from workers.worker_group import distinct_groups, start_pools, worker_summary
+    from workers.worker_group import start_pools, worker_summary
 
     print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
+    if memory := memory_report(config):
+        print(memory)
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools)

@@ -60,8 +60,13 @@ def update_floor(shape: Shape, machine: Machine, prompts: list[int], samples: in
         samples: responses a prompt.
         responses: lengths, the samples of a prompt together.
     """
-    forward = body_flops(shape, prompts, samples, responses) + 2 * shape.head * sum(responses)
-    return 3 * forward / machine.flops + 7 * BYTES * (shape.body + shape.head) / machine.bandwidth
+    arithmetic = update_flops(shape, prompts, samples, responses) / machine.flops
+    return arithmetic + 7 * BYTES * (shape.body + shape.head) / machine.bandwidth
+
+
+def update_flops(shape: Shape, prompts: list[int], samples: int, responses: list[int]) -> float:
+    """Floating-point operations of forward and backward, arguments as for `update_floor`."""
+    return 3 * (body_flops(shape, prompts, samples, responses) + 2 * shape.head * sum(responses))
 
 
 def rollout_floor(shape: Shape, machine: Machine, prompts: list[int], samples: int, responses: list[int]) -> float:

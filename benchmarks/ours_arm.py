@@ -20,18 +20,21 @@ from benchmarks.workload import (
     cpu_seconds,
     read_arguments,
     save_update,
+    settle,
 )
 from configs.checks import check_config
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
+from configs.threads import worker_threads
 from data.protocol import DataProto, object_array
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
+from workers.kernels import start_process
+from workers.local_group import LocalWorkerGroup, WorkerGroup
 from workers.model_worker import ModelWorker
 from workers.remote_roles import remote_roles
 from workers.rollout import Completion, Request, Rollout
-from workers.worker_group import LocalWorkerGroup, RayWorkerGroup, Resources, start_command, uses_ray
 
 
 def main() -> None:
@@ -54,7 +57,6 @@ class OursArm:
         self.workload = workload
         config = config_of(workload, overrides)
         parts = prepare(config)
-        start_command(config)
         self.group = start_group(config, parts.total_steps)
         self.trainer = RayPPOTrainer(
             config,
@@ -73,13 +75,14 @@ class OursArm:
         self.trainer.global_step = step + 1
         started, used = time.perf_counter(), cpu_seconds()
         _, metrics = self.trainer.step()
+        settle()
         seconds, used = time.perf_counter() - started, cpu_seconds() - used
         rollout, update = metrics["timing_s/gen"], metrics["timing_s/update_actor"]
         by_rank = self.of_meters("stop", [(rollout, update)] * self.group.size)
         figures = {name: sum(figures[name] for figures in by_rank) for name in by_rank[0]}
-        if isinstance(self.group, RayWorkerGroup):  # then this process is none of the workers'
+        if not isinstance(self.group, LocalWorkerGroup):  # then this process is none of the workers'
             figures["cpu_seconds"] += used
-        if step == 0:
+        if step == 0 and self.workload.device == "cpu":
             file = Path(self.workload.folder) / "ours.pt"
             self.of_meters("save_update", [(file, metrics["actor/grad_norm"])] * self.group.size)
         times = {"step": seconds, "rollout": rollout, "update": update, "other": seconds - rollout - update}
@@ -90,8 +93,16 @@ class OursArm:
         return self.group.submit("meter", method, shares).result()
 
 
-def start_group(config: Config, total_steps: int) -> LocalWorkerGroup | RayWorkerGroup:
-    resources, roles = Resources.from_config(config.trainer), ["actor", "rollout"]
+def start_group(config: Config, total_steps: int) -> WorkerGroup:
+    roles = ["actor", "rollout"]
+    if config.trainer.executor == "local":  # said: then Ray need not be installed
+        threads = worker_threads(config.trainer.n_threads).number
+        start_process(threads, config.actor_rollout_ref.model.kernels)
+        return LocalWorkerGroup(threads, MeteredWorker, config, total_steps, roles)
+    from workers.worker_group import RayWorkerGroup, Resources, start_command, uses_ray
+
+    start_command(config)
+    resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         return RayWorkerGroup(resources, MeteredWorker, config, total_steps, roles)
     return LocalWorkerGroup(resources.threads, MeteredWorker, config, total_steps, roles)
@@ -166,7 +177,7 @@ def config_of(workload: Workload, overrides: list[str]) -> Config:
         "trainer.seed": workload.seed,
         "trainer.default_local_dir": folder / "ours",
         "trainer.total_training_steps": workload.steps,
-        "trainer.n_gpus_per_node": 0,
+        "trainer.n_gpus_per_node": int(workload.device == "cuda"),
         "trainer.val_before_train": "false",
         "trainer.resume_mode": "disable",
         "trainer.logger": "[]",

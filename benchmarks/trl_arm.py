@@ -1,8 +1,9 @@
 """TRL's side of benchmarks/vs_trl.py: its GRPOTrainer with Hugging Face generation, run by TRL's own python.
 
-Tuned: float32, no gradient checkpointing, nothing logged or saved, the response as long as the other arm's, and the
-micro-batch that is fastest in a small sweep (or the one given on the command line). TRL leaves out the old log-probs by
-itself, as one update follows each generation; loss_type "dapo" divides by the tokens of the whole batch.
+Tuned: float32 (on a GPU under bfloat16 autocast), no gradient checkpointing, nothing logged or saved, the response as
+long as the other arm's, and the micro-batch that is fastest in a small sweep (or the one given on the command line).
+TRL leaves out the old log-probs by itself, as one update follows each generation; loss_type "dapo" divides by the
+tokens of the whole batch.
 """
 
 import time
@@ -26,6 +27,7 @@ from benchmarks.workload import (
     read_arguments,
     save_update,
     score,
+    settle,
 )
 
 SWEEP = 4  # micro-batches tried: the whole batch, half of it, …
@@ -51,6 +53,7 @@ class TimedTrainer(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         generated = super()._generate_single_turn(*args, **kwargs)
+        settle()
         self.generating += time.perf_counter() - start
         return generated
 
@@ -83,9 +86,10 @@ class Stepwise(TrainerCallback):
         self.meter.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        settle()
         trainer, update = self.trainer, time.perf_counter() - self.meter.started - self.trainer.preparing
         figures = self.meter.stop(trainer.generating, update)
-        if state.global_step == 1:  # steps that are done
+        if state.global_step == 1 and self.workload.device == "cpu":  # steps that are done
             file = Path(self.workload.folder) / "trl.pt"
             save_update(file, trainer.model, trainer.optimizer.optimizer, trainer.grad_norm)
         self.channel.reply(figures)
@@ -99,8 +103,8 @@ def build_trainer(workload: Workload, micro_batch: int) -> TimedTrainer:
     model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
     config = GRPOConfig(
         output_dir=str(Path(workload.folder) / "trl"),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=workload.device == "cpu",
+        bf16=workload.device == "cuda",
         gradient_checkpointing=False,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=workload.rows // micro_batch,

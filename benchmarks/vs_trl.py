@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -154,14 +155,21 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
 
 
 class Arm:
-    """A process that takes a step when asked to. `about` is what it says of itself when it is ready."""
+    """A process that takes a step when asked to. `about` is what it says of itself when it is ready.
 
-    def __init__(self, python: str | Path, arguments: Iterable[str], log: Path) -> None:
+    It is killed after `seconds`, if there is such a limit: whoever waits for it then hears that it ended early.
+    """
+
+    def __init__(self, python: str | Path, arguments: Iterable[str], log: Path, seconds: float | None = None) -> None:
         self.log = log
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}  # as users have it
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with log.open("w") as stderr:
             self.process = subprocess.Popen([python, *arguments], **pipes, stderr=stderr, cwd=ROOT, env=environment)
+        self.limit = Timer(max(seconds or 0, 0), self.process.kill)
+        self.limit.daemon = True
+        if seconds is not None:
+            self.limit.start()
         self.about = self.reply()
 
     def step(self) -> dict[str, Any]:
@@ -176,6 +184,7 @@ class Arm:
         return json.loads(line)
 
     def close(self) -> None:
+        self.limit.cancel()
         self.process.stdin.close()
         self.process.wait()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152}
+VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152, "qwen2-0.5b": 151936}
 PAD = 0  # of the vocabulary; the end-of-sequence id is one past it, so no response can stop early
 
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -42,6 +42,7 @@ class Workload:
     replay: bool  # every step takes the recorded batch
     model: str
     folder: str  # for what the arms write
+    device: str = "cpu"  # or cuda, in bfloat16; the first update is then not kept: it would be gigabytes
 
     @property
     def rows(self) -> int:
@@ -78,7 +79,8 @@ def score(solution_str: str) -> float:
 
 
 class Meter:
-    """Seconds, CPU seconds and tokens of a step. A forward with gradients is the update's, any other the rollout's.
+    """Seconds, CPU seconds, tokens and memory of a step. A forward with gradients is the update's, any other the
+    rollout's.
 
     Tokens are those that pass the embedding of `module`, padding included.
     """
@@ -91,12 +93,16 @@ class Meter:
         self.tokens["update" if torch.is_grad_enabled() else "rollout"] += inputs[0].numel()
 
     def start(self) -> None:
+        settle()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.cpu = cpu_seconds()
         self.started = time.perf_counter()
 
     def stop(self, rollout: float, update: float) -> dict[str, float]:
         """The figures of the step since `start`, of which `rollout` and `update` seconds went into those."""
+        settle()
         seconds = time.perf_counter() - self.started
         return {
             "step": seconds,
@@ -107,7 +113,14 @@ class Meter:
             "rollout_tokens": self.tokens["rollout"],
             "update_tokens": self.tokens["update"],
             "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # so far
+            "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
+
+
+def settle() -> None:
+    """Waits until the GPU, if there is one, has done what it was asked for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def cpu_seconds() -> float:

@@ -52,16 +52,34 @@ _BY_DESIGN = "it is always so here"
 _LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
 _VALUES = "values are computed in forward passes of the size of the critic's updates"
 _FLOAT32 = "weights are always float32; fsdp_config.dtype chooses what is computed in"
+_HEAD = "the logits of all tokens are never in memory at once (workers/kernels/token_head.py)"
+_TEXT = "prompts are text"
+_ENGINES = "engines decide it for themselves"
+_AS_ACTOR = "the critic does as actor_rollout_ref.model says"
+
+_FSDP_SECTIONS = (
+    "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref.fsdp_config",
+    "critic.model.fsdp_config",
+    "critic.fsdp",
+)
+_SHARDING = (
+    "param_offload",
+    "optimizer_offload",
+    "offload_policy",
+    "reshard_after_forward",
+    "fsdp_size",
+    "forward_prefetch",
+    "wrap_policy.min_num_params",
+    "use_orig_params",
+    "forward_only",
+)
 
 NO_EFFECT = {
     "actor_rollout_ref.actor.strategy": _WHOLE_MODEL,
     "actor_rollout_ref.ref.strategy": _WHOLE_MODEL,
     "critic.strategy": _WHOLE_MODEL,
-    "actor_rollout_ref.actor.fsdp_config.param_offload": _WHOLE_MODEL,
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": _WHOLE_MODEL,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": _WHOLE_MODEL,
-    "critic.model.fsdp_config.param_offload": _WHOLE_MODEL,
-    "critic.model.fsdp_config.optimizer_offload": _WHOLE_MODEL,
+    **{f"{section}.{name}": _WHOLE_MODEL for section in _FSDP_SECTIONS for name in _SHARDING},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "trainer.balance_batch": "workers always get shares of about equal work",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": _VLLM,
@@ -77,7 +95,8 @@ NO_EFFECT = {
     "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.actor.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": _FLOAT32,
+    **{f"{section}.model_dtype": _FLOAT32 for section in _FSDP_SECTIONS},
+    **{f"{section}.dtype": "it is that of actor_rollout_ref.actor.fsdp_config" for section in _FSDP_SECTIONS[1:]},
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _LOG_PROBS,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _LOG_PROBS,
     "actor_rollout_ref.rollout.dtype": "the rollouts are made by the actor's own weights",
@@ -85,7 +104,11 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.disable_log_stats": _VLLM,
     "actor_rollout_ref.rollout.calculate_log_probs": _BY_DESIGN,
     "critic.ulysses_sequence_parallel_size": _WHOLE_MODEL,
-    "critic.model.enable_gradient_checkpointing": "the critic does as actor_rollout_ref.model says",
+    "critic.model.enable_gradient_checkpointing": _AS_ACTOR,
+    "critic.model.enable_activation_offload": _AS_ACTOR,
+    "critic.model.trust_remote_code": _AS_ACTOR,
+    "critic.model.external_lib": _AS_ACTOR,
+    "critic.model.tokenizer_path": "the critic reads the same tokens as the policy",
     "critic.forward_micro_batch_size": _VALUES,
     "critic.forward_micro_batch_size_per_gpu": _VALUES,
     "critic.forward_max_token_len_per_gpu": _VALUES,
@@ -93,13 +116,66 @@ NO_EFFECT = {
     "data.return_raw_chat": _BY_DESIGN,
     "data.dataloader_num_workers": "rows are read in the driver, whose position in the data is part of a checkpoint",
     "data.filter_overlong_prompts_workers": "prompts are measured in this process",
-    "data.image_key": "prompts are text",
-    "data.video_key": "prompts are text",
+    **{f"data.{name}": _TEXT for name in ("image_key", "video_key", "audio_key", "image_patch_size")},
+    "data.return_multi_modal_inputs": _TEXT,
+    "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
     "data.return_raw_input_ids": _BY_DESIGN,
     "data.return_full_prompt": _BY_DESIGN,
     "actor_rollout_ref.actor.calculate_sum_pi_squared": "it is computed where the estimator asks for sum_pi_squared",
     "reward.reward_kwargs.overlong_buffer_cfg.log": "reward/overlong_reward is logged wherever there is a penalty",
     "trainer.device": "the device is the GPU if there is one, else the CPU",
+    "data.gen_batch_size": "a draw is data.train_batch_size prompts; where groups are filtered, more draws follow",
+    "data.use_shm": "models and rows are read where they lie",
+    "actor_rollout_ref.model.use_shm": "models and rows are read where they lie",
+    "actor_rollout_ref.model.use_fused_kernels": _HEAD,
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": _HEAD,
+    "actor_rollout_ref.actor.use_fused_kernels": _HEAD,
+    "actor_rollout_ref.model.use_liger": "actor_rollout_ref.model.kernels chooses what makes it faster",
+    "actor_rollout_ref.model.enable_activation_offload": "activations stay where they are computed; gradient "
+    "checkpointing (enable_gradient_checkpointing) saves most of them",
+    "actor_rollout_ref.model.tiled_mlp.enabled": "layers take a micro-batch whole; its size is a setting",
+    "actor_rollout_ref.model.tiled_mlp.num_shards": "layers take a micro-batch whole; its size is a setting",
+    "actor_rollout_ref.model.lora_alpha": "there is no LoRA, so all weights are trained",
+    "actor_rollout_ref.model.target_modules": "there is no LoRA, so all weights are trained",
+    "actor_rollout_ref.model.exclude_modules": "there is no LoRA, so all weights are trained",
+    "actor_rollout_ref.nccl_timeout": "workers wait for each other until one of them fails",
+    "actor_rollout_ref.actor.rollout_n": "it is actor_rollout_ref.rollout.n",
+    "critic.rollout_n": "it is actor_rollout_ref.rollout.n",
+    **{
+        f"actor_rollout_ref.{role}.{name}": _HEAD
+        for role in ("actor", "ref")
+        for name in ("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing")
+    },
+    "actor_rollout_ref.actor.sum_pi_squared_checkpointing": _HEAD,
+    "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _WHOLE_MODEL,
+    "actor_rollout_ref.actor.checkpoint.load_contents": "what was saved is loaded",
+    "actor_rollout_ref.actor.checkpoint.async_save": "a step begins when the last checkpoint is whole",
+    "critic.checkpoint.save_contents": "the critic's checkpoint holds what the actor's does",
+    "critic.checkpoint.load_contents": "what was saved is loaded",
+    "critic.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
+    "actor_rollout_ref.actor.optim.total_training_steps": "a schedule is as long as the run",
+    "critic.optim.total_training_steps": "a schedule is as long as the run",
+    "actor_rollout_ref.rollout.layered_summon": _WHOLE_MODEL,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": _ENGINES,
+    "actor_rollout_ref.rollout.scheduling_policy": _ENGINES,
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes": _ENGINES,
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "engines take and return token ids",
+    "actor_rollout_ref.rollout.agent.num_workers": "the samples of a prompt are asked for together, in one loop",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "weights go over one by one",
+    "algorithm.filter_groups.max_inflight_gen_batches": "draws follow one another",
+    "reward.num_workers": "an async reward function has reward.max_concurrent calls under way",
+    "reward_model.num_workers": "an async reward function has reward.max_concurrent calls under way",
+    "reward_model.use_reward_loop": "an async reward function is awaited, any other is called",
+    "reward_model.enable_resource_pool": "there is no reward model that would need a pool",
+    "reward_model.n_gpus_per_node": "there is no reward model that would need a GPU",
+    "reward_model.nnodes": "there is no reward model that would need a GPU",
+    "trainer.esi_redundant_time": "trainer.save_freq says when to save",
+    "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep says which checkpoints stay",
+    "trainer.ray_wait_register_center_timeout": "workers are waited for until Ray has placed them",
+    "trainer.use_legacy_worker_impl": "there is one implementation of the workers",
+    "ray_init.num_cpus": "Ray takes the machine's cores, or those of the cluster that runs",
+    "ray_kwargs.ray_init.num_cpus": "Ray takes the machine's cores, or those of the cluster that runs",
 }
 
 HYDRA = (
@@ -110,7 +186,6 @@ HYDRA = (
 _FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
 
 ONLY_VALUE = {
-    "data.gen_batch_size": ((None,), "the prompts of a step are generated for together: set data.train_batch_size."),
     "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
     "reward_model.reward_manager": (("naive", "dapo"), f"managers have no names in this version: {_FUNCTION}."),
     "reward_model.launch_reward_fn_async": (
@@ -124,4 +199,43 @@ ONLY_VALUE = {
         "multi-turn training is not part of this version; env.val_episodes validates on whole episodes.",
     ),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
+    "data.tokenizer": ((None,), "set actor_rollout_ref.model.tokenizer_path."),
+    "data.tool_config_path": ((None,), "tools are not part of this version."),
+    "data.datagen.path": ((None,), "rows come from data.train_files, or from a dataset class (data.custom_cls)."),
+    "actor_rollout_ref.model.hf_config_path": ((None,), "config.json is read from actor_rollout_ref.model.path."),
+    "actor_rollout_ref.model.lora_adapter_path": ((None,), "LoRA is not part of this version: merge it first."),
+    "actor_rollout_ref.actor.router_replay.mode": (("disabled",), "routes of experts are not recorded."),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": (
+        (-1, None),
+        "set algorithm.rollout_correction.rollout_is=token and algorithm.rollout_correction.rollout_is_threshold.",
+    ),
+    **{
+        f"{section}.optim.{name}": (values, "the optimiser is AdamW, with lr, betas and weight_decay.")
+        for section in ("actor_rollout_ref.actor", "critic")
+        for name, values in (
+            ("optimizer", ("AdamW",)),
+            ("optimizer_impl", ("torch.optim",)),
+            ("override_optimizer_config", (None,)),
+        )
+    },
+    "actor_rollout_ref.rollout.expert_parallel_size": ((1,), "every worker has an engine of its own."),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": ((1,), "every worker has an engine of its own."),
+    "actor_rollout_ref.rollout.logprobs_mode": (
+        ("processed_logprobs",),
+        "the log-probs of a rollout are those of the distribution that was sampled from.",
+    ),
+    "actor_rollout_ref.rollout.over_sample_rate": ((0,), "as many responses are asked for as are learnt from."),
+    "actor_rollout_ref.rollout.quantization": ((None,), "rollouts are made by the policy's own weights."),
+    "actor_rollout_ref.rollout.skip_rollout": ((False,), "rollouts are made anew at every step."),
+    "actor_rollout_ref.rollout.trace.backend": ((None,), "trainer.rollout_data_dir keeps the rollouts."),
+    "actor_rollout_ref.rollout.agent.default_agent_loop": (
+        ("single_turn_agent",),
+        "training on several turns is not part of this version.",
+    ),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": (("naive",), "actor and engine share a process."),
+    "reward.reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
+    "reward_model.sandbox_fusion.url": ((None,), f"there is no sandbox in this version: {_FUNCTION}."),
+    "transfer_queue.enable": ((False,), "a batch passes between the stages by itself."),
+    "global_profiler.tool": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),
+    "global_profiler.steps": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),
 }

@@ -15,12 +15,11 @@ from tests.runs import compose, learning_metrics, short_run
 from workers.batch_rollout import load_rollout_class
 from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
+from workers.local_group import LocalWorkerGroup, distinct_groups
 from workers.worker_group import (
-    LocalWorkerGroup,
     RayWorkerGroup,
     Resources,
     WorkerError,
-    distinct_groups,
     start_pools,
     worker_summary,
 )

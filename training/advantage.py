@@ -24,6 +24,7 @@ from training.core_algos import (
 )
 from training.reward import callable_name
 from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
+from training.rollout_mismatch import rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 
 Columns = dict[str, Tensor]
@@ -119,7 +120,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     log_probs = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
     weights, kept, metrics = correct_log_probs(*log_probs, mask, config)
     columns = {"loss_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights})
-    return columns, metrics | compute_rollout_probs_diff(*log_probs, mask)
+    metrics |= compute_rollout_probs_diff(*log_probs, mask)
+    return columns, metrics | {name: float(value) for name, value in rollout_mismatch(*log_probs, mask).items()}
 
 
 def estimator_needs(name: str) -> set[str]:

@@ -58,14 +58,18 @@ def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator
     """`mini_batches` for the policy.
 
     The first update of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they are the
-    rollout's, and stay. Rows that cannot change the gradient are left out, the counts stay.
+    rollout's, and stay. It alone has rollout_log_probs, and only where no log-prob pass has compared them already: its
+    forward does. Rows that cannot change the gradient are left out, the counts stay.
     """
     bypass = config.algorithm.rollout_correction.bypass_mode
+    compared = "old_log_probs" in batch and not bypass
     skips_silent = skips_zero_advantages(config)
     pairs = mini_batches(batch, config, config.actor_rollout_ref.actor, step, first_policy_step(config))
     for number, (mini_batch, update) in enumerate(pairs):
         if number == 0 and not bypass and "old_log_probs" in mini_batch:
             mini_batch.pop(["old_log_probs"])
+        if (number > 0 or compared) and "rollout_log_probs" in mini_batch:
+            mini_batch.pop(["rollout_log_probs"])
         yield without_zero_advantages(mini_batch) if skips_silent else mini_batch, update
 
 

@@ -36,6 +36,7 @@ from training.no_signal import NoSignal
 from training.reports import files_left, nothing_left, report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
+from training.rollout_mismatch import MismatchAlarm
 from training.selection import draw_rows
 from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
@@ -90,6 +91,7 @@ class RayPPOTrainer:
             self.folder,
         )
         self.no_signal = NoSignal(config.trainer.no_signal_steps)
+        self.mismatch_alarm = MismatchAlarm(config.trainer.max_rollout_mismatch)
 
     def fit(self) -> Metrics:
         """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
@@ -122,6 +124,7 @@ class RayPPOTrainer:
                 tracking.log(self.global_step, self.metrics)
                 self.skipped_updates.check(self.metrics)
                 self.no_signal.check(self.metrics)
+                self.mismatch_alarm.check(self.metrics)
             self.saver.check(self.global_step)
         print(files_left(self.folder))
         return self.validation

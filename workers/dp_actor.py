@@ -17,6 +17,7 @@ from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty
 from training.mini_batches import Update
 from training.policy_loss import LossConfig, call_policy_loss
+from training.rollout_mismatch import MAX_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
@@ -63,14 +64,15 @@ class DataParallelPPOActor:
         """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
 
         L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch by `update.counts`.
-        A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient.
+        A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient. One with
+        rollout_log_probs has them compared with the log-probs that this forward computes anyway.
         """
         metrics = PooledMetrics()
         with forked_rng(update.seed):  # for losses that draw
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
                 batch = DataProto(batch.batch.copy()).union(gradient)
-            wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient"]
+            wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
             columns = [name for name in wanted if name in batch.batch]
             micro_batches = cut_share(batch, self.update_size, columns, self.engine.module)
             losses = (self.micro_batch_loss(micro, update, metrics) for micro in micro_batches)
@@ -133,6 +135,9 @@ class DataParallelPPOActor:
         with self.engine.autocast():
             ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
             log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
+        if "rollout_log_probs" in columns:
+            for name, value in rollout_mismatch(log_probs, columns["rollout_log_probs"], mask).items():
+                metrics.add_max(name, value) if name == MAX_RATIO else metrics.add_mean(name, value, weight)
         if self.policy_loss.over_mini_batch:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch

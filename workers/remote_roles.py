@@ -17,7 +17,7 @@ from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from training.mini_batches import Update
 from training.roles import Roles, SamplingParams
-from workers.worker_group import WorkerGroup, distinct_groups
+from workers.local_group import WorkerGroup, distinct_groups
 
 
 def remote_roles(pools: Mapping[str, WorkerGroup]) -> Roles:

@@ -1,18 +1,15 @@
-"""Where the workers run: one in this process, or any number as Ray actors in a placement group. One interface, one
-behaviour.
+"""Workers as Ray actors, any number of them, and how many a run asks for and what of.
 
-A group is asked for things by `submit`, which gives every worker its share of a call to one of its roles, and answered
-by `Pending.result`. Who gets which rows is workers/remote_roles.py's business. Calls to a group are carried out in the
-order in which they were submitted; calls to two groups overlap.
+The interface that they share with a worker in this process is workers/local_group.py.
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
@@ -25,6 +22,7 @@ from configs.threads import Threads, worker_threads
 from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
+from workers.local_group import LocalWorkerGroup, WorkerGroup, call_role, check_shares
 from workers.model_worker import ModelWorker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,52 +50,6 @@ class Resources:
     def bundle(self) -> dict[str, float]:
         """The resources that Ray reserves for one worker."""
         return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
-
-
-class Pending(Protocol):
-    """A call that workers are busy with."""
-
-    def result(self) -> list[Any]:
-        """Waits for what the workers return, by rank; raises what the first to fail raised."""
-
-
-class WorkerGroup(Protocol):
-    """`size` workers, each an object with `roles`: its name for each thing it plays, and the object that plays it."""
-
-    size: int
-
-    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Pending:
-        """Calls `roles[role].method(*share)` in every worker, with the share of its rank."""
-
-    def close(self) -> None:
-        """Gives the workers' resources back."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """The `Pending` of a call that is over."""
-
-    results: list[Any]
-
-    def result(self) -> list[Any]:
-        return self.results
-
-
-class LocalWorkerGroup:
-    """The one worker is an object of this process: no start-up, no serialisation, breakpoints work."""
-
-    size = 1
-
-    def __init__(self, n_threads: int, worker_class: type, *args: Any) -> None:
-        torch.set_num_threads(n_threads)
-        self.worker = worker_class(*args)
-
-    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
-        check_shares(shares, self.size)
-        return Done([call_role(self.worker, role, method, share) for share in shares])
-
-    def close(self) -> None:
-        pass
 
 
 class RayWorkerGroup:
@@ -194,19 +146,6 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
     else:
         group = LocalWorkerGroup(resources.threads, *arguments)
     return dict.fromkeys(roles, group)
-
-
-def distinct_groups(pools: Mapping[str, WorkerGroup]) -> list[WorkerGroup]:
-    """The groups behind some roles, each once."""
-    return list({id(group): group for group in pools.values()}.values())
-
-
-def check_shares(shares: Sequence[tuple], size: int) -> None:
-    assert len(shares) == size, f"{len(shares)} shares for {size} workers: each gets one, if need be without rows"
-
-
-def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
-    return getattr(worker.roles[role], method)(*share)
 
 
 def check_machine(trainer: TrainerConfig) -> None:

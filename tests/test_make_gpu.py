@@ -1,0 +1,96 @@
+"""`make gpu` as far as it goes without a GPU: it says so; its arithmetic, its limits, and our arm on the CPU."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.floor import Shape, update_flops
+from benchmarks.models import save_model
+from benchmarks.vs_trl import ROOT, Arm
+
+PASSED = {"run": 3, "failed": [], "seconds": 1.0}
+CPU = ["--device", "cpu", "--size", "1m", "--prompts", "2", "--samples", "2", "--prompt-tokens", "8",
+       "--response-tokens", "4", "--steps", "1", "--warmup", "0"]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_it_says_so_and_that_is_no_failure():
+    found = subprocess.run(["make", "gpu", f"RUN={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0 and "torch finds no GPU on this machine" in found.stdout
+
+
+def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
+    monkeypatch.setattr(gpu, "arms_here", lambda: ["ours"])
+    (tmp_path / "no_ray").mkdir()
+    (tmp_path / "no_ray/ray.py").write_text("raise ImportError('not on this machine')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "no_ray"))
+    gpu.main([*CPU, "--json", str(tmp_path / "figures.json")])
+    ours = json.loads((tmp_path / "figures.json").read_text())["arms"]["ours"]
+    assert len(ours["steps"]) == 2 and ours["step_seconds"] == ours["steps"][1]["step"]
+    assert ours["step_tokens_per_second"] == pytest.approx((2 * 16 + 16) / ours["step_seconds"])
+    assert 0 < ours["update_mfu"] < 1 and ours["peak_gpu_gib"] == 0
+    shown = capsys.readouterr().out
+    assert "| ours | " in shown and "failed: none" in shown and "TRL is not installed here" in shown
+
+
+def test_the_figures_by_hand(tmp_path):
+    save_model("1m", tmp_path / "models/1m", seed=0)
+    arguments = gpu.read_arguments([*CPU, "--steps", "2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "FOLDER", tmp_path)
+        workload = gpu.workload_of(arguments)
+    assert workload.steps == 3 and workload.device == "cpu"
+    steps = [{"step": s, "rollout": s / 2, "update": s / 4, "peak_gpu_gib": s} for s in (4.0, 8.0)]
+    found = gpu.summary(workload, 1e9, steps)
+    flops = update_flops(Shape(4, 128, 128, 344, 512), [8, 8], 2, [4] * 4)
+    assert found == {
+        "step_seconds": 6.0, "rollout_seconds": 3.0, "update_seconds": 1.5,
+        "step_tokens_per_second": pytest.approx(48 / 6), "rollout_tokens_per_second": pytest.approx(16 / 3),
+        "update_mfu": pytest.approx(flops / 1.5 / 1e9), "peak_gpu_gib": 8.0,
+    }  # fmt: skip
+
+
+def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
+    monkeypatch.setattr(gpu, "arms_here", lambda: ["ours"])
+    with pytest.raises(SystemExit, match="something failed"):
+        gpu.main([*CPU, "--seconds", "0.2", "--json", str(tmp_path / "figures.json")])
+    assert (
+        "ended early, or not within" in json.loads((tmp_path / "figures.json").read_text())["arms"]["ours"]["missing"]
+    )
+    assert "| ours | it ended early" in capsys.readouterr().out
+
+
+def test_a_process_that_hangs_is_killed_at_its_limit(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="ended early"):
+        Arm(sys.executable, ["-c", "import time; time.sleep(60)"], tmp_path / "log", seconds=0.5)
+    assert time.monotonic() - started < 30
+
+
+REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>
+<testcase name="c"><error/></testcase><testcase name="d"><skipped/></testcase></testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "failed"),
+    [
+        (REPORT, 4, ["b", "c"]),
+        ("<testsuites/>", 0, ["tests/test_gpu.py holds no test"]),
+        (None, 0, ["tests/test_gpu.py did not come to its end"]),
+    ],
+)
+def test_the_tests_report_is_read_and_none_is_a_failure(text, run, failed, tmp_path: Path):
+    report = tmp_path / "tests.xml"
+    if text is not None:
+        report.write_text(text)
+    assert gpu.read_report(report) == {"run": run, "failed": failed}

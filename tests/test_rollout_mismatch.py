@@ -1,0 +1,128 @@
+"""What the engine's log-probs differ by is measured every step, wherever the trainer's come from, and said if large."""
+
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import main
+from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
+from data.protocol import DataProto
+from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
+from tests.runs import compose, learning_metrics, short_run
+from training.mini_batches import policy_mini_batches
+from training.rollout_mismatch import MAX_RATIO, MEAN, MismatchAlarm, rollout_mismatch
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.metrics import PooledMetrics
+from workers.models import load_causal_lm
+
+K3_KL = "rollout_mismatch/k3_kl"
+
+
+def floats(metrics: dict) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def test_the_three_numbers_by_hand():
+    policy = torch.tensor([[0.5, 0.25, 9.0], [0.1, 0.9, 9.0]]).log()
+    engine = torch.tensor([[0.25, 0.5, 1.0], [0.1, 0.9, 1.0]]).log()
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    found = floats(rollout_mismatch(policy, engine, mask))
+    assert found[MEAN] == pytest.approx(2 * math.log(2) / 3)
+    assert found[K3_KL] == pytest.approx(((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 3)
+    assert found[MAX_RATIO] == pytest.approx(2)
+
+
+def test_it_is_nothing_for_equal_log_probs_and_for_no_tokens_and_stays_finite():
+    log_probs, mask = torch.randn(3, 4), torch.ones(3, 4)
+    nothing = {MEAN: 0.0, K3_KL: 0.0, MAX_RATIO: 1.0}
+    assert floats(rollout_mismatch(log_probs, log_probs, mask)) == nothing
+    assert floats(rollout_mismatch(log_probs, torch.full((3, 4), torch.nan), 0 * mask)) == nothing
+    assert all(map(math.isfinite, floats(rollout_mismatch(log_probs, log_probs - 1000, mask)).values()))
+
+
+def test_a_maximum_is_pooled_as_one():
+    metrics = PooledMetrics()
+    for value in (1.5, 4.0, 2.0):
+        metrics.add_max("largest", torch.tensor(value))
+        metrics.add_mean("mean", value, 2)
+    assert metrics.reduce() == {"largest": 4.0, "mean": 2.5}
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model) -> PreTrainedModel:
+    return load_causal_lm(ModelConfig(path=str(tiny_model)))
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "clip_cov"])
+@pytest.mark.parametrize("size", CUTS.values(), ids=CUTS)
+def test_the_updates_own_forward_measures_it_whatever_the_cut(policy, size, loss_mode):
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    engine = TrainEngine(policy, config.optim, 10, torch.device("cpu"), torch.float32)
+    actor = DataParallelPPOActor(config, engine, size, size)
+    batch = ragged_batch()
+    own = actor.compute_log_prob(batch, TEMPERATURE, ["old_log_probs"]).old_log_probs
+    drift = 0.3 * torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
+    batch.batch["rollout_log_probs"] = own + drift
+    weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    found = actor.update_policy(batch, update_of(batch, config))
+    policy.load_state_dict(weights)
+    wanted = floats(rollout_mismatch(own, own + drift, batch.response_mask))
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bypass", "scored", "measured"),
+    [(False, False, [True, False, False]), (False, True, [False] * 3), (True, True, [True, False, False])],
+)
+def test_the_first_mini_batch_measures_it_where_no_log_prob_pass_does(bypass, scored, measured):
+    preset = ["algorithm.rollout_correction=bypass_ppo_clip"] * bypass
+    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", *preset, name="ppo_trainer")
+    names = ["loss_mask", "advantages", "rollout_log_probs", *(["old_log_probs"] if scored else [])]
+    batch = DataProto.from_single_dict({**{name: torch.ones(3, 2) for name in names}, "uid": ["a", "b", "c"]})
+    pairs = policy_mini_batches(batch, config, step=1)
+    assert ["rollout_log_probs" in mini_batch for mini_batch, _ in pairs] == measured
+    assert "rollout_log_probs" in batch
+
+
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+
+
+@pytest.mark.parametrize("more", [[], [MINI], [MINI, "algorithm.rollout_correction=bypass_ppo_clip"]])
+def test_every_step_of_a_run_measures_it_and_the_models_own_rollouts_have_none(tmp_path, tiny_model, more, caplog):
+    run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0", *more)
+    main.run(compose(*run, "actor_rollout_ref.rollout.temperature=0.7"))
+    steps = [metrics for step, metrics in learning_metrics(tmp_path).items() if step]
+    assert len(steps) == 4
+    for metrics in steps:
+        assert metrics[MEAN] < 1e-5 and metrics[K3_KL] < 1e-8 and 1 <= metrics[MAX_RATIO] < 1 + 1e-4
+    assert "max_rollout_mismatch" not in caplog.text
+
+
+def test_a_filter_that_only_the_engine_applies_is_said(tmp_path, tiny_model, caplog):
+    run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0")
+    main.run(compose(*run, "actor_rollout_ref.rollout.top_k=2"))
+    [said] = [record.getMessage() for record in caplog.records if "max_rollout_mismatch" in record.getMessage()]
+    assert "top_p or top_k" in said
+
+
+def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
+    alarm = MismatchAlarm(0.05)
+    for value in (0.01, 0.05):
+        alarm.check({MEAN: value})
+    assert not caplog.records
+    for value in (0.06, 0.2, math.nan):
+        alarm.check({MEAN: value})
+    alarm.check({})
+    alarm.check({MEAN: 1.0})
+    assert len(caplog.records) == 1 and "0.06 nats a token" in caplog.records[0].getMessage()
+    for value in (0.01, math.nan):
+        alarm.check({MEAN: value})
+    assert len(caplog.records) == 2
+
+
+def test_without_a_bound_it_is_never_said(caplog):
+    MismatchAlarm(None).check({MEAN: 100.0})
+    assert not caplog.records

@@ -1,0 +1,34 @@
+"""GSM8K's rule: the number after #### is the reference's, letter by letter (reward.custom_reward_function.path)."""
+
+import re
+
+LOOKED_AT = 300  # characters at the end of a response
+STRICT = re.compile(r"#### (-?[\d.,]+)")
+NUMBER = re.compile(r"-?[\d.,]+")
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` if the answer is `ground_truth`, `format_score` if it is another, 0 if there is none.
+
+    Answers are compared as texts, as in verl: "18.0" is not "18", and a full stop after the number is part of it.
+
+    Raises:
+        ValueError: `method` is neither strict (the last number after "#### ") nor flexible (the last number at all).
+    """
+    answer = extract_answer(solution_str[-LOOKED_AT:], method)
+    if answer is None:
+        return 0.0
+    return score if answer == ground_truth else format_score
+
+
+def extract_answer(text: str, method: str) -> str | None:
+    """The answer that stands in `text`, without commas if it is found by the strict method; None: there is none."""
+    if method == "strict":
+        found = STRICT.findall(text)
+        return found[-1].replace(",", "") if found else None
+    if method == "flexible":
+        found = NUMBER.findall(text)
+        return next((number for number in reversed(found) if number != "."), found[0] if found else None)
+    raise ValueError(f"method={method!r} of the GSM8K reward must be strict or flexible.")

@@ -1,0 +1,71 @@
+"""The interface of worker groups, and the one worker that lives in this process. Knows nothing of Ray.
+
+A group is asked for things by `submit`, which gives every worker its share of a call to one of its roles, and answered
+by `Pending.result`. Who gets which rows is workers/remote_roles.py's business. Calls to a group are carried out in the
+order in which they were submitted; calls to two groups overlap.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A call that workers are busy with."""
+
+    def result(self) -> list[Any]:
+        """Waits for what the workers return, by rank; raises what the first to fail raised."""
+
+
+class WorkerGroup(Protocol):
+    """`size` workers, each an object with `roles`: its name for each thing it plays, and the object that plays it."""
+
+    size: int
+
+    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Pending:
+        """Calls `roles[role].method(*share)` in every worker, with the share of its rank."""
+
+    def close(self) -> None:
+        """Gives the workers' resources back."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The `Pending` of a call that is over."""
+
+    results: list[Any]
+
+    def result(self) -> list[Any]:
+        return self.results
+
+
+class LocalWorkerGroup:
+    """The one worker is an object of this process: no start-up, no serialisation, breakpoints work."""
+
+    size = 1
+
+    def __init__(self, n_threads: int, worker_class: type, *args: Any) -> None:
+        torch.set_num_threads(n_threads)
+        self.worker = worker_class(*args)
+
+    def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
+        check_shares(shares, self.size)
+        return Done([call_role(self.worker, role, method, share) for share in shares])
+
+    def close(self) -> None:
+        pass
+
+
+def distinct_groups(pools: Mapping[str, WorkerGroup]) -> list[WorkerGroup]:
+    """The groups behind some roles, each once."""
+    return list({id(group): group for group in pools.values()}.values())
+
+
+def check_shares(shares: Sequence[tuple], size: int) -> None:
+    assert len(shares) == size, f"{len(shares)} shares for {size} workers: each gets one, if need be without rows"
+
+
+def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
+    return getattr(worker.roles[role], method)(*share)
