@@ -401,7 +401,7 @@ def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench
         pytest.skip("it samples from the trainer's own module")
     with pytest.raises(ValueError, match="was given no weights for version 9"):
         bench.engine.load_weights([], 9)
-    with pytest.raises(ValueError, match=r"model\.nowhere"):
+    with pytest.raises(ValueError, match=r"no module or parameter named .nowhere"):
         bench.engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 9)
 
 
