@@ -75,7 +75,7 @@ class Task:
 
 
 TASKS = {
-    "arithmetic": Task(two_terms, "What is {}?"),
+    "arithmetic": Task(two_terms, "What is {}? Answer with a number only."),
     "chain_sum": Task(chain_sum, "What is {}? Work it out step by step."),
 }
 

@@ -41,7 +41,7 @@ from training.reports import read_curve
 from workers.worker_group import start_command
 
 ROWS = Path("outputs/smollm2/rows")
-TRAIN_ROWS = 8192
+TRAIN_ROWS = 2048
 HELD_OUT_ROWS = 200
 HELD_OUT_SEED = 0  # whatever the run's: every seed is measured on the same questions
 SHOWN = 10
