@@ -222,16 +222,14 @@ def check_trainer(config: Config) -> None:
         )
 
 
-def check_output_folder(path: str) -> None:
+def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
-        raise ConfigError(
-            f"trainer.default_local_dir={path} cannot be written to ({error.strerror}): name another folder."
-        ) from error
+        raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
 
 
 def has_validation(config: Config) -> bool:

@@ -16,14 +16,15 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import engines, schema
+from configs import engines, schema, serving
 from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
 from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
-from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
+from configs.loader import CONFIG_DIR, Arguments, entry_of, load_config, parse_arguments
 from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
+from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -34,8 +35,17 @@ HOME = str(Path.home())
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
 
+SCHEMAS = {
+    "main": Config,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvaluationConfig,
+    "server": ServerConfig,
+}
+
+
 def schema_of(name: str) -> type:
-    return SFTConfig if "sft" in name else Config
+    return SCHEMAS[entry_of(name)]
 
 
 def load(folder: Path, name: str, *overrides: str) -> Config:
@@ -110,11 +120,12 @@ def test_a_comma_outside_quotes_is_a_sweep_and_says_how_to_mean_a_text():
 
 def test_help_offers_what_the_entry_point_takes(capsys):
     offered = {}
-    for default in ("ppo_trainer", "sft"):
+    for default in ("ppo_trainer", "sft", "generation"):
         with pytest.raises(SystemExit):
             parse_arguments(["--help"], default, "")
         offered[default] = capsys.readouterr().out
     assert {name for name in SHIPPED if re.search(rf"\b{name}[,.]", offered["sft"])} == {"sft", "frozenlake_sft"}
+    assert "configs: generation. Any setting" in " ".join(offered["generation"].split())
     assert "recipe=" not in offered["sft"] and "recipe=NAME" in offered["ppo_trainer"]
     assert "frozenlake_ppo" in offered["ppo_trainer"] and "sft" not in offered["ppo_trainer"]
 
@@ -739,7 +750,7 @@ def sections(cls: type) -> list[type]:
     return [cls, *(found for value in below if is_dataclass(value) for found in sections(type(value)))]
 
 
-ALL_SECTIONS = list(dict.fromkeys([*sections(Config), *sections(SFTConfig)]))
+ALL_SECTIONS = list(dict.fromkeys(cls for entry in SCHEMAS.values() for cls in sections(entry)))
 
 
 def test_every_setting_has_a_sentence_of_help():
@@ -772,7 +783,8 @@ def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):
 # No dead keys: each is read, on an object of its own section, somewhere outside the schema. Types are followed through
 # annotations, assignments and loops, so that `other.path` does not keep a `path` of this section alive.
 
-SCHEMA = {name: cls for name, cls in vars(schema).items() if inspect.isclass(cls) and is_dataclass(cls)}
+DECLARED = {**vars(schema), **vars(serving)}
+SCHEMA = {name: cls for name, cls in DECLARED.items() if inspect.isclass(cls) and is_dataclass(cls)}
 Reads = set[tuple[str, str]]
 Types = frozenset[str]
 # What no annotation of the file itself says: algorithms are called by name, an engine's config is its base class's.

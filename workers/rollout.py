@@ -8,7 +8,7 @@ Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name
 subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,13 @@ class Rollout:
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
         return bool(self.waiting)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
+
+        An engine that cannot look into running requests has none: all comes with the completion.
+        """
+        return {}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in their order, while nothing else is in flight. Equal prompts may be computed

@@ -7,7 +7,7 @@ whatever else a model has, in workers/hf/separate.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +164,15 @@ class RunningBatch(ABC):
         if dropped:
             self._leave(torch.isin(self.alive, self.alive.new_tensor(dropped)).nonzero()[:, 0])
             self.slots.give_back(dropped)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
+        counts, found = self.slots.counts.tolist(), {}
+        for slot, request_id in self.slots.ids.items():
+            if request_id in seen:
+                new = slice(seen[request_id], counts[slot])
+                found[request_id] = self.slots.tokens[slot, new].tolist(), self.slots.log_probs[slot, new].tolist()
+        return found
 
     def _leave(self, gone: Tensor) -> Tensor:
         """The rows at the places `gone` [n], ascending, end; their slots."""

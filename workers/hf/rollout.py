@@ -5,7 +5,7 @@ log-prob comes out of the softmax that is sampled from. No CUDA graphs: on a GPU
 kernels. From the first request until none is left, the module is set up for decoding and must not be trained.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import islice
 
@@ -123,6 +123,9 @@ class HFRollout(Rollout):
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting) or (self.running is not None and len(self.running) > 0)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {} if self.running is None else self.running.tokens_so_far(seen)
 
     def _join(self) -> list[Completion]:
         """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
