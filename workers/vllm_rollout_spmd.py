@@ -6,6 +6,7 @@ lazily: this module loads where vLLM is not installed. What vLLM changes in the 
 back (`process_as_it_is`); while it steps, it may only draw random numbers.
 """
 
+import copy
 import gc
 import logging
 import math
@@ -180,7 +181,7 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
         os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
-        model.save_pretrained(folder, state_dict={})
+        save_config(model, folder)
         settings = engine_settings(config, model)
         if settings["load_format"] == "dummy":
             settings["model"] = folder
@@ -262,6 +263,13 @@ def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes:
     blocks = -(-longest_sequence(config) // BLOCK)
     spare = 2  # vLLM keeps one for padding
     return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
+
+
+def save_config(model: PreTrainedModel, folder: str) -> None:
+    """What vLLM builds the model from. Not by the model's `save_pretrained`, which writes on rank 0 alone."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
 
 
 @contextmanager
