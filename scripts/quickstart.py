@@ -78,12 +78,18 @@ def quickstart(config: Config) -> dict[str, Any]:
         warm_start(config, folder)
         print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
         rl.train(config, prepare(config))
-    seconds = time.monotonic() - started
-    success = [entry["data"][SUCCESS] for entry in read_metrics(folder / "metrics.jsonl") if SUCCESS in entry["data"]]
-    outcome = {"before": success[0], "after": success[-1]}
+    return write_summary(config, SUCCESS, time.monotonic() - started)
+
+
+def write_summary(config: Config, success: str, seconds: float) -> dict[str, Any]:
+    """The metric `success` before and after training, in summary.json of the run's folder, and its curve beside it."""
+    folder = Path(config.trainer.default_local_dir)
+    record = read_metrics(folder / "metrics.jsonl")
+    measured = [entry["data"][success] for entry in record if success in entry["data"]]
+    outcome = {"before": measured[0], "after": measured[-1]}
     summary = {**outcome, "train_seconds": round(seconds, 1), "seed": config.trainer.seed}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_metric(folder / "metrics.jsonl", ["critic/score/mean", SUCCESS], folder / "reward_curve.png")
+    plot_metric(folder / "metrics.jsonl", ["critic/score/mean", success], folder / "reward_curve.png")
     print(f"wrote {folder / 'summary.json'} and {folder / 'reward_curve.png'}")
     return summary
 

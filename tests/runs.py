@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -21,6 +21,8 @@ Finding = tuple[str, str]  # (what an exemption would name: module or module:fun
 
 EXEMPT = {
     "layers": {
+        "training/main_generation.py": "an entry point of its own: it wires a rollout engine",
+        "training/main_server.py": "an entry point of its own: it wires a rollout engine and the API over it",
         "training/sft_trainer.py": "an entry point of its own, like main.py: it wires the engine that the actor uses",
     },
     "quarantine": {},
@@ -48,6 +50,8 @@ EXEMPT = {
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/tiny_model.py": "a command",
         "main.py": "the batch arithmetic, at the start of a run",
+        "training/main_generation.py": "says what it answers, and where the answers are",
+        "training/main_server.py": "says where it serves",
         "training/ray_trainer.py": "says what a run resumes from, what a validation found, and what it leaves",
         "training/reports.py": "all metrics of a run that only validates",
         "training/sft_trainer.py": "says where its files go, and what it leaves",
@@ -56,6 +60,7 @@ EXEMPT = {
     "environment": {
         "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",
         "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
+        "workers/vllm_rollout_spmd.py": "vLLM takes settings from it, and its changes are put back",
         "workers/worker_group.py": "hands the environment on to worker processes",
     },
     "introspection": {},

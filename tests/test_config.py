@@ -16,13 +16,15 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import schema
+from configs import engines, schema, serving
 from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
+from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
-from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
+from configs.loader import CONFIG_DIR, Arguments, entry_of, load_config, parse_arguments
 from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
+from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -33,8 +35,17 @@ HOME = str(Path.home())
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
 
+SCHEMAS = {
+    "main": Config,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvaluationConfig,
+    "server": ServerConfig,
+}
+
+
 def schema_of(name: str) -> type:
-    return SFTConfig if "sft" in name else Config
+    return SCHEMAS[entry_of(name)]
 
 
 def load(folder: Path, name: str, *overrides: str) -> Config:
@@ -109,11 +120,12 @@ def test_a_comma_outside_quotes_is_a_sweep_and_says_how_to_mean_a_text():
 
 def test_help_offers_what_the_entry_point_takes(capsys):
     offered = {}
-    for default in ("ppo_trainer", "sft"):
+    for default in ("ppo_trainer", "sft", "generation"):
         with pytest.raises(SystemExit):
             parse_arguments(["--help"], default, "")
         offered[default] = capsys.readouterr().out
     assert {name for name in SHIPPED if re.search(rf"\b{name}[,.]", offered["sft"])} == {"sft", "frozenlake_sft"}
+    assert "configs: generation. Any setting" in " ".join(offered["generation"].split())
     assert "recipe=" not in offered["sft"] and "recipe=NAME" in offered["ppo_trainer"]
     assert "frozenlake_ppo" in offered["ppo_trainer"] and "sft" not in offered["ppo_trainer"]
 
@@ -424,9 +436,8 @@ REFUSED_ALGORITHMS = [
         ),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
-        (["actor_rollout_ref.rollout.name=vllm"], "name=vllm: that engine is not part of this version. Use hf"),
         (["actor_rollout_ref.rollout.name=sglang"], "name=sglang: that engine is not part of this version. Use hf"),
-        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is neither hf, nor a file"),
+        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is neither hf, nor vllm, nor a file"),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
         (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
@@ -445,6 +456,36 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
         config = compose(*overrides)
         check_config(config)
         check_algorithm(config)
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
+        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
+        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout)
+
+
+def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
+    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout)
+    assert capsys.readouterr().err == ""
+    keys = [
+        f"{ROLLOUT}.gpu_memory_utilization=0.4",
+        f"{ROLLOUT}.load_format=dummy_dtensor",
+        f"{ROLLOUT}.enforce_eager=true",
+    ]
+    check_engine(compose(*keys).actor_rollout_ref.rollout)
+    said = capsys.readouterr().err
+    assert (
+        f"{ROLLOUT} sets gpu_memory_utilization, enforce_eager, which the vllm engine reads, and name=hf does" in said
+    )
+    config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
 
 
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):
@@ -612,7 +653,8 @@ def test_a_whole_command_of_a_verl_user_is_accepted_and_what_does_nothing_says_s
         else:
             value = OmegaConf.from_dotlist([f"v={text}"]).v
             assert settings_at(plain, key) == value, key
-    assert len(said.splitlines()) == sum(o.partition("=")[0] in {**NO_EFFECT, **ONLY_VALUE} for o in command)
+    of_vllm = 1  # notice that names settings which name=hf does not read
+    assert len(said.splitlines()) == sum(o.partition("=")[0] in {**NO_EFFECT, **ONLY_VALUE} for o in command) + of_vllm
 
 
 def test_accepted_spellings_are_no_keys_of_ours():
@@ -708,7 +750,7 @@ def sections(cls: type) -> list[type]:
     return [cls, *(found for value in below if is_dataclass(value) for found in sections(type(value)))]
 
 
-ALL_SECTIONS = list(dict.fromkeys([*sections(Config), *sections(SFTConfig)]))
+ALL_SECTIONS = list(dict.fromkeys(cls for entry in SCHEMAS.values() for cls in sections(entry)))
 
 
 def test_every_setting_has_a_sentence_of_help():
@@ -741,7 +783,8 @@ def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):
 # No dead keys: each is read, on an object of its own section, somewhere outside the schema. Types are followed through
 # annotations, assignments and loops, so that `other.path` does not keep a `path` of this section alive.
 
-SCHEMA = {name: cls for name, cls in vars(schema).items() if inspect.isclass(cls) and is_dataclass(cls)}
+DECLARED = {**vars(schema), **vars(serving)}
+SCHEMA = {name: cls for name, cls in DECLARED.items() if inspect.isclass(cls) and is_dataclass(cls)}
 Reads = set[tuple[str, str]]
 Types = frozenset[str]
 # What no annotation of the file itself says: algorithms are called by name, an engine's config is its base class's.

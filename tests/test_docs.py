@@ -4,6 +4,8 @@ Files are written and commands run (tests/pages.py) in a copy of the repository,
 CONTRIBUTING.md has a test of its own.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -22,11 +25,13 @@ from configs.loader import known_keys, renamed_key
 from configs.recipes import options
 from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
+from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from scripts import algorithms, quickstart, rollout_drift
 from tests.pages import RUN_BLOCK, WRITTEN_FILE
 from tests.runs import ROOT
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
+RANGE = re.MULTILINE | re.DOTALL
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
 IN_TEXT = re.compile(r"`([^`\n]+)`")
@@ -111,6 +116,25 @@ def test_config_page(copy: Path):
     follow(ROOT / "docs/config.md", copy)
 
 
+def test_serving_page_generates_evaluates_and_serves(copy: Path):
+    page = ROOT / "docs/serving.md"
+    follow(page, copy)
+    figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
+    assert figures["prompts"] == 3 and figures["responses"] == 24 and {"mean@8", "pass@8", "maj@8"} <= set(figures)
+    blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
+    command, client = re.search(blocks, page.read_text(), RANGE).groups()
+    command = [sys.executable, *shlex.split(command)[1:], "server.port=0"]
+    with subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().split()[-1]
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                exec(compile(client.replace("http://127.0.0.1:8000/v1", address), str(page), "exec"), {})
+        finally:
+            process.terminate()
+    assert said.getvalue()
+
+
 def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_recipe(copy: Path):
     page = ROOT / "docs/algorithms.md"
     follow(page, copy)
@@ -161,8 +185,9 @@ def test_links_and_named_files_exist(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_that_a_page_names_exists(page: Path):
     text = re.sub(r"^```(?:python|text)\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    schemas = [OmegaConf.structured(schema) for schema in (Config, SFTConfig)]
-    sections = {*schemas[0], *schemas[1], *(key.partition(".")[0] for key in RENAMED)}
+    entries = (Config, SFTConfig, GenerationConfig, EvaluationConfig, ServerConfig)
+    schemas = [OmegaConf.structured(schema) for schema in entries]
+    sections = {*chain(*schemas), *(key.partition(".")[0] for key in RENAMED)}
     named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+(?![\w/([])", text))
     assert named
     known = {key for schema in schemas for key in known_keys(schema)} | {"reward_model.ground_truth"}  # a column
@@ -177,7 +202,7 @@ def test_readme_names_every_make_target():
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     targets = {line.split()[0] for line in listed.splitlines()} - {"help"}
-    assert set(re.findall(r"`make (\w+)`", text)) == targets
+    assert set(re.findall(r"`make ([\w-]+)`", text)) == targets
 
 
 def test_benchmark_measures_every_phase_of_a_step():

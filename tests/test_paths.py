@@ -63,7 +63,8 @@ def test_home_is_spelt_out_at_the_start_of_a_path_alone():
 
 
 def test_scripts_run_as_files_from_anywhere_as_they_do_as_modules(tmp_path):
-    names = ["scripts/quickstart.py", "scripts/algorithms.py", "scripts/rollout_drift.py", "training/sft_trainer.py"]
+    scripts = [f"scripts/{name}.py" for name in ("quickstart", "smollm2", "algorithms", "rollout_drift")]
+    names = [*scripts, "training/sft_trainer.py"]
     files = [str(ROOT / name) for name in names]
     command = [sys.executable, "-c", AS_FILES, str(ROOT), *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

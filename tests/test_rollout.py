@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +23,14 @@ from transformers import (
     Qwen2Config,
 )
 
-from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from training.roles import SamplingParams
-from workers.dp_actor import DataParallelPPOActor
-from workers.engine import TrainEngine
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
 from workers.hf.separate import WholeSequences
-from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
@@ -144,71 +139,6 @@ def test_samples_of_a_shared_prompt_have_the_log_probs_of_a_forward_pass_of_thei
         assert done.log_probs == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def processed(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Token -> probability: temperature, then top-k, then the nucleus, each renormalised, in plain Python."""
-    powers = {token: math.exp(logit / params.temperature) for token, logit in enumerate(logits)}
-    ranked = sorted(powers, key=lambda token: -powers[token])[: params.top_k if params.top_k > 0 else None]
-    total, mass, nucleus = sum(powers[token] for token in ranked), 0.0, []
-    for token in ranked:
-        if mass >= params.top_p:
-            break
-        nucleus.append(token)
-        mass += powers[token] / total
-    kept = sum(powers[token] for token in nucleus)
-    return {token: powers[token] / kept for token in nucleus}
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        sampling(1),
-        sampling(1, temperature=0.6),
-        sampling(1, temperature=1.5, top_k=7),
-        sampling(1, top_p=0.6),
-        sampling(1, temperature=1.3, top_k=20, top_p=0.8),
-    ],
-    ids=str,
-)
-def test_tokens_are_drawn_from_the_processed_distribution(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, params: SamplingParams
-):
-    """4000 draws: χ² within 5 of its standard deviations, no token outside, log-probs those of the distribution."""
-    draws = 4000
-    with torch.no_grad():
-        wanted = processed(model(torch.tensor([PROMPTS[0]])).logits[0, -1].tolist(), params)
-    completions = generate(make_rollout(model, tokenizer, max_num_seqs=draws), [PROMPTS[0]] * draws, params, seed=0)
-    counts = Counter(done.token_ids[0] for done in completions)
-    assert counts.keys() <= wanted.keys()
-    for done in completions:
-        assert done.log_probs == pytest.approx([math.log(wanted[done.token_ids[0]])], abs=1e-4)
-    frequent = [token for token in wanted if wanted[token] * draws >= 5]
-    pairs = [(counts[token], wanted[token] * draws) for token in frequent]
-    rest = draws - sum(expected for _, expected in pairs)
-    if rest >= 5:
-        pairs.append((draws - sum(count for count, _ in pairs), rest))
-    chi_square, freedom = sum((count - expected) ** 2 / expected for count, expected in pairs), len(pairs) - 1
-    assert freedom >= 2
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float
-):
-    rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
-    batch = rollout.generate_sequences(batch_of(PROMPTS * 4), sampling(temperature=temperature), seed=3)
-    engine = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
-    size = MicroBatchSize(3, 0)
-    actor = DataParallelPPOActor(ActorConfig(), engine, size, size)
-    scored = actor.compute_log_prob(batch, temperature, ["old_log_probs"])
-    mask = batch.batch["response_mask"].bool()
-    assert not mask.all()
-    difference = (scored.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs()
-    assert difference.max() < 1e-4
-    moved = actor.compute_log_prob(batch, temperature + 0.05, ["old_log_probs"])
-    assert (moved.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs().max() > 1e-2
-
-
 def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
     def draw(seed: int, max_num_seqs: int = 1024) -> list[list[int]]:
         torch.manual_seed(seed + max_num_seqs)  # must not matter
@@ -223,36 +153,6 @@ def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: Pre
     torch.manual_seed(0)
     generate(make_rollout(model, tokenizer), PROMPTS, sampling(), 1)
     assert torch.equal(torch.rand(3), expected_draw)
-
-
-def test_any_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-):
-    """pad == eos, as for SmolLM2, and a second id from generation_config."""
-    stops = reachable_stops(model, tokenizer)
-    same = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    same.eos_token = same.pad_token = same.convert_ids_to_tokens(stops[0])
-    batch = make_rollout(model, same, stops).generate_sequences(batch_of(PROMPTS * 20), sampling(), seed=3)
-    ended_by = Counter()
-    for row, length in enumerate(batch.batch["response_mask"].sum(1).tolist()):
-        tokens = batch.batch["responses"][row].tolist()
-        assert set(tokens[: length - 1]).isdisjoint(stops)
-        assert set(tokens[length:]) <= {stops[0]}
-        assert (batch.batch["rollout_log_probs"][row, :length] < 0).all()
-        stopped = tokens[length - 1] in stops
-        assert batch.non_tensor_batch["end_reason"][row] == ("terminated" if stopped else "max_tokens")
-        assert stopped or length == R
-        ended_by[tokens[length - 1]] += stopped
-    assert ended_by[stops[0]] and ended_by[stops[1]]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 5])
-def test_a_response_has_at_most_max_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_tokens: int):
-    params = replace(GREEDY, max_tokens=max_tokens)
-    batch = make_rollout(model, tokenizer).generate_sequences(batch_of(PROMPTS), params, seed=3)
-    assert batch.batch["responses"].shape == (len(PROMPTS), R)
-    assert batch.batch["response_mask"].tolist() == [[1] * max_tokens + [0] * (R - max_tokens)] * len(PROMPTS)
-    assert set(batch.non_tensor_batch["end_reason"]) == {"max_tokens"}
 
 
 def test_generation_leaves_the_model_in_training_mode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -444,6 +344,26 @@ def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreT
     assert_same(rollout.generate(rows), alone)
 
 
+def test_tokens_so_far_are_the_completions_piece_by_piece(tokenizer: PreTrainedTokenizerBase):
+    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
+    requests = [Request(i, PROMPTS[i], sampling(), seed=i) for i in range(3)]
+    for request in requests:
+        rollout.add(request)
+    pieces: dict[int, tuple[list[int], list[float]]] = {0: ([], []), 2: ([], [])}
+    done = {}
+    while rollout.has_unfinished_requests():
+        done |= {one.id: one for one in rollout.step()}
+        seen = {number: len(ids) for number, (ids, _) in pieces.items()}
+        for number, (ids, log_probs) in rollout.tokens_so_far(seen).items():
+            assert number != 1 and number not in done
+            pieces[number][0].extend(ids)
+            pieces[number][1].extend(log_probs)
+    assert any(ids for ids, _ in pieces.values())
+    for number, (ids, log_probs) in pieces.items():
+        assert ids == done[number].token_ids[: len(ids)] and log_probs == done[number].log_probs[: len(ids)]
+    assert rollout.tokens_so_far({0: 0}) == {}
+
+
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
     """However many have come and gone since the engine was idle."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
@@ -510,7 +430,7 @@ def fail_at_call(number: int) -> Callable:
         ([5], 0, "request 7 asks for max_tokens=0"),
         ([5, 300], 5, "request 7 has token ids from 5 to 300, but the model's are 0 to 299"),
         ([5, -1], 5, "token ids from -1 to 5"),
-        ([5] * 60, 5, r"60 tokens of prompt and max_tokens=5 are more than the model's 64 positions: shorten"),
+        ([5] * 60, 5, r"60 tokens of prompt and max_tokens=5 are more than 64, the model's positions: shorten"),
     ],
 )
 def test_a_request_that_the_model_cannot_answer_is_refused(

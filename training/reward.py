@@ -195,7 +195,23 @@ def compute_reward(
         ValueError: wrong number, type or shape, a score that is not finite or that no token of the policy earns, or an
             extra column that the batch already has; names the row or the column.
     """
-    view = reward_view(batch, tokenizer)
+    name, mask = reward_name(manager), batch.batch["response_mask"]
+    scores, extra = view_scores(reward_view(batch, tokenizer), manager, mask.shape)
+    if taken := [key for key in extra if key in batch]:
+        raise ValueError(
+            f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
+        )
+    return place_scores(scores, mask, name), extra
+
+
+def view_scores(
+    view: DataProto, manager: RewardManager, shape: tuple[int, int]
+) -> tuple[Tensor, dict[str, np.ndarray]]:
+    """What `manager` makes of a `reward_view`: scores [B] or [B, R], with `shape` (B, R), and extra columns [B].
+
+    Raises:
+        RuntimeError, ValueError: as `compute_reward`.
+    """
     name = reward_name(manager)
     try:
         result = manager(view)
@@ -204,12 +220,7 @@ def compute_reward(
             f"the reward {name} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
-    scores, extra = as_scores(result, batch.batch["response_mask"].shape, name)
-    if taken := [key for key in extra if key in batch]:
-        raise ValueError(
-            f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
-        )
-    return place_scores(scores, batch.batch["response_mask"], name), extra
+    return as_scores(result, shape, name)
 
 
 def as_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, dict[str, np.ndarray]]:

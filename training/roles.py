@@ -22,11 +22,12 @@ class SamplingParams:
     top_k: int  # -1: off
     top_p: float  # 1: off
     max_tokens: int
+    min_p: float = 0.0  # 0: off
 
     @classmethod
     def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
         sampled = config.do_sample and config.temperature > 0
-        return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens)
+        return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens, config.min_p)
 
 
 class Rollout(Protocol):

@@ -20,7 +20,9 @@ from training.reward import callable_name
 from training.roles import SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.rollout import Rollout
+from workers.vllm_rollout_spmd import vLLMRollout
 
+SHIPPED: dict[str, type[Rollout]] = {"hf": HFRollout, "vllm": vLLMRollout}
 RULE = (
     "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
     "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
@@ -29,15 +31,15 @@ RULE = (
 
 
 def load_rollout_class(name: str) -> type[Rollout]:
-    """The engine that actor_rollout_ref.rollout.name names: hf, or the Rollout subclass in a file or module.
+    """The engine that actor_rollout_ref.rollout.name names: a shipped one, or the subclass in a file or module.
 
     `file.py:Class` chooses one of several.
 
     Raises:
         ValueError: there is none, or several, or it cannot be called with what a worker has.
     """
-    if name == "hf":
-        return HFRollout
+    if name in SHIPPED:
+        return SHIPPED[name]
     key, (path, chosen) = f"actor_rollout_ref.rollout.name={name}", split_object(name)
     if chosen:
         found = [load_extern_object(path, chosen)]
@@ -47,7 +49,8 @@ def load_rollout_class(name: str) -> type[Rollout]:
         found = list(dict.fromkeys(own))
     if len(found) != 1 or not is_engine(found[0]):
         names = [value.__name__ if isinstance(value, type) else repr(value) for value in found]
-        choice = f" Choose one of them, e.g. {path}:{names[0]}." if len(names) > 1 else " Shipped engines: hf."
+        shipped = f" Shipped engines: {', '.join(SHIPPED)}."
+        choice = f" Choose one of them, e.g. {path}:{names[0]}." if len(names) > 1 else shipped
         raise ValueError(
             f"{key}: the file must define exactly one subclass of workers.rollout.Rollout, it defines {names}.{choice}"
         )

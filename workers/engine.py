@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import OptimConfig
 from data.seeding import rng_state, set_rng_state
@@ -111,8 +112,9 @@ class TrainEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every weight for a rollout engine, tied ones under each of their names."""
-        yield from self.module.state_dict().items()
+        """Name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of their
+        names."""
+        yield from revert_weight_conversion(self.module, self.module.state_dict()).items()
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the

@@ -1,6 +1,6 @@
 """One worker process: the roles it was told to play, on one device.
 
-Actor and rollout share a process because the rollout samples from the actor's own weights.
+Actor and rollout share a process: the rollout samples from the actor's own weights, or copies them in memory.
 """
 
 import copy
@@ -25,6 +25,7 @@ from workers.engine import TrainEngine, compute_dtype
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.rollout import Rollout
+from workers.weight_probe import check_weights
 
 
 class ModelWorker:
@@ -80,12 +81,15 @@ class ModelWorker:
         config = self.config.actor_rollout_ref.rollout
         with self.policy.autocast():  # an engine may try what it can do, in the precision that it will do it in
             engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
-        return ColocatedRollout(engine, self.policy)
+        rollout = ColocatedRollout(engine, self.policy)
+        if engine.own_weights:
+            rollout.update_weights(0)
+        return rollout
 
 
 @dataclass
 class ColocatedRollout:
-    """A rollout engine beside the policy in training, whose weights and precision it has."""
+    """A rollout engine beside the policy in training, whose precision it has, and whose weights or a copy of them."""
 
     engine: Rollout
     policy: TrainEngine
@@ -93,11 +97,17 @@ class ColocatedRollout:
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch."""
         with forked_rng(seed), self.policy.autocast():
-            return generate_batch(self.engine, prompts, sampling, seed, first_row)
+            self.engine.wake_up()
+            try:
+                return generate_batch(self.engine, prompts, sampling, seed, first_row)
+            finally:
+                self.engine.sleep()
 
     def update_weights(self, version: int) -> None:
-        """Has the engine sample from the policy's present weights."""
+        """Has the engine sample from the policy's present weights; a copy is tried against them."""
         self.engine.load_weights(self.policy.weights(), version)
+        if self.engine.own_weights:
+            check_weights(self.engine, self.policy)
 
 
 def files_of_rows(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name
 subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,13 @@ class Rollout:
         config: rollout settings.
         tokenizer: for the pad id and the stop set.
         model: the actor's, for its stop ids, and, as `module`, for engines that sample from it; None: there is none.
+
+    Attributes:
+        own_weights: whether it samples from a copy of the actor's weights, which `load_weights` has to bring, and not
+            from the actor's own module.
     """
+
+    own_weights: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -106,6 +112,13 @@ class Rollout:
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
         return bool(self.waiting)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
+
+        An engine that cannot look into running requests has none: all comes with the completion.
+        """
+        return {}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in their order, while nothing else is in flight. Equal prompts may be computed
@@ -195,3 +208,39 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Genera
     declared = declared if isinstance(declared, list) else [declared]
     found = {*declared, tokenizer.eos_token_id, template_terminator(tokenizer)}
     return {token_id for token_id in found if token_id is not None}
+
+
+def check_request(request: Request, vocab_size: int, longest: int | None, limit: str = "the model's positions") -> None:
+    """Refuses what cannot be answered by a model with so many token ids, in sequences of at most `longest` tokens.
+
+    Args:
+        longest: None: any number.
+        limit: what sets `longest`.
+
+    Raises:
+        ValueError: an empty prompt, an unknown token id, no token asked for, or a sequence too long.
+    """
+    ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
+    if not ids:
+        raise ValueError(f"request {request.id} has an empty prompt: a response needs a token to follow.")
+    if max_tokens < 1:
+        raise ValueError(f"request {request.id} asks for max_tokens={max_tokens}: it must be 1 or more.")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"request {request.id} has token ids from {min(ids)} to {max(ids)}, but the model's are 0 to "
+            f"{vocab_size - 1}: encode the prompt with the model's own tokenizer."
+        )
+    if longest and len(ids) + max_tokens > longest:
+        raise ValueError(
+            f"request {request.id}: {len(ids)} tokens of prompt and max_tokens={max_tokens} are more than {longest}, "
+            f"{limit}: shorten the prompt (data.max_prompt_length) or the response (data.max_response_length)."
+        )
+
+
+def diverged(weight_version: int, where: str) -> FloatingPointError:
+    """What to say of logits that nothing can be drawn from, found in `where`."""
+    return FloatingPointError(
+        f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {where}: it has "
+        "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
+        "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
+    )

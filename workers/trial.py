@@ -74,6 +74,14 @@ class Trial:
             self.model.train(mode)
 
 
+@torch.no_grad()
+def trained_log_probs(model: PreTrainedModel, batch: DataProto) -> Tensor:
+    """Log-probs of the responses as the trainer has them, at temperature 1: [B, R]. The model is then in train mode."""
+    model.train()
+    micros = cut(batch, MicroBatchSize(len(batch), 0), [], model)
+    return placed(model, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
+
+
 def tolerance(scores: Tensor, exact: Tensor) -> float:
     """How far scores in the precision of `scores` may be apart; `exact` are the same in float32."""
     return max(TOLERANCE, ROUNDINGS * (scores - exact).abs().max().item())

@@ -7,7 +7,7 @@ whatever else a model has, in workers/hf/separate.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from data.seqlen_balancing import padded_parts
 from training.roles import SamplingParams
 from workers.hf.cache import RowCache
 from workers.hf.sampling import sample_rows
-from workers.rollout import Completion, Request
+from workers.rollout import Completion, Request, diverged
 
 
 class Slots:
@@ -165,6 +165,15 @@ class RunningBatch(ABC):
             self._leave(torch.isin(self.alive, self.alive.new_tensor(dropped)).nonzero()[:, 0])
             self.slots.give_back(dropped)
 
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
+        counts, found = self.slots.counts.tolist(), {}
+        for slot, request_id in self.slots.ids.items():
+            if request_id in seen:
+                new = slice(seen[request_id], counts[slot])
+                found[request_id] = self.slots.tokens[slot, new].tolist(), self.slots.log_probs[slot, new].tolist()
+        return found
+
     def _leave(self, gone: Tensor) -> Tensor:
         """The rows at the places `gone` [n], ascending, end; their slots."""
         slots = self.alive[gone]
@@ -195,7 +204,7 @@ class RunningBatch(ABC):
         uniforms = drawn.uniforms[slots, counts]
         sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
         if not log_probs.isfinite().all():
-            raise diverged(drawn.ids, slots, counts, log_probs, self.weight_version)
+            raise diverged_rows(drawn.ids, slots, counts, log_probs, self.weight_version)
         drawn.tokens[slots, counts] = sampled
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
@@ -208,18 +217,14 @@ class RunningBatch(ABC):
         return self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
 
 
-def diverged(
+def diverged_rows(
     ids: dict[int, int], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
 ) -> FloatingPointError:
     """What to say of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
     broken = (~log_probs.isfinite()).nonzero()[:, 0]
     first = broken[0]
-    return FloatingPointError(
-        f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {len(broken)} of "
-        f"{len(slots)} rows (request {ids[int(slots[first])]}, token {int(counts[first]) + 1} of its response): it has "
-        "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
-        "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
-    )
+    where = f"request {ids[int(slots[first])]}, token {int(counts[first]) + 1} of its response"
+    return diverged(weight_version, f"{len(broken)} of {len(slots)} rows ({where})")
 
 
 class SharedPrompts(RunningBatch):

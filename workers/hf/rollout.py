@@ -5,12 +5,11 @@ log-prob comes out of the softmax that is sampled from. No CUDA graphs: on a GPU
 kernels. From the first request until none is left, the module is set up for decoding and must not be trained.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import islice
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.loader import notice
@@ -22,9 +21,8 @@ from training.roles import SamplingParams
 from workers.hf.batch import RunningBatch, SharedPrompts
 from workers.hf.separate import SeparateRows, WholeSequences
 from workers.kernels import decoding
-from workers.micro_batches import MicroBatchSize, cut, placed
-from workers.rollout import Completion, Request, Rollout, answered
-from workers.trial import FAILURES, sharpened, tolerance, trial_batch, trial_width
+from workers.rollout import Completion, Request, Rollout, answered, check_request
+from workers.trial import FAILURES, sharpened, tolerance, trained_log_probs, trial_batch, trial_width
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
 WAYS = (SharedPrompts, SeparateRows, WholeSequences)  # to generate, the fast ones first
@@ -69,9 +67,9 @@ class HFRollout(Rollout):
         mode, stops, self.stop_ids = self.module.training, self.stop_ids, set()
         try:
             batch = self._sampled()
-            found, wanted = batch.batch["rollout_log_probs"], self._trained(batch)
+            found, wanted = batch.batch["rollout_log_probs"], trained_log_probs(self.module, batch)
             with torch.autocast(self.module.device.type, enabled=False):
-                exact = self._trained(batch)
+                exact = trained_log_probs(self.module, batch)
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -90,13 +88,6 @@ class HFRollout(Rollout):
         requests = [Request(i, prompt, sampling, seed=i) for i, prompt in enumerate(prompts)]
         samples = map(answered, requests, self.generate(requests))
         return collate(list(samples), most, TRIAL_TOKENS, self.pad_token_id)
-
-    @torch.no_grad()
-    def _trained(self, batch: DataProto) -> Tensor:
-        """Log-probs of the responses as the trainer has them, [B, R]."""
-        self.module.train()
-        micros = cut(batch, MicroBatchSize(len(batch), 0), [], self.module)
-        return placed(self.module, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
@@ -133,6 +124,9 @@ class HFRollout(Rollout):
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting) or (self.running is not None and len(self.running) > 0)
 
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {} if self.running is None else self.running.tokens_so_far(seen)
+
     def _join(self) -> list[Completion]:
         """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
         free = self.config.max_num_seqs - len(self.running)
@@ -155,27 +149,3 @@ class HFRollout(Rollout):
         self.waiting.clear()
         self.running = None
         self.set_up.close()
-
-
-def check_request(request: Request, vocab_size: int, positions: int | None) -> None:
-    """Refuses what a model with so many token ids and positions (None: any number) cannot answer.
-
-    Raises:
-        ValueError: an empty prompt, an unknown token id, no token asked for, or more tokens than positions.
-    """
-    ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
-    if not ids:
-        raise ValueError(f"request {request.id} has an empty prompt: a response needs a token to follow.")
-    if max_tokens < 1:
-        raise ValueError(f"request {request.id} asks for max_tokens={max_tokens}: it must be 1 or more.")
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"request {request.id} has token ids from {min(ids)} to {max(ids)}, but the model's are 0 to "
-            f"{vocab_size - 1}: encode the prompt with the model's own tokenizer."
-        )
-    if positions and len(ids) + max_tokens > positions:
-        raise ValueError(
-            f"request {request.id}: {len(ids)} tokens of prompt and max_tokens={max_tokens} are more than the model's "
-            f"{positions} positions: shorten the prompt (data.max_prompt_length) or the response "
-            "(data.max_response_length)."
-        )

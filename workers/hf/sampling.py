@@ -1,5 +1,6 @@
-"""Drawing tokens: temperature, top-k, top-p, and the log-prob under the very distribution that was drawn from."""
+"""Drawing tokens: temperature, min-p, top-k, top-p, and the log-prob under the distribution that was drawn from."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,7 @@ def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[
         return chosen, best - logits.logsumexp(-1)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    logits = keep_top_p(keep_top_k(logits, sampling.top_k), sampling.top_p)
+    logits = keep_top_p(keep_top_k(keep_min_p(logits, sampling.min_p), sampling.top_k), sampling.top_p)
     powers = (logits - logits.amax(-1, keepdim=True)).exp_()
     chosen, total = first_beyond(powers, uniforms)
     return chosen, (powers.gather(-1, chosen[:, None])[:, 0] / total).log().float()
@@ -65,6 +66,13 @@ def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
     mass = weights.gather(-1, place)
     return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """The tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
+    if p <= 0:
+        return logits
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

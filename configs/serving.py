@@ -1,0 +1,184 @@
+"""The settings of what is done with a model that is trained: batch generation, evaluation, serving.
+
+verl's keys of generation.yaml and evaluation.yaml where it has them; the engine's are those of a run, in `rollout`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import II
+
+from configs.checks import check_output_folder, is_greedy
+from configs.errors import ConfigError
+from configs.schema import ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from configs.settings import Frozen, group, setting
+
+TRAINING_ONLY = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")  # of `rollout`
+BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`: a server is told by each request
+TABLES = (".jsonl", ".parquet")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass
+class GenerationDataConfig(Frozen):
+    path: Any = setting(None, "Prompts: one path or a list (.parquet, .json, .jsonl).", texts=True)
+    output_path: str | None = setting(None, "The same rows with their responses: a .jsonl or .parquet file to make.")
+    prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
+    response_key: str = setting("responses", "Column that gets the responses to a prompt, a list of strings.")
+    strings_are_chat: bool = setting(
+        False, "Read a prompt that is a string as a user's message, for the chat template; false: it is the whole text."
+    )
+    n_samples: int = setting(1, "Responses to a prompt; rollout.n follows.", ge=1)
+    batch_size: int = setting(128, "Prompts generated for and written at a time; what is written is not lost.", ge=1)
+    max_prompt_length: int = setting(1536, "Longest prompt, in tokens, template included.", ge=1)
+    max_response_length: int = setting(512, "Longest response, in tokens.", ge=1)
+    truncation: str = setting(
+        "error",
+        "What happens to longer prompts: raise, or cut the named side.",
+        choices=("error", "left", "right", "middle"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
+
+
+@dataclass
+class GenerationTrainerConfig(Frozen):
+    seed: int = setting(0, "The one seed: equal runs give equal responses.", ge=0)
+    n_threads: int | None = setting(None, "CPU threads; null: OMP_NUM_THREADS, else the cores.", ge=1)
+
+
+@dataclass
+class GenerationConfig(Frozen):
+    model: ModelConfig = group(ModelConfig, "The model.")
+    data: GenerationDataConfig = group(GenerationDataConfig, "Prompts in, responses out.")
+    rollout: RolloutConfig = group(
+        RolloutConfig, "The engine, and how it samples.", n=II("data.n_samples"), log_prob_max_token_len_per_gpu=1
+    )
+    trainer: GenerationTrainerConfig = group(GenerationTrainerConfig, "The process.")
+
+
+@dataclass
+class EvaluationDataConfig(Frozen):
+    path: Any = setting(None, "Rows with responses: one path or a list (.parquet, .json, .jsonl).", texts=True)
+    output_path: str | None = setting(None, "Where the figures go, a .json file; null: only the table is shown.")
+    prompt_key: str = setting("prompt", "Column with the prompt, for rewards that read it.")
+    response_key: str = setting("responses", "Column with the responses to a prompt: a list of strings, or one.")
+    data_source_key: str = setting("data_source", "Column that names where a row comes from; figures are split by it.")
+    reward_model_key: str = setting("reward_model", "Column whose ground_truth says what is right.")
+    pass_score: float = setting(1.0, "A response passes if its score is at least this.")
+
+
+@dataclass
+class EvaluationRewardConfig(Frozen):
+    custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "The reward function, as in training.")
+    max_concurrent: int = setting(RewardConfig.max_concurrent, "Calls of an async function under way at once.", ge=1)
+    timeout: float | None = setting(RewardConfig.timeout, "Seconds that such a call may take; null: any.", gt=0)
+
+
+@dataclass
+class EvaluationConfig(Frozen):
+    data: EvaluationDataConfig = group(EvaluationDataConfig, "Responses in, figures out.")
+    reward: EvaluationRewardConfig = group(EvaluationRewardConfig, "What scores them.")
+
+
+@dataclass
+class ServerDataConfig(Frozen):
+    max_prompt_length: int = setting(1536, "Of the tokens of a sequence, so many for the prompt.", ge=1)
+    max_response_length: int = setting(512, "Of the tokens of a sequence, so many for the response.", ge=1)
+
+
+@dataclass
+class ServerSettings(Frozen):
+    host: str = setting("127.0.0.1", "Address to listen at; the default is reached from this machine alone.")
+    port: int = setting(8000, "Port to listen at; 0: any free one, which is printed.", ge=0, le=65535)
+    api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none is asked.")
+    served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
+
+
+@dataclass
+class ServerConfig(Frozen):
+    model: ModelConfig = group(ModelConfig, "The model.")
+    data: ServerDataConfig = group(ServerDataConfig, "Lengths; prompt and response share the sum of both.")
+    rollout: RolloutConfig = group(
+        RolloutConfig, "The engine: hf, vllm (vLLM's own server), or yours.", log_prob_max_token_len_per_gpu=1
+    )
+    server: ServerSettings = group(ServerSettings, "Where and for whom.")
+    trainer: GenerationTrainerConfig = group(GenerationTrainerConfig, "The process.")
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Raises ConfigError for settings that cannot work together."""
+    data, rollout = config.data, config.rollout
+    check_files(data.path, "prompts")
+    if data.output_path is None:
+        raise ConfigError("data.output_path is not set: name the .jsonl or .parquet file that gets the responses.")
+    output = Path(data.output_path)
+    if output.suffix not in TABLES:
+        raise ConfigError(f"data.output_path={data.output_path}: its ending must be one of {', '.join(TABLES)}.")
+    if output.exists():
+        raise ConfigError(f"data.output_path={data.output_path} exists already: name another file, or remove it.")
+    check_output_folder(str(output.parent), "data.output_path")
+    if rollout.n != data.n_samples:
+        raise ConfigError(
+            f"rollout.n={rollout.n} and data.n_samples={data.n_samples} differ: set data.n_samples alone, the other "
+            "follows."
+        )
+    if rollout.n > 1 and is_greedy(rollout):
+        raise ConfigError(
+            f"data.n_samples={rollout.n} with rollout.do_sample={str(rollout.do_sample).lower()} asks for {rollout.n} "
+            "greedy responses to a prompt, which are all the same: set data.n_samples=1, or rollout.do_sample=true."
+        )
+    check_engine_settings(rollout, data)
+
+
+def check_evaluation(config: EvaluationConfig) -> None:
+    """Raises ConfigError for settings that cannot work together."""
+    data, function = config.data, config.reward.custom_reward_function
+    check_files(data.path, "rows with responses")
+    if function.path is None:
+        raise ConfigError("reward.custom_reward_function.path is not set: name the file of the reward function.")
+    if data.output_path is not None:
+        check_output_folder(str(Path(data.output_path).parent), "data.output_path")
+
+
+def check_server(config: ServerConfig) -> None:
+    """Raises ConfigError for settings that cannot work together."""
+    server = config.server
+    if server.host not in LOOPBACK and not server.api_key:
+        raise ConfigError(
+            f"server.host={server.host} lets other machines in, and server.api_key is not set, so whoever reaches the "
+            "port may use the model: set server.api_key, or leave the host at 127.0.0.1."
+        )
+    check_engine_settings(config.rollout, config.data)
+    if changed := unlike_default(config.rollout, BY_REQUEST):
+        raise ConfigError(f"rollout.{changed[0]} is set, and each request says how it is answered: take it back.")
+
+
+def check_files(path: str | list[str] | None, what: str) -> None:
+    if not path:
+        raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {what}.")
+
+
+def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig | ServerDataConfig) -> None:
+    """Raises ConfigError where `rollout` sets what only a training run reads, or lengths other than those of `data`."""
+    for name, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
+        if rollout[name] != length:
+            raise ConfigError(
+                f"rollout.{name}={rollout[name]} and data.max_{name}={length} differ: set data.max_{name} alone, the "
+                "other follows."
+            )
+    changed = unlike_default(rollout, TRAINING_ONLY)
+    sampling = rollout.val_kwargs
+    changed += [f"val_kwargs.{item.name}" for item in fields(sampling) if item.default != sampling[item.name]]
+    if changed:
+        raise ConfigError(
+            f"rollout.{changed[0]} is set, which only training reads: how this command samples is in "
+            "rollout.do_sample, temperature, top_k and top_p."
+        )
+
+
+def unlike_default(rollout: RolloutConfig, names: Sequence[str]) -> list[str]:
+    """Those of `names` that are not as these commands have them if nothing is set."""
+    defaults = RolloutConfig(log_prob_max_token_len_per_gpu=1)
+    return [name for name in names if rollout[name] != defaults[name]]

@@ -1,0 +1,111 @@
+"""Arithmetic for a small language model: questions made from a seed, and what an answer earns (`make smollm2`).
+
+A row has verl's columns, so files of rows are ordinary data files. A question is held out, or never is, whatever the
+seed: training and validation rows have none in common, not even with its terms in another order.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.seeding import derive_seed, numpy_generator
+
+SYSTEM = "You are a helpful AI assistant."
+HELD_OUT_OF = 4  # one question of so many is held out
+NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")  # the minus of 12-7 is no sign
+
+
+@dataclass(frozen=True)
+class Question:
+    """Terms to add up, a subtracted one negative; of a product, its factors."""
+
+    kind: str
+    terms: tuple[int, ...]
+
+    @property
+    def expression(self) -> str:
+        if self.kind == "product":
+            return " * ".join(map(str, self.terms))
+        signed = "".join(f" {'-' if term < 0 else '+'} {abs(term)}" for term in self.terms)
+        return signed.removeprefix(" + ")
+
+    @property
+    def answer(self) -> int:
+        return math.prod(self.terms) if self.kind == "product" else sum(self.terms)
+
+    @property
+    def is_held_out(self) -> bool:
+        return derive_seed(0, self.kind, *sorted(self.terms)) % HELD_OUT_OF == 0
+
+
+def small_or_two_digit(rng: np.random.Generator) -> int:
+    """1 to 9, or 10 to 99."""
+    return int(rng.integers(*((1, 10) if rng.random() < 0.5 else (10, 100))))
+
+
+def two_terms(rng: np.random.Generator) -> Question:
+    """A sum, a difference that is not negative, or a product of 2 to 9 and 2 to 19."""
+    kind = ("sum", "difference", "product")[rng.integers(3)]
+    if kind == "product":
+        return Question(kind, (int(rng.integers(2, 10)), int(rng.integers(2, 20))))
+    a, b = small_or_two_digit(rng), small_or_two_digit(rng)
+    return Question(kind, (a, b) if kind == "sum" else (max(a, b), -min(a, b)))
+
+
+def chain_sum(rng: np.random.Generator) -> Question:
+    """Three numbers of one or two digits to add or subtract in turn; what is left never falls below 0."""
+    terms = [int(rng.integers(10, 100))]
+    for _ in range(2):
+        term = small_or_two_digit(rng)
+        subtracted = rng.random() < 0.5 and term <= sum(terms)
+        terms.append(-term if subtracted else term)
+    return Question("chain_sum", tuple(terms))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked: questions, and how they are put, {} standing for the expression."""
+
+    draw: Callable[[np.random.Generator], Question]
+    wording: str
+
+
+TASKS = {
+    "arithmetic": Task(two_terms, "What is {}? Answer with a number only."),
+    "chain_sum": Task(chain_sum, "What is {}? Work it out step by step."),
+}
+
+
+def make_rows(task: str, split: str, seed: int, count: int) -> list[dict[str, Any]]:
+    """`count` rows of the `split` "train" (questions may come again) or "val" (held-out ones, each once)."""
+    rng, held_out = numpy_generator(seed, task, split), split == "val"
+    questions: list[Question] = []
+    while len(questions) < count:
+        question = TASKS[task].draw(rng)
+        if question.is_held_out == held_out and not (held_out and question in questions):
+            questions.append(question)
+    return [
+        {
+            "data_source": task,
+            "prompt": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": TASKS[task].wording.format(question.expression)},
+            ],
+            "reward_model": {"style": "rule", "ground_truth": str(question.answer)},
+            "extra_info": {"split": split, "index": index, "kind": question.kind},
+        }
+        for index, question in enumerate(questions)
+    ]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """1 if the last number of the answer is the right one, else 0; `acc` is what validation calls success."""
+    numbers = NUMBER.findall(solution_str)
+    right = bool(numbers) and float(numbers[-1].replace(",", "")) == float(ground_truth)
+    return {"score": float(right), "acc": float(right)}

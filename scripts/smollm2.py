@@ -1,0 +1,141 @@
+"""A real language model learns arithmetic on a CPU: SmolLM2-135M-Instruct, by GRPO.
+
+    python -m scripts.smollm2 [--task arithmetic] [--seed N] [key=value …]
+
+1. The model, made once in outputs/smollm2/model (scripts/smollm2_model.py).
+2. Questions made from the seed, and 200 held-out ones, the same for every seed (custom/arithmetic.py).
+3. GRPO (configs/smollm2_arithmetic.yaml or smollm2_chain_sum.yaml; key=value overrides go there).
+Success on the held-out questions is measured before and after 3; ten of the answers are shown side by side.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import end_on_interrupt, set_environment
+
+    end_on_interrupt()
+    set_environment()  # before torch is loaded
+
+import argparse
+import json
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import main as rl
+from configs.checks import check_config
+from configs.errors import late_refusals, refusals
+from configs.schema import Config
+from custom.arithmetic import TASKS, make_rows
+from data.files import dump_jsonl
+from data.locking import sole_run
+from scripts import smollm2_model
+from scripts.quickstart import compose, write_summary
+from training.preparation import prepare
+from training.reports import read_curve
+from workers.worker_group import start_command
+
+ROWS = Path("outputs/smollm2/rows")
+TRAIN_ROWS = 2048
+HELD_OUT_ROWS = 200
+HELD_OUT_SEED = 0  # whatever the run's: every seed is measured on the same questions
+SHOWN = 10
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="arithmetic", choices=TASKS, help="what is asked")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything: questions, sampling")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    with refusals():
+        write_rows(arguments.task, arguments.seed)  # first: that they are there is checked with the config
+        config = task_config(arguments.task, arguments.seed, arguments.overrides)
+    start_command(config)
+    with late_refusals():
+        summary = learn(arguments.task, config)
+    print(
+        f"success on {HELD_OUT_ROWS} held-out questions: {summary['before']:.3f} before RL, {summary['after']:.3f} "
+        f"after ({summary['train_seconds']:.0f} s of training)"
+    )
+
+
+def write_rows(task: str, seed: int) -> None:
+    dump_jsonl(ROWS / task / "train.jsonl", make_rows(task, "train", seed, TRAIN_ROWS))
+    dump_jsonl(ROWS / task / "val.jsonl", make_rows(task, "val", HELD_OUT_SEED, HELD_OUT_ROWS))
+
+
+def task_config(task: str, seed: int, overrides: list[str]) -> Config:
+    own = [f"trainer.seed={seed}", "trainer.resume_mode=disable", f"trainer.experiment_name=smollm2/{task}"]
+    config = compose(Config, f"smollm2_{task}", [*own, *overrides])
+    check_config(config)
+    return config
+
+
+def learn(task: str, config: Config) -> dict[str, Any]:
+    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    folder = Path(config.trainer.default_local_dir)
+    with sole_run(folder):
+        make_model(config)
+        started = time.monotonic()
+        rl.train(config, prepare(config))
+        seconds = time.monotonic() - started
+    success = f"val-core/{task}/acc/mean@1"
+    rows = side_by_side(config, success)
+    print_answers(rows)
+    (folder / "answers.md").write_text(markdown(rows))
+    return write_summary(config, success, seconds)
+
+
+def make_model(config: Config) -> None:
+    """SmolLM2, unless it is there or the config names another model."""
+    model = smollm2_model.FOLDER
+    if config.actor_rollout_ref.model.path == str(model) and not model.is_dir():
+        print(f"making {model} from the package {smollm2_model.PACKAGE} (once, a minute)")
+        smollm2_model.save_smollm2(model)
+
+
+def side_by_side(config: Config, success: str) -> list[Row]:
+    """Some held-out questions, from all over the set, with the answers of the first and the last validation."""
+    steps = read_curve(Path(config.trainer.default_local_dir) / "metrics.jsonl", success)[[0, -1], 0]
+    before, after = (read_validation(config, int(step)) for step in steps)
+    places = range(0, len(before), max(len(before) // SHOWN, 1))[:SHOWN]
+    return [
+        {
+            "question": before[place]["raw_prompt"][-1]["content"],
+            "right": before[place]["gts"],
+            "before": before[place]["output"],
+            "after": after[place]["output"],
+            "learnt": f"{before[place]['acc']:.0f} → {after[place]['acc']:.0f}",
+        }
+        for place in places
+    ]
+
+
+def read_validation(config: Config, step: int) -> list[Row]:
+    lines = (Path(config.trainer.validation_data_dir) / f"{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def print_answers(rows: list[Row]) -> None:
+    table = Table(*rows[0], show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(value) for value in row.values()))  # not plain strings: [a] in an answer is no markup
+    Console().print(table)
+
+
+def markdown(rows: list[Row]) -> str:
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    cells = [[value.replace("|", r"\|").replace("\n", "<br>") for value in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The questions of custom/arithmetic.py, and what answers to them earn."""
+
+import pytest
+
+from custom.arithmetic import HELD_OUT_OF, TASKS, Question, compute_score, make_rows
+
+
+@pytest.mark.parametrize(
+    ("question", "expression", "answer"),
+    [
+        (Question("sum", (12, 7)), "12 + 7", 19),
+        (Question("difference", (31, -9)), "31 - 9", 22),
+        (Question("product", (4, 15)), "4 * 15", 60),
+        (Question("chain_sum", (63, -28, 7)), "63 - 28 + 7", 42),
+    ],
+)
+def test_questions_by_hand(question: Question, expression: str, answer: int) -> None:
+    assert (question.expression, question.answer) == (expression, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("19", "19", True),
+        ("12 + 7 = 19.", "19", True),
+        ("12 + 7 = **19**", "19", True),
+        ("The answer is 19.0", "19", True),
+        ("19, as 12 + 7 is", "19", False),  # the last number is 7
+        ("-19", "19", False),
+        ("The result is -3", "-3", True),
+        ("20-13", "13", True),  # a minus between numbers is no sign
+        ("It is ...19", "19", True),
+        ("19.5", "19", False),
+        ("1.19", "19", False),
+        ("1,234", "1234", True),
+        ("1,234", "234", False),
+        ("It is nineteen.", "19", False),
+        ("", "0", False),
+    ],
+)
+def test_the_last_number_of_an_answer_counts(answer: str, truth: str, right: bool) -> None:
+    assert compute_score("arithmetic", answer, truth) == {"score": float(right), "acc": float(right)}
+
+
+def test_a_row_by_hand() -> None:
+    row = make_rows("arithmetic", "val", seed=0, count=1)[0]
+    system, user = row["prompt"]
+    assert (system["role"], user["role"]) == ("system", "user")
+    expression = user["content"].split("?")[0].removeprefix("What is ")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(expression))}
+    assert row["data_source"] == "arithmetic" and row["extra_info"]["split"] == "val"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_right_and_never_negative(task: str) -> None:
+    for row in make_rows(task, "train", seed=1, count=500):
+        expression = row["prompt"][-1]["content"].split("?")[0].removeprefix("What is ")
+        assert eval(expression) == int(row["reward_model"]["ground_truth"]) >= 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_seed_trains_on_a_question_that_any_seed_holds_out(task: str) -> None:
+    def questions(split: str, seed: int, count: int) -> list[tuple[str, ...]]:
+        """Without the order of terms: 3 + 4 is 4 + 3."""
+        texts = [row["prompt"][-1]["content"].split("?")[0] for row in make_rows(task, split, seed, count)]
+        return [tuple(sorted(text.replace("- ", "-").split())) for text in texts]
+
+    held_out = {question for seed in range(3) for question in questions("val", seed, 200)}
+    assert held_out and not held_out & {question for seed in range(3) for question in questions("train", seed, 2000)}
+
+
+def test_rows_are_the_seeds_and_held_out_ones_come_once() -> None:
+    assert make_rows("arithmetic", "train", 3, 50) == make_rows("arithmetic", "train", 3, 50)
+    assert make_rows("arithmetic", "train", 3, 50) != make_rows("arithmetic", "train", 4, 50)
+    held_out = [row["prompt"][-1]["content"] for row in make_rows("arithmetic", "val", 0, 200)]
+    assert len(set(held_out)) == 200
+
+
+def test_all_kinds_are_asked_in_training_equally_and_a_fair_share_is_held_out() -> None:
+    kinds = [row["extra_info"]["kind"] for row in make_rows("arithmetic", "train", 0, 1500)]
+    assert all(400 < kinds.count(kind) < 600 for kind in ("sum", "difference", "product"))
+    products = [Question("product", (a, b)) for a in range(2, 10) for b in range(2, 20)]
+    share = sum(product.is_held_out for product in products) / len(products)
+    assert 0.5 / HELD_OUT_OF < share < 2 / HELD_OUT_OF
+    assert all(Question("product", product.terms[::-1]).is_held_out == product.is_held_out for product in products)

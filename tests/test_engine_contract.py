@@ -1,0 +1,416 @@
+"""What every shipped engine promises, held against the trainer and against plain arithmetic: hf, and vllm where it is
+installed. An engine of one's own passes here too, if its name is added to ENGINES."""
+
+import gc
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from data.protocol import DataProto, object_array
+from data.seeding import derive_seed
+from tests.runs import needs_vllm
+from training.roles import SamplingParams
+from workers.batch_rollout import build_rollout, load_rollout_class
+from workers.dp_actor import DataParallelPPOActor
+from workers.engine import TrainEngine
+from workers.micro_batches import MicroBatchSize
+from workers.models import load_causal_lm
+from workers.rollout import Completion, Request, Rollout
+from workers.weight_probe import check_weights, probe_distance
+
+P, R = 40, 12
+CPU = torch.device("cpu")
+ENGINES = ["hf", pytest.param("vllm", marks=needs_vllm)]
+CONFIG = {"prompt_length": P, "response_length": R, "max_num_seqs": 64}
+PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [*range(10, 46)]]
+GREEDY = SamplingParams(False, 1.0, -1, 1.0, R)
+
+
+def sampling(
+    max_tokens: int = R, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> SamplingParams:
+    return SamplingParams(True, temperature, top_k, top_p, max_tokens, min_p)
+
+
+@dataclass
+class Bench:
+    """An engine, and the policy whose weights it samples by."""
+
+    engine: Rollout
+    policy: TrainEngine
+    version: int = 0
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.policy.module
+
+    def sync(self) -> None:
+        self.version += 1
+        self.engine.load_weights(self.policy.weights(), self.version)
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams, seed: int = 0) -> list[Completion]:
+        return self.engine.generate(
+            [Request(row, ids, params, derive_seed(seed, row)) for row, ids in enumerate(prompts)]
+        )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(wide_headed_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(wide_headed_model)
+
+
+def load_policy(wide_headed_model: Path) -> TrainEngine:
+    """With larger weights, tied: left as it is, a random model is nearly uniform whatever its context; P + R
+    positions."""
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model), override_config={"max_position_embeddings": P + R}))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            matrix.mul_(6)
+    return TrainEngine(model, OptimConfig(), 10, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def built(
+    request: pytest.FixtureRequest, wide_headed_model: Path, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Bench]:
+    policy = load_policy(wide_headed_model)
+    engine_class = load_rollout_class(request.param)
+    engine = build_rollout(engine_class, RolloutConfig(name=request.param, **CONFIG), tokenizer, policy.module)
+    yield Bench(engine, policy)
+    if request.param == "vllm":
+        engine.close()
+
+
+@pytest.fixture
+def bench(built: Bench) -> Iterator[Bench]:
+    """As it was at the start: its weights, and no stop ids."""
+    weights = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
+    built.engine.stop_ids = set()
+    built.sync()
+    yield built
+    built.engine.abort(range(2000))
+    built.model.load_state_dict(weights)
+
+
+def change_weights(model: PreTrainedModel) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * parameter.std() * noise if parameter.ndim == 2 else 0.2 * noise)
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [done.token_ids for done in completions]
+
+
+def drain(engine: Rollout) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    while engine.has_unfinished_requests():
+        for done in engine.step():
+            assert done.id not in found
+            found[done.id] = done
+    return found
+
+
+def batch_of(prompts: list[list[int]]) -> DataProto:
+    return DataProto.from_dict(None, {"raw_prompt_ids": object_array(prompts)})
+
+
+def distances(bench: Bench, batch: DataProto, temperature: float) -> torch.Tensor:
+    """|Δ log-prob| to the trainer, of every token drawn."""
+    size = MicroBatchSize(5, 0)
+    actor = DataParallelPPOActor(ActorConfig(), bench.policy, size, size)
+    scored = actor.compute_log_prob(batch, temperature, ["old_log_probs"])
+    mask = batch.batch["response_mask"].bool()
+    return (scored.old_log_probs - batch.batch["rollout_log_probs"])[mask].abs()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(bench: Bench, temperature: float):
+    """Before and after the weights have changed, tied head included."""
+    bench.engine.stop_ids = {*ids(bench.generate(PROMPTS, GREEDY))[0][4:5]}
+    before = None
+    for _ in range(2):
+        batch = bench.engine.generate_sequences(batch_of(PROMPTS * 4), sampling(temperature=temperature), seed=3)
+        found = distances(bench, batch, temperature)
+        assert found.max() < 1e-4 and found.mean() < 1e-5
+        assert distances(bench, batch, temperature + 0.05).max() > 1e-2, "temperatures must be told apart"
+        if before is not None:
+            assert distances(bench, before, temperature).max() > 1e-1, "the change must be seen"
+        before = batch
+        change_weights(bench.model)
+        bench.sync()
+
+
+def processed(logits: list[float], params: SamplingParams) -> dict[int, float]:
+    """Token -> probability: temperature, min-p, top-k, then the nucleus, each renormalised, in plain Python."""
+    powers = {token: math.exp(logit / params.temperature) for token, logit in enumerate(logits)}
+    powers = {token: power for token, power in powers.items() if power >= params.min_p * max(powers.values())}
+    ranked = sorted(powers, key=lambda token: -powers[token])[: params.top_k if params.top_k > 0 else None]
+    total, mass, nucleus = sum(powers[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if mass >= params.top_p:
+            break
+        nucleus.append(token)
+        mass += powers[token] / total
+    kept = sum(powers[token] for token in nucleus)
+    return {token: powers[token] / kept for token in nucleus}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        sampling(1),
+        sampling(1, temperature=0.6),
+        sampling(1, temperature=1.5, top_k=7),
+        sampling(1, top_p=0.6),
+        sampling(1, min_p=0.2),
+        sampling(1, temperature=1.3, top_k=20, top_p=0.8, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_processed_distribution(bench: Bench, params: SamplingParams):
+    """2000 draws: χ² within 5 of its standard deviations, no token outside, log-probs those of the distribution."""
+    draws = 2000
+    with torch.no_grad():
+        wanted = processed(bench.model(torch.tensor([PROMPTS[0]])).logits[0, -1].tolist(), params)
+    completions = bench.generate([PROMPTS[0]] * draws, params)
+    counts = Counter(done.token_ids[0] for done in completions)
+    assert counts.keys() <= wanted.keys()
+    for done in completions:
+        assert done.log_probs == pytest.approx([math.log(wanted[done.token_ids[0]])], abs=1e-4)
+    frequent = [token for token in wanted if wanted[token] * draws >= 5]
+    pairs = [(counts[token], wanted[token] * draws) for token in frequent]
+    rest = draws - sum(expected for _, expected in pairs)
+    if rest >= 5:
+        pairs.append((draws - sum(count for count, _ in pairs), rest))
+    chi_square, freedom = sum((count - expected) ** 2 / expected for count, expected in pairs), len(pairs) - 1
+    assert freedom >= 2
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_greedy_takes_the_likeliest_token_every_time(bench: Bench):
+    """By whole forwards without a cache; alone, together, and again."""
+    wanted = []
+    for prompt in PROMPTS:
+        tokens: list[int] = []
+        for _ in range(R):
+            with torch.no_grad():
+                tokens.append(int(bench.model(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+        wanted.append(tokens)
+    assert ids(bench.generate(PROMPTS, GREEDY)) == wanted
+    assert ids(bench.generate(PROMPTS, GREEDY, seed=1)) == wanted
+    assert [ids(bench.generate([prompt], GREEDY))[0] for prompt in PROMPTS] == wanted
+
+
+def test_the_seed_of_a_row_alone_decides_its_draws(bench: Bench):
+    """Not its company, its place, its request's id, the time it joined, or the global generators."""
+    rows = [Request(row, PROMPTS[row % 5], sampling(max_tokens=3 + row % 9), derive_seed(9, row)) for row in range(20)]
+    together = {done.id: done for done in bench.engine.generate(rows)}
+    torch.manual_seed(123)
+    expected_draw = torch.rand(3)
+    torch.manual_seed(123)
+    alone = [bench.engine.generate([replace(row, id=7)])[0] for row in rows]
+    assert torch.equal(torch.rand(3), expected_draw), "whoever draws globally must not feel it"
+    assert ids(alone) == [together[row.id].token_ids for row in rows]
+    for row in rows:
+        assert alone[row.id].log_probs == pytest.approx(together[row.id].log_probs, abs=1e-4)
+    rng, waiting, found = np.random.default_rng(0), [*rows], {}
+    while waiting:
+        for _ in range(rng.integers(1, 5)):
+            if waiting:
+                bench.engine.add(waiting.pop())
+        for _ in range(rng.integers(0, 4)):
+            found |= {done.id: done for done in bench.engine.step()}
+    found |= drain(bench.engine)
+    assert {i: done.token_ids for i, done in found.items()} == {i: done.token_ids for i, done in together.items()}
+
+
+def test_samples_of_one_prompt_differ_and_equal_seeds_agree(bench: Bench):
+    samples = ids(bench.generate([PROMPTS[4]] * 16, sampling()))
+    assert len(set(map(tuple, samples))) > 12
+    equal = bench.engine.generate([Request(row, PROMPTS[4], sampling(), seed=2**63 - 1) for row in range(4)])
+    assert len(set(map(tuple, ids(equal)))) == 1
+
+
+def test_every_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(bench: Bench):
+    """Two of a model with several, one of them the pad id, and one that no vocabulary has."""
+    first, second, *_ = ids(bench.generate(PROMPTS, GREEDY))
+    stops, pad = (first[5], second[2]), bench.engine.pad_token_id
+    bench.engine.stop_ids = {*stops, bench.model.config.vocab_size, 10**6}
+    bench.engine.pad_token_id = stops[0]
+    try:
+        batch = bench.engine.generate_sequences(batch_of(PROMPTS * 20), sampling(), seed=3)
+    finally:
+        bench.engine.pad_token_id = pad
+    ended_by = Counter()
+    for row, length in enumerate(batch.batch["response_mask"].sum(1).tolist()):
+        tokens = batch.batch["responses"][row].tolist()
+        assert set(tokens[: length - 1]).isdisjoint(stops)
+        assert set(tokens[length:]) <= {stops[0]}
+        assert (batch.batch["rollout_log_probs"][row, :length] < 0).all()
+        stopped = tokens[length - 1] in stops
+        assert batch.end_reason[row] == ("terminated" if stopped else "max_tokens")
+        assert stopped or length == R
+        ended_by[tokens[length - 1]] += stopped
+    assert ended_by[stops[0]] and ended_by[stops[1]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_a_response_has_at_most_max_tokens(bench: Bench, max_tokens: int):
+    completions = bench.generate(PROMPTS, replace(GREEDY, max_tokens=max_tokens))
+    assert [len(done.token_ids) for done in completions] == [max_tokens] * len(PROMPTS)
+    assert {done.finish_reason for done in completions} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 5, "request 3 has an empty prompt"),
+        ([5], 0, "asks for max_tokens=0: it must be 1 or more"),
+        ([5, 10**6], 5, "token ids from 5 to 1000000"),
+        ([-1], 5, "token ids from -1 to -1"),
+        ([5] * (P + 1), R, rf"{P + 1} tokens of prompt and max_tokens={R} are more than {P + R}.*shorten"),
+        ([5] * (P + R), 1, "are more than"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name_and_others_go_on(bench: Bench, prompt, max_tokens, message):
+    bench.engine.add(Request(0, PROMPTS[0], GREEDY, 0))
+    with pytest.raises(ValueError, match=message):
+        bench.engine.add(Request(3, prompt, sampling(max_tokens), seed=0))
+    assert list(drain(bench.engine)) == [0]
+
+
+def test_prompts_up_to_the_limit_of_the_context_are_answered(bench: Bench):
+    long, short = bench.generate([[5] * P, [5]], GREEDY)
+    assert len(long.token_ids) == len(short.token_ids) == R
+    [last] = bench.generate([[5] * (P + R - 1)], replace(GREEDY, max_tokens=1))
+    assert len(last.token_ids) == 1
+
+
+def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Bench):
+    rows = [Request(row, PROMPTS[row % 5], sampling(), derive_seed(1, row)) for row in range(100)]  # places: 64
+    wanted = {done.id: done.token_ids for done in bench.engine.generate(rows)}
+    for row in rows:
+        bench.engine.add(row)
+    found = {done.id: done for done in bench.engine.step() + bench.engine.step()}
+    bench.engine.abort([0, 3, 99, 1000])
+    bench.engine.add(replace(rows[3], id=200))  # in a place that is free again
+    bench.engine.add(rows[0])  # under an id that is free again
+    found |= drain(bench.engine)
+    assert {i: done.token_ids for i, done in found.items()} == {
+        **{i: tokens for i, tokens in wanted.items() if i not in (3, 99)}, 200: wanted[3],
+    }  # fmt: skip
+    for row in rows:
+        bench.engine.add(row)
+    bench.engine.step()
+    bench.engine.abort(range(100))
+    assert not bench.engine.has_unfinished_requests() and bench.engine.step() == []
+
+
+def test_a_request_in_flight_is_not_added_again(bench: Bench):
+    request = Request(2, PROMPTS[0], GREEDY, 0)
+    bench.engine.add(request)
+    with pytest.raises(AssertionError, match="request 2 is waiting already"):
+        bench.engine.add(request)
+    bench.engine.step()
+    with pytest.raises(AssertionError, match="request 2 is running already"):
+        bench.engine.add(request)
+    assert list(drain(bench.engine)) == [2]
+
+
+def test_a_thousand_ragged_requests_are_all_answered(bench: Bench):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(6, 100, rng.integers(1, P + 1)).tolist() for _ in range(1000)]
+    limits = rng.integers(1, R + 1, 1000).tolist()
+    bench.engine.stop_ids = {40}
+    rows = [Request(i, prompts[i], sampling(limits[i]), derive_seed(2, i)) for i in range(1000)]
+    found = bench.engine.generate(rows)
+    assert [done.id for done in found] == list(range(1000))
+    for done, limit in zip(found, limits, strict=True):
+        assert len(done.token_ids) == len(done.log_probs) <= limit
+        assert (done.finish_reason == "stop") == (done.token_ids[-1] == 40)
+        assert done.finish_reason == "stop" or len(done.token_ids) == limit
+    assert len({done.finish_reason for done in found}) == 2
+
+
+def test_completions_carry_the_version_of_their_weights(bench: Bench):
+    bench.engine.load_weights(bench.policy.weights(), 41)
+    assert {done.weight_version for done in bench.generate(PROMPTS, GREEDY)} == {41}
+    bench.engine.add(Request(0, PROMPTS[0], GREEDY, 0))
+    with pytest.raises(AssertionError, match="requests in flight: abort them first"):
+        bench.engine.load_weights(bench.policy.weights(), 42)
+    drain(bench.engine)
+    bench.engine.sleep()
+    bench.engine.wake_up()
+    assert bench.generate(PROMPTS[:1], GREEDY)[0].weight_version == 41
+
+
+def test_caches_of_old_weights_are_dropped(bench: Bench):
+    """A prompt of more than a block, answered before and after a change, and by the changed weights alone."""
+    prompt = [*range(6, 6 + P)]
+    before = ids(bench.generate([prompt], GREEDY))
+    change_weights(bench.model)
+    bench.sync()
+    with torch.no_grad():
+        logits = bench.model(torch.tensor([prompt])).logits[0, -1]
+    [after] = bench.generate([prompt], replace(GREEDY, max_tokens=1))
+    assert after.token_ids == [int(logits.argmax())]
+    assert after.log_probs == pytest.approx([logits.log_softmax(-1).max().item()], abs=1e-4)
+    assert ids(bench.generate([prompt], GREEDY)) != before
+
+
+def test_a_policy_that_has_diverged_is_said_to_be(bench: Bench):
+    with torch.no_grad():
+        bench.model.model.embed_tokens.weight[60] = torch.nan  # in one prompt of five
+    bench.engine.load_weights(bench.policy.weights(), 3)
+    with pytest.raises(FloatingPointError, match="NaN or infinite after 3 updates of its weights"):
+        bench.generate(PROMPTS, sampling())
+    assert not bench.engine.has_unfinished_requests()
+
+
+def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench):
+    """By the probe that follows every sync."""
+    assert probe_distance(bench.engine, bench.policy) < 1e-5
+    check_weights(bench.engine, bench.policy)
+    if not bench.engine.own_weights:
+        pytest.skip("it samples from the trainer's own module")
+    with torch.no_grad():
+        bench.model.model.embed_tokens.weight.mul_(1.1)
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by .* in the mean of a probe"):
+        check_weights(bench.engine, bench.policy)
+    without_head = [(name, tensor) for name, tensor in bench.policy.weights() if name != "lm_head.weight"]
+    bench.engine.load_weights(without_head, 9)
+    bench.sync()
+    check_weights(bench.engine, bench.policy)
+
+
+def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench):
+    if not bench.engine.own_weights:
+        pytest.skip("it samples from the trainer's own module")
+    with pytest.raises(ValueError, match="was given no weights for version 9"):
+        bench.engine.load_weights([], 9)
+    with pytest.raises(ValueError, match=r"no module or parameter named .nowhere"):
+        bench.engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 9)
+
+
+def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
+    """What vLLM sets when it starts is put back; the engine of this module has started already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(threads)
+    assert not [name for name in os.environ if name.startswith("VLLM_")]
+    assert gc.get_freeze_count() == 0
+    assert torch.get_float32_matmul_precision() == "highest"

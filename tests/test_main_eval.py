@@ -1,0 +1,125 @@
+"""Evaluation of responses: the estimators by hand and by counting, and the command from file to figures."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from training.main_eval import Graded, evaluate, figures, main, majority_score, pass_at_k, sizes
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "pred": solution_str}
+
+def plain(solution_str, ground_truth):
+    return 0.5 * (solution_str == ground_truth)
+
+def broken(solution_str, ground_truth):
+    raise KeyError("of the user")
+"""
+ROWS = [
+    {"prompt": "1+2=", "data_source": "sums", "ground_truth": "3", "responses": ["3", "3", "4", "5"]},
+    {"prompt": "2+2=", "data_source": "sums", "ground_truth": "4", "responses": ["5", "5", "4", "5"]},
+    {"prompt": "2*3=", "data_source": "products", "reward_model": {"ground_truth": "6"}, "responses": ["6"]},
+]
+
+
+def write(folder: Path, rows: list[dict] = ROWS) -> Path:
+    (folder / "reward.py").write_text(REWARD)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(folder: Path, *overrides: str, rows: list[dict] = ROWS) -> dict:
+    file = write(folder, rows)
+    reward = f"reward.custom_reward_function.path={folder}/reward.py"
+    main([f"data.path={file}", reward, f"data.output_path={folder}/out/figures.json", *overrides])
+    return json.loads((folder / "out/figures.json").read_text())
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_passed_response(n):
+    for passed in range(n + 1):
+        for k in range(1, n + 1):
+            draws = list(combinations([*[True] * passed, *[False] * (n - passed)], k))
+            assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_at_k_of_many_responses_does_not_overflow():
+    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
+
+
+def test_the_most_frequent_answer_counts_and_of_equals_the_first():
+    assert majority_score(["a", "b", "b"], [1.0, 0.0, 0.0]) == 0.0
+    assert majority_score(["a", "b", "b", "a"], [1.0, 0.0, 0.0, 1.0]) == 1.0
+    assert majority_score(["b", "a", "b", "a"], [0.25, 1.0, 0.25, 1.0]) == 0.25
+
+
+def test_sizes_are_powers_of_two_and_the_number_itself():
+    assert [sizes(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+
+
+def test_figures_by_hand():
+    found = figures([Graded("a", [1, 0, 0, 1]), Graded("a", [0, 0, 0, 0.5])], pass_score=1)
+    assert found["prompts"] == 2 and found["responses"] == 8
+    assert found["mean@4"] == pytest.approx((0.5 + 0.125) / 2)
+    assert found["mean@4/stderr"] == pytest.approx(abs(0.5 - 0.125) / 2)  # of two values
+    assert found["pass@1"] == pytest.approx(0.25)
+    assert found["pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # one of six pairs has none
+    assert found["pass@4"] == 0.5 and not any(name.startswith("maj") for name in found)
+
+
+def test_a_lower_pass_score_lets_more_pass():
+    graded = [Graded("a", [0.5, 0.0])]
+    assert figures(graded, 1.0)["pass@2"] == 0 and figures(graded, 0.5)["pass@2"] == 1
+
+
+def test_sources_are_apart_and_together_and_k_is_what_every_prompt_has():
+    found = evaluate([Graded("a", [1.0] * 4), Graded("a", [0.0] * 3), Graded("b", [0.0])], 1.0)
+    assert [*found] == ["a", "b", "all"]
+    assert found["a"]["pass@3"] == 0.5 and "pass@4" not in found["a"] and "pass@2" not in found["all"]
+    assert found["all"]["mean@1"] == pytest.approx(1 / 3) and "pass@1/stderr" not in found["b"]
+
+
+def test_the_command_goes_from_responses_to_figures(tmp_path, capsys):
+    found = run(tmp_path)
+    assert found["sums"]["mean@4"] == pytest.approx((0.5 + 0.25) / 2)
+    assert found["sums"]["maj@4"] == 0.5 and found["sums"]["pass@4"] == 1
+    assert found["sums"]["pass@2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6)) / 2)
+    assert found["products"] == {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "maj@1": 1.0}
+    shown = capsys.readouterr().out
+    assert "sums" in shown and "products" in shown and "0.375" in shown
+
+
+def test_a_reward_of_plain_numbers_has_no_majority(tmp_path):
+    found = run(tmp_path, "reward.custom_reward_function.name=plain", "data.pass_score=0.5")
+    assert found["sums"]["pass@4"] == 1 and found["sums"]["mean@4"] == pytest.approx(0.1875)
+    assert not any(name.startswith("maj") for name in found["sums"])
+
+
+def test_columns_of_other_names_and_a_single_response(tmp_path):
+    rows = [{"question": "1+2=", "answers": "3", "from": "mine", "labels": {"ground_truth": "3"}}]
+    keys = ["prompt_key=question", "response_key=answers", "data_source_key=from", "reward_model_key=labels"]
+    found = run(tmp_path, *(f"data.{key}" for key in keys), rows=rows)
+    assert found == {"mine": {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "maj@1": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        (ROWS, ["data.path=null"], "data.path is not set"),
+        (ROWS, ["reward.custom_reward_function.path=null"], "reward.custom_reward_function.path is not set"),
+        (ROWS, ["data.response_key=answers"], "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
+        ([{"prompt": "x", "responses": [3]}], [], "they must be a string or a list of strings"),
+        ([{"prompt": "x", "responses": []}], [], "they must be a string or a list of strings"),
+        (ROWS, ["reward.custom_reward_function.name=broken"], "raised KeyError: 'of the user'"),
+        (ROWS, ["data.passscore=1"], "unknown key 'data.passscore'. Did you mean 'data.pass_score'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, capsys, rows, overrides, message):
+    with pytest.raises(SystemExit) as refused:
+        run(tmp_path, *overrides, rows=rows)
+    stderr = capsys.readouterr().err
+    assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr

@@ -1,0 +1,407 @@
+"""The OpenAI-compatible API: a stock client against a real server on loopback, and its parts by themselves."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import Thread
+from time import sleep
+
+import openai
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from configs.loader import CONFIG_DIR, Arguments, load_config
+from configs.schema import RolloutConfig
+from configs.serving import ServerConfig
+from tests.runs import ROOT
+from training.main_server import bound_socket, load_served, main, vllm_command
+from training.roles import SamplingParams
+from workers.engine_pump import EnginePump
+from workers.rollout import Completion, Request, Rollout
+from workers.server import Served, build_app
+from workers.token_text import TokenText, held_back
+
+KEY = "a secret"
+CHAT = [{"role": "user", "content": "say abc"}]
+
+
+def compose(model: Path, *overrides: str) -> ServerConfig:
+    settings = [f"model.path={model}", "server.port=0", "server.served_model_name=tiny", *overrides]
+    lengths = ["data.max_prompt_length=40", "data.max_response_length=24"]
+    return load_config(Arguments("server", CONFIG_DIR, settings + lengths, print_config=False), ServerConfig)
+
+
+@contextmanager
+def serving(served: Served, config: ServerConfig) -> Iterator[str]:
+    """A server in a thread of this process; its address."""
+    listener = bound_socket(config.server)
+    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
+    thread = Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Served:
+    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
+
+
+@pytest.fixture(scope="module")
+def address(served: Served, tiny_model: Path) -> Iterator[str]:
+    with serving(served, compose(tiny_model)) as url:
+        yield url
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def generated(served: Served, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
+    """What the engine itself answers, alone."""
+    [done] = served.pump.engine.generate([Request(-1, served.tokenizer(prompt)["input_ids"], sampling, seed=0)])
+    return done.token_ids, done.log_probs
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(False, 1.0, -1, 1.0, max_tokens)
+
+
+# A stock client
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_the_engines_with_its_log_probs(served, client):
+    ids, log_probs = generated(served, "abc", greedy(8))
+    found = client.completions.create(model="tiny", prompt="abc", max_tokens=8, temperature=0, logprobs=0)
+    [choice] = found.choices
+    assert choice.text == served.tokenizer.decode(ids, skip_special_tokens=True)
+    assert choice.logprobs.token_logprobs == pytest.approx(log_probs, abs=1e-5)
+    assert choice.logprobs.tokens == [served.tokenizer.decode([one]) for one in ids]
+    assert choice.finish_reason in ("stop", "length")
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, len(ids))
+
+
+def test_token_ids_go_in_and_out(served, client):
+    ids, _ = generated(served, "abc", greedy(8))
+    prompt = served.tokenizer("abc")["input_ids"]
+    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    [choice] = client.completions.create(prompt=prompt, **asked).choices
+    assert choice.token_ids == ids and choice.prompt_token_ids == prompt
+    both = client.completions.create(prompt=[prompt, [*prompt, 9]], **asked).choices
+    assert both[0].token_ids == ids and [one.index for one in both] == [0, 1]
+    assert both[1].prompt_token_ids == [*prompt, 9]
+
+
+def test_a_chat_is_what_its_template_makes_of_it(served, client):
+    ids, log_probs = generated(served, "<|user|>say abc<|end|><|assistant|>", greedy(8))
+    asked = {"model": "tiny", "messages": CHAT, "temperature": 0, "logprobs": True}
+    [choice] = client.chat.completions.create(max_tokens=8, **asked).choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == served.tokenizer.decode(ids, skip_special_tokens=True)
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(log_probs, abs=1e-5)
+    [same] = client.chat.completions.create(max_completion_tokens=8, **asked).choices
+    assert same.message.content == choice.message.content
+
+
+def test_n_choices_differ_and_a_seed_repeats_them(client):
+    def texts(seed: int | None) -> list[str]:
+        found = client.chat.completions.create(model="tiny", messages=CHAT, n=4, seed=seed, max_tokens=8)
+        assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+        return [choice.message.content for choice in found.choices]
+
+    assert len(set(texts(7))) > 1 and texts(7) == texts(7) != texts(8)
+    assert texts(None) != texts(None)
+
+
+def test_a_stream_brings_what_a_whole_answer_does_in_pieces(client):
+    asked = {"model": "tiny", "prompt": ["abc", "z"], "n": 2, "seed": 3, "max_tokens": 12, "logprobs": 0}
+    whole = client.completions.create(**asked)
+    texts, log_probs, reasons = [""] * 4, [[] for _ in range(4)], [None] * 4
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        log_probs[choice.index] += choice.logprobs.token_logprobs
+        reasons[choice.index] = choice.finish_reason
+    assert len(chunks) > 5 and len({chunk.id for chunk in chunks}) == 1
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    for found, choice in zip(log_probs, whole.choices, strict=True):
+        assert found == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+def test_a_chat_streams(client):
+    asked = {"model": "tiny", "messages": CHAT, "seed": 3, "max_tokens": 12}
+    [whole] = client.chat.completions.create(**asked).choices
+    first, *chunks = client.chat.completions.create(**asked, stream=True)
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == whole.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_ends_before_a_stop_string(served, client, stream):
+    asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "stream": stream}
+
+    def text(**more) -> tuple[str, str]:
+        found = client.completions.create(**asked, **more)
+        choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+    whole, _ = text()
+    stop = whole[3:5]
+    assert len(stop) == 2
+    assert text(stop=["never comes", stop]) == (whole[: whole.find(stop)], "stop")
+    assert text(stop="never comes")[0] == whole
+    assert not served.pump.engine.has_unfinished_requests(), "what was stopped is not generated on"
+
+
+def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
+    def ask(number: int) -> tuple[str, int]:
+        prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16
+        found = client.completions.create(model="tiny", prompt=prompt, seed=number, max_tokens=tokens)
+        return found.choices[0].text, found.usage.completion_tokens
+
+    alone = [ask(number) for number in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(ask, range(32))) == alone
+
+
+def test_a_client_that_leaves_takes_its_request_along(served, client):
+    stream = client.completions.create(model="tiny", prompt="abc", seed=1, max_tokens=60 - 3, stream=True)
+    next(iter(stream))
+    stream.close()
+    for _ in range(500):
+        if not served.pump.clients and not served.pump.engine.has_unfinished_requests():
+            break
+        sleep(0.01)
+    assert not served.pump.clients and not served.pump.engine.has_unfinished_requests()
+
+
+def test_a_wrong_key_is_refused(address):
+    for key in ("wrong", "a secret.", "é"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(address, {"model": "tiny", "prompt": "a"}, key.encode().decode("latin-1"))
+        assert refused.value.code == 401
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="wrong") as client:
+        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+            client.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model="tiny", messages=CHAT)
+    with urllib.request.urlopen(f"{address}/health") as answer:
+        assert json.loads(answer.read()) == {"status": "ok"}
+
+
+# What cannot be answered
+
+
+def post(address: str, body: object, key: str = KEY, path: str = "completions") -> dict:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/v1/{path}", content, headers)) as answer:
+        return json.loads(answer.read())
+
+
+GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+BAD = [
+    (b"{", "JSON"),
+    (b"", "required"),
+    ([], "dictionary"),
+    ({"prompt": "abc"}, "model: Field required"),
+    ({"model": "tiny"}, "prompt: Field required"),
+    (GOOD | {"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    (GOOD | {"max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+    (GOOD | {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    (GOOD | {"top_p": 0}, "top_p: Input should be greater than 0"),
+    (GOOD | {"n": 129}, "n: Input should be less than or equal to 128"),
+    (GOOD | {"stop": [""]}, "at least 1 character"),
+    (GOOD | {"maxtokens": 3}, "maxtokens: Extra inputs are not permitted"),
+    (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty is not part of this server"),
+    (GOOD | {"logprobs": 3}, "logprobs=3: this server knows the log-prob of each sampled token"),
+    (GOOD | {"prompt": []}, "prompt is empty"),
+    (GOOD | {"prompt": ""}, "the prompt has no tokens"),
+    (GOOD | {"prompt": [[]]}, "the prompt has no tokens"),
+    (GOOD | {"prompt": [5, 10**6]}, "the prompt has token ids beyond the model's"),
+    (GOOD | {"prompt": [-1]}, "greater than or equal to 0"),
+    (GOOD | {"prompt": {"text": "abc"}}, "prompt"),
+    (GOOD | {"prompt": "a" * 64}, "the prompt has 64 tokens and the response is to have 2, together more than the 64"),
+    (GOOD | {"max_tokens": 62}, "the prompt has 3 tokens and the response is to have 62, together more than the 64"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=range(len(BAD)))
+def test_a_malformed_body_is_answered_with_4xx_and_the_reason(address, body, message):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, body)
+    assert refused.value.code == 400 and message in json.loads(refused.value.read())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages"),
+        ([{"role": "user"}], "needs a 'role' and a 'content'"),
+        ("hello", "messages"),
+        (["hi"], "messages"),
+    ],
+)
+def test_a_malformed_chat_is_answered_with_4xx_and_the_reason(address, messages, message):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, {"model": "tiny", "messages": messages}, path="chat/completions")
+    assert refused.value.code == 400 and message in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(address):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, GOOD | {"model": "gpt-4"})
+    assert refused.value.code == 404
+    nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
+    assert post(address, GOOD | nothing | {"temperature": None, "stop": None})["usage"]["completion_tokens"] <= 2
+
+
+class Fragile(Rollout):
+    """Refuses prompts of two tokens, breaks at those of three, and answers others by their first token."""
+
+    def add(self, request: Request) -> None:
+        if len(request.prompt_ids) == 2:
+            raise ValueError("two tokens are too few")
+        super().add(request)
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        if any(len(request.prompt_ids) == 3 for request in requests):
+            raise RuntimeError("out of memory")
+        return [Completion(one.id, one.prompt_ids[:1], [-1.0], "length", 0) for one in requests]
+
+
+def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
+    served = Served("tiny", tokenizer, EnginePump(engine, nullcontext), 100, 16, 8)
+    with serving(served, compose(tiny_model)) as url:
+        for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(url, GOOD | {"prompt": prompt})
+            assert refused.value.code == code and message in refused.value.read().decode()
+        assert post(url, GOOD | {"prompt": "z"})["choices"][0]["text"] == "z"
+    assert "the engine raised" in caplog.text
+
+
+# Text from tokens
+
+
+class ByteTokenizer:
+    """A token a byte; 256 is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(one for one in ids if one < 256).decode(errors="replace")
+
+
+def pieces(ids: list[int], stops: list[str]) -> tuple[list[str], int, bool]:
+    """The pieces of text, how many tokens it took, and whether a stop string ended it."""
+    text, found = TokenText(ByteTokenizer(), stops), []
+    for taken, token_id in enumerate(ids, start=1):
+        found.append(text.push(token_id))
+        if text.stopped:
+            return found, taken, True
+    found.append(text.finish())
+    return found, len(ids), text.stopped
+
+
+def test_a_character_of_several_tokens_comes_when_it_is_whole():
+    assert pieces([*"aé".encode(), 256, *"€".encode()], [])[0] == ["a", "", "é", "", "", "", "€", ""]
+    assert "".join(pieces("a€".encode()[:-1], [])[0]) == "a\ufffd"
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    assert pieces(list(b"abxabc"), ["abc"])[0] == ["", "", "abx", "", "", ""]
+    assert pieces(list(b"ab"), ["abc"])[0] == ["", "", "ab"]
+    assert held_back("xab", ["abc", "bcd"]) == 2 and held_back("abc", ["abc"]) == 0
+
+
+@given(
+    text=st.text(st.sampled_from("ab€\n"), max_size=20),
+    stops=st.lists(st.text(st.sampled_from("ab€"), min_size=1), max_size=3),
+)
+def test_the_pieces_are_the_text_before_the_first_stop_string(text, stops):
+    ends = {size: [size - len(stop) for stop in stops if text[:size].endswith(stop)] for size in range(len(text) + 1)}
+    first = next((size for size, starts in ends.items() if starts), None)
+    expected = text if first is None else text[: min(ends[first])]
+    found, taken, stopped = pieces(list(text.encode()), stops)
+    assert "".join(found) == expected and stopped == (first is not None)
+    assert taken == len((text if first is None else text[:first]).encode())
+
+
+# The command
+
+
+def test_the_command_serves_until_it_is_stopped(tiny_model):
+    command = [sys.executable, "-m", "training.main_server", f"model.path={tiny_model}", "server.port=0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            url = line.split()[-1].removesuffix("/v1")
+            assert line.startswith(f"serving {tiny_model} at http://127.0.0.1:")
+            assert post(url, GOOD | {"model": str(tiny_model)})["usage"]["prompt_tokens"] == 3
+            process.send_signal(signal.SIGINT)
+            assert "Traceback" not in process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets other machines in, and server.api_key is not set"),
+        (["server.port=70000"], "server.port=70000 must be at most 65535"),
+        (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
+        (["model.path=/nowhere/at/all"], "model.path="),
+        (["rollout.temperature=0.5"], "rollout.temperature is set, and each request says how it is answered"),
+        (["server.apikey=x"], "Did you mean 'server.api_key'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, message):
+    with pytest.raises(SystemExit) as refused:
+        main([f"model.path={tiny_model}", "server.port=0", *overrides])
+    stderr = capsys.readouterr().err
+    assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
+
+
+def test_vllms_own_server_gets_the_same_settings(tiny_model, monkeypatch):
+    monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
+    command = vllm_command(compose(tiny_model, "rollout.name=vllm", "server.api_key=x", "rollout.max_num_seqs=32"))
+    options = dict(zip(command[3::2], command[4::2], strict=True))
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert options["--model"] == str(tiny_model) and options["--max-model-len"] == "64"
+    assert options["--api-key"] == "x" and options["--host"] == "127.0.0.1" and options["--max-num-seqs"] == "32"
+
+
+def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr("training.main_server.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main([f"model.path={tiny_model}", "rollout.name=vllm"])
+    assert "requirements-vllm.txt" in capsys.readouterr().err

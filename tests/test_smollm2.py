@@ -1,0 +1,216 @@
+"""The command behind `make smollm2`, with the tests' tiny model, and the conversion of its real one, on a tiny file."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from configs.schema import ModelConfig
+from custom.arithmetic import TASKS
+from data.tokenizer import load_tokenizer, template_terminator
+from scripts import smollm2, smollm2_model
+from tests.runs import compose
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path, monkeypatch) -> None:
+    """Few rows of every task, in a working directory of this test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(smollm2, "TRAIN_ROWS", 16)
+    monkeypatch.setattr(smollm2, "HELD_OUT_ROWS", 25)
+    for task in TASKS:
+        smollm2.write_rows(task, seed=0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_config_that_reads_its_rows(task: str) -> None:
+    config = smollm2.task_config(task, 1, [])
+    files = [str(smollm2.ROWS / task / name) for name in ("train.jsonl", "val.jsonl")]
+    assert [config.data.train_files, config.data.val_files] == files
+    assert config.actor_rollout_ref.model.path == str(smollm2_model.FOLDER)
+    assert config.trainer.seed == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_by_hand_leaves_the_scripts_folder_alone(task: str) -> None:
+    by_hand = compose(name=f"smollm2_{task}").trainer
+    assert by_hand.default_local_dir == f"outputs/smollm2_{task}"
+    assert by_hand.validation_data_dir == f"{by_hand.default_local_dir}/validation"
+    assert smollm2.task_config(task, 0, []).trainer.default_local_dir == f"outputs/smollm2/{task}"
+
+
+def short(model: Path, *more: str) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        "data.train_batch_size=2",
+        "data.max_prompt_length=128",
+        "data.max_response_length=4",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[]",
+        "trainer.log_val_generations=0",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_command_leaves_figures_and_answers(tiny_model, tmp_path, monkeypatch, capsys, task) -> None:
+    folder = tmp_path / "outputs/smollm2" / task
+    (folder / "validation").mkdir(parents=True)
+    (folder / "validation/9.jsonl").write_text("an earlier, longer run's\n")
+    monkeypatch.setattr(sys, "argv", ["smollm2", "--task", task, "--seed", "3", *short(tiny_model)])
+    smollm2.main()
+    assert "success on 25 held-out questions: " in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    answers = {step: smollm2.read_validation(smollm2.task_config(task, 3, []), step) for step in (0, 2)}
+    success = [sum(row["acc"] for row in answers[step]) / 25 for step in (0, 2)]
+    assert [summary["before"], summary["after"], summary["seed"]] == [*success, 3]
+    assert (folder / "reward_curve.png").stat().st_size > 1000
+    lines = (folder / "answers.md").read_text().splitlines()
+    assert len(lines) == 2 + 10 and lines[0] == "| question | right | before | after | learnt |"
+    assert lines[2].startswith(f"| {answers[0][0]['raw_prompt'][-1]['content']} | {answers[0][0]['gts']} | ")
+    assert lines[3].startswith(f"| {answers[0][2]['raw_prompt'][-1]['content']} | ")
+
+
+def test_an_answer_of_any_text_stays_in_its_cell() -> None:
+    assert smollm2.markdown([{"before": "a|b\nc"}]) == "| before |\n| --- |\n| a\\|b<br>c |\n"
+
+
+def test_the_model_is_made_only_where_it_is_wanted_and_missing(tiny_model, monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(smollm2_model, "save_smollm2", lambda folder: (made.append(folder), folder.mkdir()))
+    smollm2.make_model(smollm2.task_config("arithmetic", 0, short(tiny_model)))
+    assert not made
+    for _ in range(2):
+        smollm2.make_model(smollm2.task_config("arithmetic", 0, []))
+    assert made == [smollm2_model.FOLDER]
+
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+ROPE_THETA = 100_000.0
+
+
+def small_llama(vocabulary: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def by_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection in llama.cpp's order: the two halves of a head alternate."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(file: Path, model: LlamaForCausalLM, tokens: list[str], merges: list[str]) -> None:
+    """`model` and a byte-level tokenizer as llama.cpp's converter writes them, the embeddings in 8-bit blocks."""
+    gguf = pytest.importorskip("gguf", reason="not in this environment: pip install -r requirements-dev.txt")
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(ROPE_THETA)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS)))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+    blocks = gguf.quantize(weights.pop("model.embed_tokens.weight"), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    parts = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for name, weight in weights.items():
+        _, *place, _ = name.split(".")
+        if place[0] == "norm":
+            writer.add_tensor("output_norm.weight", weight)
+            continue
+        _, layer, *part = place
+        weight = by_llama_cpp(weight, heads[part[-1]]) if part[-1] in heads else weight
+        writer.add_tensor(f"blk.{layer}.{parts['.'.join(part)]}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """A model, and the folder that its GGUF file was converted to."""
+    folder = tmp_path_factory.mktemp("gguf")
+    tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    model = small_llama(len(tokens))
+    write_gguf(folder / "model.gguf", model, tokens, ["h e"])
+    smollm2_model.convert_gguf(folder / "model.gguf", folder / "model")
+    return model, folder / "model"
+
+
+def test_a_gguf_file_becomes_the_model_it_was_made_of(converted) -> None:
+    model, folder = converted
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert {weight.dtype for weight in found.parameters()} == {torch.float32}
+    specials = (found.config.bos_token_id, found.config.eos_token_id, found.config.pad_token_id)
+    assert specials == (1, 2, 2) and found.generation_config.eos_token_id == 2
+    weights = dict(found.named_parameters())
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, weight in model.named_parameters():
+        is_quantised = name == "model.embed_tokens.weight"  # in blocks of 32 with steps of 1/127 of the largest
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-3 if is_quantised else 0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(found.model.embed_tokens.weight)
+        ids = torch.arange(3, 40)[None]
+        torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_its_tokenizer_splits_as_smollm2s_and_brings_the_template(converted) -> None:
+    _, folder = converted
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    text = "he is 19  7, “it”"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("he 19  7")["input_ids"])
+    assert pieces == ["he", "Ġ", "1", "9", "Ġ", "Ġ", "7"]
+    chat = [{"role": "user", "content": "1"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert (ids[0], ids.count(1), ids.count(2)) == (1, 2, 1)  # special tokens whole
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (SPECIALS[2], SPECIALS[2], SPECIALS[1])
+    assert template_terminator(tokenizer) == tokenizer.eos_token_id == 2
+    assert AutoTokenizer.from_pretrained(folder)("<|im_end|>")["input_ids"] == [2]

@@ -1,0 +1,88 @@
+"""vLLM as the engine of whole runs, and what it is told. What engines promise: tests/test_engine_contract.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from configs.schema import ModelConfig, RolloutConfig
+from tests.runs import learning_metrics, needs_vllm, run_main, short_run
+from workers.models import load_causal_lm
+from workers.vllm_rollout_spmd import cpu_cache_bytes, engine_settings, vLLMRollout
+
+LENGTHS = {"prompt_length": 40, "response_length": 12}
+
+
+def test_settings_become_those_of_vllm_and_engine_kwargs_have_the_last_word(wide_headed_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    own = {"vllm": {"block_size": 64, "seed": None}, "sglang": {"log_level": "info"}}
+    config = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=128, engine_kwargs=own, load_format="auto", **LENGTHS)
+    found = engine_settings(config, model)
+    assert found["model"] == str(wide_headed_model) and found["load_format"] == "auto" and found["dtype"] == "float32"
+    assert (found["max_model_len"], found["max_num_seqs"], found["max_num_batched_tokens"]) == (52, 8, 128)
+    assert found["block_size"] == 64 and "seed" not in found and "log_level" not in found
+    assert found["enforce_eager"] and found["logprobs_mode"] == "processed_logprobs"
+    narrow = RolloutConfig(max_num_seqs=1024, max_num_batched_tokens=100, max_model_len=80, **LENGTHS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engine_settings(narrow, model)
+    assert (found["max_model_len"], found["max_num_seqs"], found["dtype"]) == (80, 100, "bfloat16")
+
+
+def test_the_cache_on_a_cpu_holds_what_runs_side_by_side(wide_headed_model: Path):
+    """2 layers × keys and values × 4 heads × 32 numbers × 4 bytes × 32 tokens a block; 52 tokens are 2 blocks."""
+    text = load_causal_lm(ModelConfig(path=str(wide_headed_model))).config
+    block = 2 * 2 * 4 * 32 * 4 * 32
+    assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10, **LENGTHS), text, 4) == block * (10 * 2 + 2)
+    assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10, **LENGTHS), text, 2) == block // 2 * (10 * 2 + 2)
+    assert cpu_cache_bytes(RolloutConfig(max_num_seqs=10**6, **LENGTHS), text, 4) == 1 << 30
+    long = RolloutConfig(prompt_length=10**6, response_length=10**6, max_num_seqs=1)
+    assert cpu_cache_bytes(long, text, 4) == block * (62_500 + 2), "one sequence always fits"
+
+
+def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    with pytest.raises(ValueError, match=r"heads of 32, 64, .* numbers, and this model's have 8\."):
+        vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(tiny_model), model)
+
+
+@needs_vllm
+def test_an_argument_that_vllm_does_not_know_is_named(wide_headed_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    config = RolloutConfig(engine_kwargs={"vllm": {"block_sise": 32}}, **LENGTHS)
+    with pytest.raises(ValueError, match=r"engine_kwargs\.vllm=.*block_sise.*vllm\.EngineArgs"):
+        vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+
+
+def vllm_run(model: Path, run: Path, *more: str) -> list[str]:
+    """Two updates a step, so that the trainer's log-probs of what was sampled are computed."""
+    two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    return short_run(model, run, "actor_rollout_ref.rollout.name=vllm", two_updates, "trainer.test_freq=2", *more)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_on_vllm_samples_by_the_probabilities_that_it_trains(wide_headed_model: Path, tmp_path: Path):
+    done = run_main(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.save_freq=2"))
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    trained = [step for step in steps if "timing_s/update_weights" in step]
+    assert len(trained) == 4
+    for step in trained:
+        assert abs(step["rollout_corr/kl"]) < 1e-5
+    again = run_main(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.total_training_steps=5"))
+    assert again.returncode == 0, again.stderr
+    assert "resuming from" in again.stdout and abs(learning_metrics(tmp_path / "run")[5]["rollout_corr/kl"]) < 1e-5
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_path: Path):
+    for count in (1, 2):
+        done = run_main(*vllm_run(wide_headed_model, tmp_path / str(count), f"trainer.n_workers_per_node={count}"))
+        assert done.returncode == 0, done.stderr
+    one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
+    assert one.keys() == two.keys()
+    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name

@@ -1,0 +1,136 @@
+"""Answers the prompts of a file, n times each: python -m training.main_generation data.path=… data.output_path=…
+
+The rows come out as they went in, with a list of responses each. What is generated is written batch by batch, so that
+the same command, run again, goes on where it was stopped, and gives the same responses as if it had not been.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import end_on_interrupt, set_environment
+
+    end_on_interrupt()
+    set_environment()  # before torch is loaded
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import counted, sampling
+from configs.errors import late_refusals, refusals
+from configs.loader import load_config, parse_arguments
+from configs.schema import DataConfig
+from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
+from data.protocol import DataProto, object_array
+from data.rl_dataset import Prompt, RLHFDataset, encode_prompt
+from data.rows import Row
+from data.tokenizer import load_tokenizer
+from data.unfinished_table import unfinished_table
+from training.checkpoint import flatten
+from training.roles import SamplingParams
+from workers.batch_rollout import generate_batch
+from workers.standalone_rollout import StandaloneRollout
+
+DECISIVE = ("model.", "rollout.", "trainer.seed")  # keys that decide what is generated
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "generation", __doc__)
+    with refusals():
+        config = load_config(arguments, GenerationConfig)
+        check_generation(config)
+        tokenizer = load_tokenizer(config.model, "model")
+        dataset = load_prompts(config.data, tokenizer)
+    with late_refusals():
+        run(config, tokenizer, dataset)
+
+
+class ChatDataset(RLHFDataset):
+    """Prompts of which strings, too, are a user's message."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return encode_prompt(chat, self.tokenizer, **self.config.apply_chat_template_kwargs)
+
+
+def load_prompts(data: GenerationDataConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDataset:
+    """The rows of data.path, in their order, with token ids of their prompts."""
+    settings = DataConfig(
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=False,
+        truncation=data.truncation,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    dataset_class = ChatDataset if data.strings_are_chat else RLHFDataset
+    dataset = dataset_class(data.path, tokenizer, config=settings)
+    if data.response_key in dataset.rows[0]:
+        raise ValueError(
+            f"the rows of data.path={data.path} have a column {data.response_key!r} already, where the responses are "
+            "to go: name another one in data.response_key."
+        )
+    return dataset
+
+
+def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: RLHFDataset) -> None:
+    """Generates what the output file still lacks."""
+    data, path, total = config.data, Path(config.data.output_path), len(dataset)
+    with unfinished_table(path, identity(config, dataset)) as table:
+        with refusals():
+            rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
+        known = f", {len(table)} of them answered already" if len(table) else ""
+        print(f"{counted(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
+        with Progress() as progress:
+            task = progress.add_task("prompts answered", total=total, completed=len(table))
+            while len(table) < total:
+                rows = range(len(table), min(len(table) + data.batch_size, total))
+                table.append(answered_rows(config, tokenizer, dataset, rollout, rows))
+                progress.update(task, completed=len(table))
+        table.finish()
+    print(f"wrote {path}, with the responses in the column {data.response_key!r}.")
+
+
+def identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
+    """What two processes must have in common for the one to go on where the other stopped."""
+    digest = hashlib.sha256()
+    for ids in dataset.prompt_ids:
+        digest.update(len(ids).to_bytes(8) + ids.tobytes())
+    settings = {key: value for key, value in flatten(asdict(config)) if key.startswith(DECISIVE)}
+    return {**settings, "data.path": f"{len(dataset)} prompts, {digest.hexdigest()[:16]}"}
+
+
+def answered_rows(
+    config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: RLHFDataset,
+    rollout: StandaloneRollout,
+    rows: range,
+) -> list[Row]:
+    """The rows at these places with their n responses, why each ended, and its tokens."""
+    n, response_key = config.rollout.n, config.data.response_key
+    ids = object_array([dataset[row]["raw_prompt_ids"] for row in rows])
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": ids}).repeat(n, interleave=True)
+    params = SamplingParams.from_config(config.rollout, config.rollout.response_length)
+    with rollout.precision():
+        batch = generate_batch(rollout.engine, prompts, params, config.trainer.seed, first_row=rows.start * n)
+    tokens = [ids[mask.bool()] for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    found = []
+    for place, row in enumerate(rows):
+        own = slice(place * n, (place + 1) * n)
+        found.append({
+            **{name: value for name, value in dataset.rows[row].items() if value != {}},
+            response_key: texts[own],
+            "end_reasons": list(batch.end_reason[own]),
+            "response_lengths": [len(one) for one in tokens[own]],
+        })  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""One engine, many clients: requests join and leave while a single thread steps it."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from training.roles import SamplingParams
+from workers.rollout import Completion, Request, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class EngineError(RuntimeError):
+    """The engine raised; all requests in flight are lost, later ones are tried."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a response; `finish_reason` is that of its completion, or None if it goes on."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str | None
+
+
+@dataclass
+class Client:
+    """Who waits for a request: `seen` tokens are in `pieces` already."""
+
+    request: Request
+    piecewise: bool
+    seen: int = 0
+    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+
+
+@dataclass
+class Step:
+    """What a step of the engine brought: requests that it refused, that it finished, and what others have so far."""
+
+    refused: list[tuple[int, ValueError]]
+    finished: list[Completion]
+    running: dict[int, tuple[list[int], list[float]]]
+
+
+class EnginePump:
+    """Steps `engine` in a thread of its own whenever there are requests. For use within one event loop, which keeps all
+    books: the engine is called from that thread alone.
+
+    Args:
+        precision: makes the context that the engine is called in.
+    """
+
+    def __init__(self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]]) -> None:
+        self.engine, self.precision = engine, precision
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self.numbers = itertools.count()
+        self.clients: dict[int, Client] = {}  # by request id
+        self.joining: list[Request] = []
+        self.leaving: list[int] = []
+        self.pumping: asyncio.Task | None = None
+
+    async def answer(
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
+    ) -> AsyncIterator[Piece]:
+        """The response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
+
+        Raises:
+            ValueError: the engine cannot answer it.
+            EngineError: the engine raised.
+        """
+        request = Request(next(self.numbers), prompt_ids, sampling, seed)
+        client = self.clients[request.id] = Client(request, piecewise)
+        self.joining.append(request)
+        self._wake()
+        try:
+            while True:
+                piece = await client.pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            if self.clients.pop(request.id, None):  # it is still in the engine, or on its way there
+                self.leaving.append(request.id)
+                self._wake()
+
+    def _wake(self) -> None:
+        if self.pumping is None:
+            self.pumping = asyncio.get_running_loop().create_task(self._pump())
+            self.pumping.add_done_callback(self._ended)
+
+    async def _pump(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.joining or self.leaving or self.clients:
+            joining, leaving, self.joining, self.leaving = self.joining, self.leaving, [], []
+            seen = {number: client.seen for number, client in self.clients.items() if client.piecewise}
+            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, seen)
+            self._deliver(step)
+
+    def _step(self, joining: Sequence[Request], leaving: Sequence[int], seen: dict[int, int]) -> Step:
+        """In the engine's thread."""
+        refused = []
+        with self.precision():
+            for request in joining:
+                try:
+                    self.engine.add(request)
+                except ValueError as error:
+                    refused.append((request.id, error))
+            self.engine.abort(leaving)
+            finished = self.engine.step() if self.engine.has_unfinished_requests() else []
+            return Step(refused, finished, self.engine.tokens_so_far(seen))
+
+    def _deliver(self, step: Step) -> None:
+        """Hands out what a step brought; those who have left meanwhile get nothing."""
+        for number, error in step.refused:
+            if client := self.clients.pop(number, None):
+                client.pieces.put_nowait(error)
+        for done in step.finished:
+            if client := self.clients.pop(done.id, None):
+                new = slice(client.seen, None)
+                client.pieces.put_nowait(Piece(done.token_ids[new], done.log_probs[new], done.finish_reason))
+        for number, (token_ids, log_probs) in step.running.items():
+            if token_ids and (client := self.clients.get(number)):
+                client.seen += len(token_ids)
+                client.pieces.put_nowait(Piece(token_ids, log_probs, None))
+
+    def _ended(self, pumping: asyncio.Task) -> None:
+        """Nothing is left to do, or the engine raised: then every client is told, and the engine forgets them."""
+        self.pumping = None
+        if pumping.cancelled():
+            return
+        if (error := pumping.exception()) is None:
+            if self.joining or self.leaving:  # they came after the last look
+                self._wake()
+            return
+        logger.error("the engine raised; the requests in flight are lost", exc_info=error)
+        lost, self.clients, self.joining = self.clients, {}, []
+        self.leaving = list(lost)
+        for client in lost.values():
+            client.pieces.put_nowait(EngineError(f"the engine raised {type(error).__name__}: {error}"))

@@ -1,0 +1,295 @@
+"""Rollouts by vLLM, in the worker's own process: requests join at any step, and equal prompts share their cache.
+
+Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
+`load_weights` brought last. Every worker has an engine of its own, of whole weights. vLLM is imported here alone, and
+lazily: this module loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
+back (`process_as_it_is`); while it steps, it may only draw random numbers.
+"""
+
+import copy
+import gc
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.schema import RolloutConfig
+from data.seeding import forked_rng
+from workers.rollout import Completion, Request, Rollout, check_request, diverged
+
+BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
+CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
+VARIABLES = {  # vLLM takes these from the environment alone
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/threads.py)
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+logger = logging.getLogger(__name__)
+
+
+class vLLMRollout(Rollout):
+    """Samples by vLLM, with the log-probs of the very distribution that is drawn from.
+
+    Raises:
+        ValueError: vLLM cannot run such a model here, or an entry of engine_kwargs.vllm is unknown to it.
+    """
+
+    own_weights = True
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.longest = longest_sequence(config)
+        self.device = model.device
+        self.running: dict[int, Request] = {}  # by id
+        self.asleep: set[str] = set()  # of "weights" and "kv_cache"
+        self.engine = start_engine(config, model)
+
+    def add(self, request: Request) -> None:
+        check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
+        sampling = request.sampling
+        if sampling.do_sample and sampling.temperature < COLDEST:
+            raise ValueError(
+                f"request {request.id} asks for temperature={sampling.temperature}: vLLM samples at {COLDEST} or more. "
+                "Raise it, or sample greedily (do_sample=false)."
+            )
+        assert request.id not in self.running, f"request {request.id} is running already"
+        super().add(request)
+
+    def step(self) -> list[Completion]:
+        """Hands waiting requests over and has vLLM draw a token of every row that has its place."""
+        if not self.has_unfinished_requests():
+            return []
+        self.wake_up()
+        with self._alone():
+            for request in list(self.waiting.values()):
+                prompt = {"prompt_token_ids": request.prompt_ids}
+                self.engine.add_request(str(request.id), prompt, self._sampling_params(request))
+                self.running[request.id] = self.waiting.pop(request.id)
+            outputs = self.engine.step()
+        return [self._completion(output) for output in outputs if output.finished]
+
+    def abort(self, ids: Iterable[int]) -> None:
+        dropped = set(ids)
+        super().abort(dropped)
+        running = [request_id for request_id in dropped if self.running.pop(request_id, None)]
+        if running:
+            self.engine.abort_request([str(request_id) for request_id in running])
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copies `weights`, named as in a checkpoint, tied ones under each of their names, and drops the caches.
+
+        Raises:
+            ValueError: there are none, or vLLM's model has no place for one.
+        """
+        super().load_weights(weights, version)
+        self._wake("weights")
+        remaining = iter(weights)
+        first = next(remaining, None)
+        if first is None:
+            raise ValueError(
+                f"the vllm engine was given no weights for version {version}: it would go on sampling from the old "
+                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
+            )
+        with self._alone():
+            arguments = {"weights_iterator": chain([first], remaining), "is_checkpoint_format": True}
+            self.engine.collective_rpc("reload_weights", kwargs=arguments)
+        self.engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Weights go to main memory and the cache is dropped; on a CPU nothing is to be gained."""
+        if self.device.type == "cuda" and self.config.free_cache_engine and not self.asleep:
+            assert not self.has_unfinished_requests(), "requests are in flight, whose cache would be lost"
+            self.engine.reset_prefix_cache()
+            self.engine.sleep(level=1)
+            self.asleep = {"weights", "kv_cache"}
+            logger.info("vllm sleeps: weights and kv_cache left the GPU")
+
+    def wake_up(self) -> None:
+        self._wake("weights", "kv_cache")
+
+    def _wake(self, *parts: str) -> None:
+        """In this order: weights first, so that new ones can be loaded before the cache takes its memory."""
+        for part in parts:
+            if part in self.asleep:
+                self.engine.wake_up(tags=[part])
+                self.asleep.remove(part)
+                logger.info("vllm wakes up: %s", part)
+
+    def close(self) -> None:
+        """Ends the engine, which must not be asked again."""
+        with process_as_it_is():
+            self.engine.engine_core.shutdown()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Without the trainer's autocast, and without traces in the global generators, from which vLLM draws for rows
+        whose own generators then decide."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling, drawn = request.sampling, {"temperature": 0.0}
+        if sampling.do_sample:
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            drawn |= {"top_k": max(sampling.top_k, 0), "seed": request.seed}
+        return SamplingParams(
+            **drawn,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=True,  # all stop ids are spelt out, below
+            stop_token_ids=sorted(stop for stop in self.stop_ids if stop < self.vocab_size),  # others it refuses
+            logprobs=0,  # of the token drawn, and of no other
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        [answer] = output.outputs
+        request = self.running.pop(int(output.request_id))
+        log_probs = [answer.logprobs.logprobs[start] for start in answer.logprobs.start_indices]
+        broken = next((place for place, value in enumerate(log_probs) if not math.isfinite(value)), None)
+        if broken is not None:
+            raise diverged(self.weight_version, f"request {request.id}, token {broken + 1} of its response")
+        reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
+        return Completion(request.id, list(answer.token_ids), log_probs, reason, self.weight_version)
+
+
+def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
+    """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back."""
+    variables = VARIABLES | ({} if model.device.type == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})  # 17 to 37 s less
+    with ExitStack() as held:
+        held.enter_context(process_as_it_is())
+        os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
+        save_config(model, folder)
+        settings = engine_settings(config, model)
+        if settings["load_format"] == "dummy":
+            settings["model"] = folder
+        from vllm import EngineArgs, LLMEngine
+
+        try:
+            arguments = EngineArgs(**settings)
+        except TypeError as error:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm={config.engine_kwargs.get('vllm')}: {error}. The keys "
+                "are those of vllm.EngineArgs."
+            ) from error
+        with torch.autocast(model.device.type, enabled=False):
+            return LLMEngine.from_engine_args(arguments)
+
+
+def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """What vLLM is told, as arguments of vllm.EngineArgs; engine_kwargs.vllm has the last word.
+
+    The dtype is that of the trainer: of its autocast if that is on, else of its weights.
+    """
+    device = model.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    settings = {
+        "model": model.name_or_path,
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": config.load_format,
+        "max_model_len": longest_sequence(config),
+        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # sampling is spelt out, never inherited
+        "async_scheduling": False,  # a step returns what it drew
+    }
+    if device == "cuda":
+        settings["enable_sleep_mode"] = config.free_cache_engine
+    else:
+        text = model.config.get_text_config()
+        check_head_size(text)
+        cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
+        settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
+    own = config.engine_kwargs.get("vllm") or {}
+    return settings | {name: value for name, value in own.items() if value is not None}
+
+
+def longest_sequence(config: RolloutConfig) -> int:
+    """Tokens of prompt and response together that the engine takes."""
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def head_size(text: PretrainedConfig) -> int:
+    values = text.to_dict()
+    return values.get("head_dim") or text.hidden_size // text.num_attention_heads
+
+
+def check_head_size(text: PretrainedConfig) -> None:
+    """Raises ValueError for heads that vLLM's attention on CPUs does not know: it would fail at the first prompt."""
+    if head_size(text) not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=vllm: on a CPU, vLLM has attention for heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this model's have {head_size(text)}. Set "
+            "rollout.name=hf, or choose another model."
+        )
+
+
+def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes: int) -> int:
+    """Keys and values of as many of the longest sequences as run side by side, within CPU_CACHE_BYTES; of one, always.
+
+    On a CPU vLLM would take gpu_memory_utilization of all memory.
+    """
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    block = 2 * text.num_hidden_layers * heads * head_size(text) * number_bytes * BLOCK
+    blocks = -(-longest_sequence(config) // BLOCK)
+    spare = 2  # vLLM keeps one for padding
+    return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
+
+
+def save_config(model: PreTrainedModel, folder: str) -> None:
+    """What vLLM builds the model from. Not by the model's `save_pretrained`, which writes on rank 0 alone."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+
+
+@contextmanager
+def process_as_it_is() -> Iterator[None]:
+    """Puts back, after the block, what vLLM changes in the process when it starts and ends: the environment, the number
+    of threads and the very function that sets it, the global generators, the precision of float32 products, and what
+    the garbage collector holds frozen."""
+    environment, frozen = dict(os.environ), gc.get_freeze_count()
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with forked_rng(0):
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        os.environ.clear()
+        os.environ.update(environment)
+        if not frozen:
+            gc.unfreeze()
+        elif not gc.get_freeze_count():
+            gc.freeze()
