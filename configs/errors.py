@@ -44,7 +44,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def late_refusals() -> Iterator[None]:
-    """The same for a ConfigError alone, whenever it comes: for settings that prove wrong once workers have started."""
+    """Ends the command in one line at a ConfigError, whenever it comes: settings may prove wrong once workers run."""
     try:
         yield
     except ConfigError as error:

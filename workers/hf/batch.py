@@ -213,7 +213,7 @@ class RunningBatch(ABC):
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
     def _last_tokens(self) -> Tensor:
-        """Of the rows that are alive, [b, 1]."""
+        """The newest token of each row that is alive, [b, 1]."""
         return self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
 
 
@@ -266,7 +266,7 @@ def left_padded(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Of the real tokens of rows padded on the left, from 0; [b, w] each."""
+    """Positions of the real tokens of rows padded on the left, counted from 0; [b, w], as `mask` is."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
