@@ -244,18 +244,18 @@ class RolloutConfig(Frozen):
         ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.5, "vllm: share of the GPU's memory for its weights and cache, beside the trainer's.", gt=0, le=1
+        0.5, "With vllm: share of the GPU's memory for its weights and cache, beside the trainer's.", gt=0, le=1
     )
-    free_cache_engine: bool = setting(True, "vllm: leave the GPU's memory to the trainer between generations.")
-    enforce_eager: bool = setting(False, "vllm: no CUDA graphs: starts sooner, generates slower. CPUs never have them.")
+    free_cache_engine: bool = setting(True, "With vllm: leave the GPU's memory to the trainer between generations.")
+    enforce_eager: bool = setting(False, "With vllm: no CUDA graphs (CPUs have none): starts sooner, generates slower.")
     max_model_len: int | None = setting(
-        None, "vllm: longest prompt and response together, in tokens; null: prompt_length + response_length.", ge=2
+        None, "With vllm: longest prompt and response together, in tokens; null: prompt_length + response_length.", ge=2
     )
-    enable_prefix_caching: bool = setting(True, "vllm: compute what prompts begin with in common once.")
-    enable_chunked_prefill: bool = setting(True, "vllm: let a long prompt go through the model in several steps.")
+    enable_prefix_caching: bool = setting(True, "With vllm: compute what prompts begin with in common once.")
+    enable_chunked_prefill: bool = setting(True, "With vllm: let a long prompt go through the model in several steps.")
     load_format: str = setting(
         "dummy",
-        "vllm: how its weights start: dummy, at random, or from model.path as vllm calls it; the actor's replace them.",
+        "With vllm: how its weights start (dummy: at random, or any of its formats); the actor's replace them.",
     )
     engine_kwargs: dict[str, Any] = setting({}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY.")
     log_prob_micro_batch_size_per_gpu: int | None = setting(
