@@ -14,8 +14,8 @@ import numpy as np
 
 from data.seeding import derive_seed, numpy_generator
 
-SYSTEM = "You are a helpful AI assistant."
-HELD_OUT_OF = 4  # one question of so many is held out
+HELD_OUT_OF = 2  # one question of so many is held out
+PATIENCE = 10_000  # draws for one more question
 NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")  # the minus of 12-7 is no sign
 
 
@@ -42,25 +42,20 @@ class Question:
         return derive_seed(0, self.kind, *sorted(self.terms)) % HELD_OUT_OF == 0
 
 
-def small_or_two_digit(rng: np.random.Generator) -> int:
-    """1 to 9, or 10 to 99."""
-    return int(rng.integers(*((1, 10) if rng.random() < 0.5 else (10, 100))))
-
-
 def two_terms(rng: np.random.Generator) -> Question:
-    """A sum, a difference that is not negative, or a product of 2 to 9 and 2 to 19."""
+    """A sum or a difference of numbers up to 15, which is not negative, or a product of 2 to 9 and 2 to 12."""
     kind = ("sum", "difference", "product")[rng.integers(3)]
     if kind == "product":
-        return Question(kind, (int(rng.integers(2, 10)), int(rng.integers(2, 20))))
-    a, b = small_or_two_digit(rng), small_or_two_digit(rng)
+        return Question(kind, (int(rng.integers(2, 10)), int(rng.integers(2, 13))))
+    a, b = (int(number) for number in rng.integers(1, 16, size=2))
     return Question(kind, (a, b) if kind == "sum" else (max(a, b), -min(a, b)))
 
 
 def chain_sum(rng: np.random.Generator) -> Question:
-    """Three numbers of one or two digits to add or subtract in turn; what is left never falls below 0."""
-    terms = [int(rng.integers(10, 100))]
+    """Three numbers of up to 9 to add or subtract in turn; what is left never falls below 0."""
+    terms = [int(rng.integers(1, 10))]
     for _ in range(2):
-        term = small_or_two_digit(rng)
+        term = int(rng.integers(1, 10))
         subtracted = rng.random() < 0.5 and term <= sum(terms)
         terms.append(-term if subtracted else term)
     return Question("chain_sum", tuple(terms))
@@ -75,26 +70,34 @@ class Task:
 
 
 TASKS = {
-    "arithmetic": Task(two_terms, "What is {}? Answer with a number only."),
+    "arithmetic": Task(two_terms, "What is {}?"),
     "chain_sum": Task(chain_sum, "What is {}? Work it out step by step."),
 }
 
 
 def make_rows(task: str, split: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """`count` rows of the `split` "train" (questions may come again) or "val" (held-out ones, each once)."""
+    """`count` rows of the `split` "train" (questions may come again) or "val" (held-out ones, each once).
+
+    Raises:
+        ValueError: the task has fewer held-out questions.
+    """
     rng, held_out = numpy_generator(seed, task, split), split == "val"
     questions: list[Question] = []
+    in_vain = 0
     while len(questions) < count:
         question = TASKS[task].draw(rng)
         if question.is_held_out == held_out and not (held_out and question in questions):
             questions.append(question)
+            in_vain = 0
+        elif (in_vain := in_vain + 1) == PATIENCE:
+            raise ValueError(
+                f"task {task!r}: {count} held-out questions are asked for, and after {len(questions)} of them "
+                f"{PATIENCE} draws brought no further one. Let it draw from more."
+            )
     return [
         {
             "data_source": task,
-            "prompt": [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": TASKS[task].wording.format(question.expression)},
-            ],
+            "prompt": [{"role": "user", "content": TASKS[task].wording.format(question.expression)}],
             "reward_model": {"style": "rule", "ground_truth": str(question.answer)},
             "extra_info": {"split": split, "index": index, "kind": question.kind},
         }
