@@ -13,7 +13,7 @@ from configs.schema import Config, DataConfig, SuccessConfig
 from data.import_utils import load_extern_object, load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset, get_dataset_class
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, row_maker
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
 from data.seeding import derive_seed, seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
@@ -77,8 +77,8 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
     if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
         return
-    size = len(loader.dataset)
-    rows = [loader.row(position) for position in range(0, size, -(-size // ROWS_LOOKED_AT))]
+    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
+    rows = [loader.row(position) for position in places[:: -(-len(places) // ROWS_LOOKED_AT)]]
     labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]
     if all(label.get("ground_truth") is None for label in labels):
         columns = ", ".join(name for name, value in rows[0].items() if value is not None)
@@ -213,13 +213,13 @@ def data_settings(config: Config) -> DataConfig:
 
 
 def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
-    data = data_settings(config)
+    data, left_out = data_settings(config), frozenset()
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
-    sampler = create_rl_sampler(data, dataset, data.seed)
-    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=row_maker(dataset, tokenizer, data))
+    sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
+    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=make_row, left_out=left_out)
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
@@ -228,13 +228,14 @@ def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokeniz
         found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
     else:
         found = get_dataset_class(data)
+        left_out = overlong_rows(dataset, tokenizer, data)
     return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
 def build_val_loader(
     config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> PromptLoader | None:
-    data = data_settings(config)
+    data, left_out = data_settings(config), frozenset()
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
@@ -252,6 +253,7 @@ def build_val_loader(
 
 
 def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
+        left_out = overlong_rows(dataset, tokenizer, data)
     """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
 
     Raises:
@@ -260,6 +262,7 @@ def build_game(config: Config, environment: Any | None, dataset: Any, reward: Re
     if environment is None or not config.env.val_episodes:
         return None
     if not isinstance(dataset, StateDataset):
+        left_out=left_out,
         raise ConfigError(
             f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
             "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
