@@ -255,6 +255,7 @@ _NO_POOL = f"scoring in a pool of processes is not part of this version: take th
 
 NO_EFFECT_VALUES = {
     (_MANAGER, "naive"): "a reward function is called for each response",
+    (_MANAGER, "batch"): "the signature of a reward function says whether it scores one response or a batch",
     (_MANAGER, "dapo"): "reward.reward_kwargs.overlong_buffer_cfg asks for the overlong penalty",
     (_MANAGER, "gdpo"): "what a reward function returns beside the score goes to the estimator",
 }

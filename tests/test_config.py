@@ -692,7 +692,7 @@ MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_mod
 
 
 @pytest.mark.parametrize("key", MANAGER_KEYS)
-@pytest.mark.parametrize("name", ["naive", "dapo", "gdpo"])
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo"])
 def test_managers_of_verl_that_do_what_is_done_here_are_accepted_with_the_reason(key, name, capsys):
     assert compose(f"{key}={name}") == compose()
     [said] = capsys.readouterr().err.splitlines()
