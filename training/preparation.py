@@ -62,6 +62,8 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, tokenizer, environment)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
+    total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
+    check_warmup(config, total_steps)
     return Parts(
         tokenizer=tokenizer,
         reward=reward,
@@ -69,8 +71,18 @@ def prepare(config: Config) -> Parts:
         val_loader=val_loader,
         game=build_game(config, environment, train_loader.dataset, reward),
         can_validate=has_validation(config),
-        total_steps=config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs,
+        total_steps=total_steps,
     )
+
+
+def check_warmup(config: Config, total_steps: int) -> None:
+    """Raises ConfigError if the run is over before the policy's first update."""
+    warmup = config.trainer.critic_warmup
+    if warmup > total_steps and not config.trainer.val_only:
+        raise ConfigError(
+            f"trainer.critic_warmup={warmup}: the policy learns from that step on, and the run has {total_steps}: "
+            f"it would never learn. Set it below {total_steps}, or raise trainer.total_training_steps."
+        )
 
 
 def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
@@ -216,6 +228,7 @@ def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, envir
     data, left_out = data_settings(config), frozenset()
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
+        left_out = overlong_rows(dataset, tokenizer, data)
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
     sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
@@ -228,7 +241,6 @@ def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokeniz
         found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
     else:
         found = get_dataset_class(data)
-        left_out = overlong_rows(dataset, tokenizer, data)
     return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
@@ -241,6 +253,7 @@ def build_val_loader(
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
     elif environment is None and data.val_files:
         dataset = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
+        left_out = overlong_rows(dataset, tokenizer, data)
     else:
         return None
     return PromptLoader(
@@ -249,11 +262,11 @@ def build_val_loader(
         SequentialSampler(dataset, data),
         make_row=row_maker(dataset, tokenizer, data),
         drop_last=False,
+        left_out=left_out,
     )
 
 
 def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
-        left_out = overlong_rows(dataset, tokenizer, data)
     """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
 
     Raises:
@@ -262,7 +275,6 @@ def build_game(config: Config, environment: Any | None, dataset: Any, reward: Re
     if environment is None or not config.env.val_episodes:
         return None
     if not isinstance(dataset, StateDataset):
-        left_out=left_out,
         raise ConfigError(
             f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
             "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
