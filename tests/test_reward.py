@@ -158,6 +158,7 @@ def test_a_function_of_lists_is_called_once_with_what_it_names():
         {"responses": ["r", "s"], "prompts": ["p", "q"], "split": "train"},
         {"solution_strs": ["r", "s"]} | verl,
     ]
+    assert FunctionReward(lambda data, responses=None: len(data))(data) == 2  # of a DataProto, whatever else it names
     assert FunctionReward(lambda solution_strs, ground_truths: []).needs_ground_truth
     assert not FunctionReward(lambda solution_strs, ground_truths=None: []).needs_ground_truth
 

@@ -65,16 +65,17 @@ class FunctionReward:
         self.max_concurrent, self.timeout = max_concurrent, timeout
         signature = inspect.signature(function)
         self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
-        takes_lists = not self.takes_one_response and bool({"solution_strs", "responses"} & set(signature.parameters))
+        takes_data = next(iter(signature.parameters), None) == "data"
+        takes_lists = not takes_data and bool({"solution_strs", "responses"} & set(signature.parameters))
         self.columns = ARGUMENTS if self.takes_one_response else LISTS if takes_lists else {}
-        if not self.columns and next(iter(signature.parameters), None) != "data":
+        if not self.columns and not takes_data:
             raise ValueError(
                 f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}."
             )
         known = [*self.columns, "split"] if self.columns else ["data", "tokenizer"]
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         self.wanted = {name for name in known if name in signature.parameters}
-        ground_truth = "ground_truths" if takes_lists else "ground_truth"
+        ground_truth = "ground_truths" if self.columns is LISTS else "ground_truth"
         given = ground_truth in self.reward_kwargs
         self.needs_ground_truth = not given and cannot_do_without(signature, ground_truth)
         if takes_all:
