@@ -126,20 +126,7 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     model = FOLDER / "models" / arguments.size
     if not model.is_dir():
         save_model(arguments.size, model, seed=0)
-    return Workload(
-        size=arguments.size,
-        prompts=arguments.prompts,
-        samples=arguments.samples,
-        prompt_tokens=arguments.prompt_tokens,
-        response_tokens=arguments.response_tokens,
-        steps=1 + arguments.warmup + arguments.steps,
-        seed=0,
-        ragged=False,
-        replay=False,
-        model=str(model),
-        folder=str(FOLDER),
-        device=arguments.device,
-    )
+    return Workload.of(arguments, model, FOLDER, seed=0, ragged=False, replay=False, device=arguments.device)
 
 
 def product_flops(device: str) -> float:

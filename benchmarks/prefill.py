@@ -18,7 +18,7 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.models import numbers_tokenizer
-from benchmarks.rollout import random_llama
+from benchmarks.rollout import prepared, random_llama
 from benchmarks.workload import VOCABULARY
 from configs.schema import RolloutConfig
 from configs.threads import worker_threads
@@ -40,7 +40,7 @@ def main() -> None:
     arguments = read_arguments()
     start_process(worker_threads(None).number)
     tokenizer = numbers_tokenizer(VOCABULARY[arguments.size])
-    model = random_llama(arguments.size, tokenizer, arguments.seed)
+    model = prepared(random_llama(arguments.size, tokenizer, arguments.seed))
     asked = arguments.max_num_batched_tokens
     budget = {} if asked is None else {"max_num_batched_tokens": asked}
     rollout = HFRollout(RolloutConfig(prompt_length=1024, response_length=1, **budget), tokenizer, model)

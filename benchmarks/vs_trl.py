@@ -139,19 +139,8 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     if not model.is_dir():
         make = [TRL_PYTHON, "-m", "benchmarks.models", arguments.size, str(model), str(arguments.seed)]
         subprocess.run(make, check=True, cwd=ROOT)
-    return Workload(
-        size=arguments.size,
-        prompts=arguments.prompts,
-        samples=arguments.samples,
-        prompt_tokens=arguments.prompt_tokens,
-        response_tokens=arguments.response_tokens,
-        steps=1 + arguments.warmup + arguments.steps,
-        seed=arguments.seed,
-        ragged=arguments.ragged,
-        replay=arguments.replay,
-        model=str(model),
-        folder=str(FOLDER),
-    )
+    own = {name: vars(arguments)[name] for name in ("seed", "ragged", "replay")}
+    return Workload.of(arguments, model, FOLDER, **own)
 
 
 class Arm:

@@ -44,6 +44,14 @@ class Workload:
     folder: str  # for what the arms write
     device: str = "cpu"  # or cuda, in bfloat16; the first update is then not kept: it would be gigabytes
 
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, model: Path, folder: Path, **others: Any) -> "Workload":
+        """With the sizes of a command line; step 0 and the warm-up come before the steps that are counted."""
+        names = ("size", "prompts", "samples", "prompt_tokens", "response_tokens")
+        sizes = {name: vars(arguments)[name] for name in names}
+        steps = 1 + arguments.warmup + arguments.steps
+        return cls(**sizes, steps=steps, model=str(model), folder=str(folder), **others)
+
     @property
     def rows(self) -> int:
         return self.prompts * self.samples

@@ -192,6 +192,13 @@ def check_rewards(config: Config) -> None:
             f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
             "differ from itself. Set n to at least 2 (8 is usual)."
         )
+    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
+    if manager != type(manager)() and (function.path or config.env.id is None):
+        why = f"reward.custom_reward_function.path={function.path} scores" if function.path else "env.id is null"
+        raise ConfigError(
+            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers in an environment, "
+            f"and {why}: take it back. Of verl's names, naive, batch, dapo and gdpo are accepted."
+        )
     key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
     buffer = shaping.overlong_buffer_cfg
     if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:

@@ -3,13 +3,16 @@
 `RENAMED`: old key or section → today's; `OF_ALL_WORKERS`: the same, for a number that the workers share among them.
 `RENAMED_VALUES`: one value of a key that became another key.
 `NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown. `ONLY_VALUE`: accepted with the
-one value that says what is so here; any other asks for something this version does not have.
+one value that says what is so here; any other asks for something this version does not have. `NO_EFFECT_VALUES` and
+`REFUSED_VALUES`: the same for single values of a key that means more than those here.
 """
 
 RENAMED = {
     "algorithm.policy_loss_fn": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_manager": "reward.reward_manager",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     "reward_model.max_concurrent": "reward.max_concurrent",
     "reward_model.timeout": "reward.timeout",
@@ -183,9 +186,18 @@ HYDRA = (
 
 _FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
 
+_MANAGER_FILE = (
+    f"a file's reward manager is for an environment (reward.reward_manager.path and .name); without one, {_FUNCTION}."
+)
+
 ONLY_VALUE = {
     "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
-    "reward_model.reward_manager": (("naive", "dapo"), f"managers have no names in this version: {_FUNCTION}."),
+    "reward.reward_manager.source": (("register",), _MANAGER_FILE),
+    "reward.reward_manager.module.path": ((None,), _MANAGER_FILE),
+    "reward.reward_manager.module.name": ((None, "custom_reward_manager"), _MANAGER_FILE),
+    "reward_model.reward_loop_source": (("register",), _MANAGER_FILE),
+    "reward_model.reward_loop_module_path": ((None,), _MANAGER_FILE),
+    "reward_model.reward_loop_class_name": ((None,), _MANAGER_FILE),
     "reward_model.launch_reward_fn_async": (
         (False,),
         "an `async def` reward function is awaited for reward.max_concurrent rows at once.",
@@ -236,4 +248,21 @@ ONLY_VALUE = {
     "transfer_queue.enable": ((False,), "a batch passes between the stages by itself."),
     "global_profiler.tool": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),
     "global_profiler.steps": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),
+}
+
+_MANAGER = "reward.reward_manager.name"
+_NO_POOL = f"scoring in a pool of processes is not part of this version: take the manager back, and {_FUNCTION}."
+
+NO_EFFECT_VALUES = {
+    (_MANAGER, "naive"): "a reward function is called for each response",
+    (_MANAGER, "batch"): "the signature of a reward function says whether it scores one response or a batch",
+    (_MANAGER, "dapo"): "reward.reward_kwargs.overlong_buffer_cfg asks for the overlong penalty",
+    (_MANAGER, "gdpo"): "what a reward function returns beside the score goes to the estimator",
+}
+
+REFUSED_VALUES = {
+    (_MANAGER, "prime"): _NO_POOL,
+    (_MANAGER, "remote"): _NO_POOL,
+    (_MANAGER, "rate_limited"): "a limit by the minute is not part of this version: take the manager back, and "
+    "make the function `async def`; reward.max_concurrent limits its calls at once, reward.timeout their seconds.",
 }

@@ -21,7 +21,15 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from configs.errors import ConfigError, did_you_mean, first_line
-from configs.legacy import NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED, RENAMED_VALUES
+from configs.legacy import (
+    NO_EFFECT,
+    NO_EFFECT_VALUES,
+    OF_ALL_WORKERS,
+    ONLY_VALUE,
+    REFUSED_VALUES,
+    RENAMED,
+    RENAMED_VALUES,
+)
 from configs.overrides import ONE_RUN, parse_override
 from configs.paths import home_spelt_out
 from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
@@ -155,13 +163,17 @@ def move_old_spellings(given: DictConfig) -> None:
     """Renames what guides still show, and drops what has no effect here, each with a notice on stderr."""
     for key, value in list(leaves(given)):
         today = renamed_key(key) or key
+        spelt = (today, str(value))
         if today in ONLY_VALUE and value not in ONLY_VALUE[today][0]:
             raise ConfigError(f"{key}={value}: {ONLY_VALUE[today][1]}")
-        if today in NO_EFFECT or today in ONLY_VALUE:
+        if spelt in REFUSED_VALUES:
+            raise ConfigError(f"{key}={value}: {REFUSED_VALUES[spelt]}")
+        if without_effect(today, value):
             delete(given, key)
-            notice(f"{key}={value} has no effect: {NO_EFFECT.get(today, 'it is always so here')}.")
-        elif isinstance(value, str) and (today, value) in RENAMED_VALUES:
-            new_key, new_value = RENAMED_VALUES[today, value]
+            reason = NO_EFFECT.get(today) or NO_EFFECT_VALUES.get(spelt, "it is always so here")
+            notice(f"{key}={value} has no effect: {reason}.")
+        elif spelt in RENAMED_VALUES:
+            new_key, new_value = RENAMED_VALUES[spelt]
             delete(given, key)
             OmegaConf.update(given, new_key, new_value, force_add=True)
             notice(f"{key}={value} is read as {new_key}{f'={new_value}' if new_key == key else ''}.")
@@ -172,6 +184,11 @@ def move_old_spellings(given: DictConfig) -> None:
                 OmegaConf.update(given, today, f"${{per_worker:{value}}}" if of_all else value, force_add=True)
                 part = f"={value} divided by the number of workers" if of_all else ""
                 notice(f"{key} is now {today}{part}.")
+
+
+def without_effect(key: str, value: Any) -> bool:
+    """Whether a setting, in today's spelling, is accepted and changes nothing."""
+    return key in NO_EFFECT or key in ONLY_VALUE or (key, str(value)) in NO_EFFECT_VALUES
 
 
 def renamed_key(key: str) -> str | None:

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -106,6 +107,15 @@ def arguments_taken(
             f"{', '.join(offered)}{settings}."
         ) from error
     return arguments
+
+
+def callable_name(function: Callable) -> str:
+    """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    file = vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
+    return f"{owner.__qualname__} ({file})"
 
 
 def _load_file(file: Path) -> ModuleType:

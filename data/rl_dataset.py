@@ -30,6 +30,17 @@ Prompt = str | list[dict[str, Any]]
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
 
 
+class OverlongPrompt(ValueError):
+    """The prompt of a row has more tokens than data.max_prompt_length, and may not be cut."""
+
+    def __init__(self, origin: Origin, length: int, limit: int) -> None:
+        super().__init__(
+            f"{origin}: the prompt has {length} tokens, more than data.max_prompt_length={limit}: raise that, "
+            "drop such prompts by data.filter_overlong_prompts=true, or cut them by data.truncation=left."
+        )
+        self.origin, self.length = origin, length
+
+
 def parse_prompt(value: Any) -> Prompt:
     """A prompt column's value as a string, or as plain chat messages without the nulls parquet puts for absent keys.
 
@@ -171,30 +182,18 @@ class RLHFDataset(Dataset):
         return [rows[i] for i in chosen]
 
     def _load(self, rows: list[tuple[Origin, Row]]) -> None:
-        overlong, longest = [], 0
+        overlong = []
         for origin, row in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
             columns = with_labels(row, origin)
             ids = self._encode(columns, origin)
-            longest = max(longest, len(ids))
             if self.config.filter_overlong_prompts and len(ids) > self.config.max_prompt_length:
-                overlong.append(origin)
+                overlong.append((origin, len(ids)))
                 continue
             self.rows.append(columns)
             self.prompt_ids.append(np.asarray(self._fit(ids, origin), dtype=np.int32))
         self.num_filtered = len(overlong)
         if overlong:
-            self._report_overlong(overlong, longest)
-
-    def _report_overlong(self, overlong: list[Origin], longest: int) -> None:
-        limit = f"data.max_prompt_length={self.config.max_prompt_length} tokens"
-        if not self.rows:
-            raise ValueError(
-                f"all {len(overlong)} prompts are longer than {limit}, the longest has {longest}: raise "
-                "data.max_prompt_length, or cut prompts by data.filter_overlong_prompts=false data.truncation=left."
-            )
-        first = "; ".join(map(str, overlong[:3])) + ("; …" if len(overlong) > 3 else "")
-        total = len(self.rows) + len(overlong)
-        logger.warning("dropped %d of %d prompts, longer than %s: %s", len(overlong), total, limit, first)
+            report_overlong(overlong, len(rows), self.config.max_prompt_length)
 
     def _encode(self, columns: Row, origin: Origin) -> list[int]:
         """Token ids of a row's prompt, however many; ValueError says which row is bad, and why."""
@@ -216,11 +215,20 @@ class RLHFDataset(Dataset):
         if len(ids) <= limit:
             return ids
         if self.config.truncation == "error":
-            raise ValueError(
-                f"{origin}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise that, "
-                "drop such prompts by data.filter_overlong_prompts=true, or cut them by data.truncation=left."
-            )
+            raise OverlongPrompt(origin, len(ids), limit)
         return truncate(ids, limit, self.config.truncation)
+
+
+def report_overlong(overlong: list[tuple[Origin, int]], total: int, limit: int) -> None:
+    """Warns that these of `total` rows, with so many tokens each, are left out; raises ValueError if it is all."""
+    longer = f"longer than data.max_prompt_length={limit} tokens"
+    if len(overlong) == total:
+        raise ValueError(
+            f"all {total} prompts are {longer}, the longest has {max(length for _, length in overlong)}: raise "
+            "data.max_prompt_length, or cut prompts by data.filter_overlong_prompts=false data.truncation=left."
+        )
+    first = "; ".join(str(origin) for origin, _ in overlong[:3]) + ("; …" if len(overlong) > 3 else "")
+    logger.warning("dropped %d of %d prompts, %s: %s", len(overlong), total, longer, first)
 
 
 def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:

@@ -7,20 +7,22 @@ a step decides over the very next row.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator, Sized
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.import_utils import load_extern_object
 from data.protocol import DataProto
-from data.rl_dataset import RLHFDataset, collate_fn
+from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, collate_fn, report_overlong
 from data.rows import Row
 from data.seeding import numpy_generator
 
@@ -145,11 +147,41 @@ def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: Data
     return partial(maker.make_row, source=type(dataset).__name__)
 
 
+def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> frozenset[int]:
+    """The positions of rows to leave out, as their prompts are longer than data.max_prompt_length; in a warning, too.
+
+    For a class of the user's, all rows of which are made once: those of files were measured when they were read, and
+    those that change by the step (`on_batch_end`) cannot be. None are left out where prompts may be cut instead
+    (data.filter_overlong_prompts=false data.truncation=left): nothing is measured then.
+
+    Raises:
+        OverlongPrompt: the first such row, if data.filter_overlong_prompts is false and data.truncation "error".
+        ValueError: all rows are too long, or a row cannot be used.
+    """
+    measured = type(dataset).__getitem__ is RLHFDataset.__getitem__
+    may_be_cut = not config.filter_overlong_prompts and config.truncation != "error"
+    if measured or may_be_cut or isinstance(dataset, Dynamic):
+        return frozenset()
+    make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
+    total, overlong = len(dataset), {}
+    for position in track(range(total), "measuring prompts", disable=total < PROGRESS_BAR_FROM):
+        try:
+            make_row(dataset[position], position)
+        except OverlongPrompt as error:
+            if not config.filter_overlong_prompts:
+                raise
+            overlong[position] = (error.origin, error.length)
+    if overlong:
+        report_overlong(list(overlong.values()), total, config.max_prompt_length)
+    return frozenset(overlong)
+
+
 class PromptLoader:
     """Batches of prompts, endlessly by `next_batch()`, or one epoch by iteration.
 
     `epoch` is that of the batch handed out last, `index` the number of its rows handed out so far. `make_row` completes
-    what the dataset returns for a position; the position itself is the column dataset_position.
+    what the dataset returns for a position; the position itself is the column dataset_position. Positions `left_out`
+    are passed over where the sampler gives them.
 
     Raises:
         ValueError: an epoch has no full batch and `drop_last` drops the rest.
@@ -163,9 +195,11 @@ class PromptLoader:
         *,
         make_row: Callable[[Row, int], Row] = lambda row, position: row,
         drop_last: bool = True,
+        left_out: Collection[int] = frozenset(),
     ) -> None:
         self.dataset = dataset
         self.make_row = make_row
+        self.left_out = left_out
         self.batch_size = batch_size
         self.sampler = sampler
         self.drop_last = drop_last
@@ -177,8 +211,13 @@ class PromptLoader:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        full, rest = divmod(len(self.sampler), self.batch_size)
+        full, rest = divmod(self._epoch_rows(), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
+
+    def _epoch_rows(self) -> int:
+        """Rows an epoch; at most, of a sampler that does not give every row once."""
+        every_row = len(self.sampler) == len(self.dataset)
+        return len(self.sampler) - (len(self.left_out) if every_row else 0)
 
     def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
         """The next batch, of the next epoch where this one has no more."""
@@ -230,7 +269,7 @@ class PromptLoader:
 
     def _begin_epoch(self) -> Iterator[int]:
         self.sampler.set_epoch(self.epoch)
-        return iter(self.sampler)
+        return (position for position in self.sampler if position not in self.left_out)
 
     def _take(self, positions: Iterator[int]) -> list[int]:
         """The positions of the next batch; [] at the end of the epoch."""
@@ -242,6 +281,6 @@ class PromptLoader:
 
     def _no_batch(self) -> ValueError:
         return ValueError(
-            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {len(self.sampler)} rows. "
+            f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {self._epoch_rows()} rows. "
             "Lower data.train_batch_size, give more rows, or look whether data.max_prompt_length drops too many."
         )

@@ -1,5 +1,7 @@
 """A small ragged batch of rollouts, as the actor and the critic are given it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,11 @@ from configs.schema import ActorConfig, CriticConfig
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from training.mini_batches import Update, global_batch_info
+from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
+
+# Metrics, the gradient that reached the optimiser, and the weights after it.
+Recorded = tuple[dict[str, float], list[Tensor], list[Tensor]]
 
 PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE = 8, 6, 0.8
 PROMPT_LENGTHS = (3, 8, 1, 5, 5, 2, 7, 4, 6)
@@ -62,6 +68,17 @@ def padded(
 def update_of(batch: DataProto, config: ActorConfig | CriticConfig) -> Update:
     """What an update is told for which `batch` is one mini-batch."""
     return Update(step=0, seed=0, temperature=TEMPERATURE, counts=global_batch_info(batch, config))
+
+
+def recorded(engine: TrainEngine, update: Callable[[], dict[str, float]]) -> Recorded:
+    """What `update`, one step of the engine's optimiser, did."""
+    gradient: list[Tensor] = []
+    parameters = list(engine.module.parameters())
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
+    )
+    metrics = update()
+    return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
 
 
 def random_ids(length: int, generator: torch.Generator) -> list[int]:

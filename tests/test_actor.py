@@ -21,9 +21,11 @@ from tests.batches import (
     MASKED_ROW,
     PROMPT_LENGTHS,
     TEMPERATURE,
+    Recorded,
     aggregate,
     policy_tokens,
     ragged_batch,
+    recorded,
     relative_distance,
     unpadded,
     update_of,
@@ -64,15 +66,8 @@ def old_log_probs(policy: PreTrainedModel, batch: DataProto) -> Tensor:
     return make_actor(policy).compute_log_prob(batch, TEMPERATURE, ["old_log_probs"]).old_log_probs
 
 
-def update(actor: DataParallelPPOActor, batch: DataProto) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
-    """(metrics, the gradient that reached the optimiser, the weights after it)."""
-    gradient: list[Tensor] = []
-    parameters = list(actor.engine.module.parameters())
-    actor.engine.optimizer.register_step_pre_hook(
-        lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
-    )
-    metrics = actor.update_policy(batch, update_of(batch, actor.config))
-    return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
+def update(actor: DataParallelPPOActor, batch: DataProto) -> Recorded:
+    return recorded(actor.engine, lambda: actor.update_policy(batch, update_of(batch, actor.config)))
 
 
 def slow_loss(module: PreTrainedModel, batch: DataProto, config: ActorConfig) -> Tensor:

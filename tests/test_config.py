@@ -20,8 +20,16 @@ from configs import engines, schema, serving
 from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
 from configs.engines import check_engine
 from configs.errors import ConfigError
-from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
-from configs.loader import CONFIG_DIR, Arguments, entry_of, load_config, parse_arguments
+from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, REFUSED_VALUES, RENAMED
+from configs.loader import (
+    CONFIG_DIR,
+    Arguments,
+    entry_of,
+    load_config,
+    parse_arguments,
+    renamed_key,
+    without_effect,
+)
 from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
 from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
@@ -447,6 +455,14 @@ REFUSED_ALGORITHMS = [
         (["env.id=null"], "nothing to train on: set data.train_files"),
         (["data.train_files=x.jsonl"], "both set: prompts come from one of them"),
         (["env.id=null", "data.train_files=[x.jsonl]"], "data.train_files=x.jsonl: there is no such file"),
+        (
+            ["env.id=null", "data.train_files=Makefile", "reward.reward_manager.name=Mine"],
+            "name: Mine} scores answers in an environment, and env.id is null: take it back",
+        ),
+        (
+            ["reward.reward_manager.path=mine.py", "reward.custom_reward_function.path=score.py"],
+            "path: mine.py, .*and reward.custom_reward_function.path=score.py scores: take it back",
+        ),
         (["trainer.default_local_dir=Makefile/run"], "cannot be written to .*: name another folder"),
         *REFUSED_ALGORITHMS,
     ],
@@ -646,15 +662,17 @@ def test_a_whole_command_of_a_verl_user_is_accepted_and_what_does_nothing_says_s
     check_config(config)
     said = capsys.readouterr().err
     plain = asdict(config)
+    without = 0
     for override in command:
         key, _, text = override.partition("=")
-        if key in NO_EFFECT or key in ONLY_VALUE:
+        if without_effect(renamed_key(key) or key, text):
+            without += 1
             assert said.count(f"notice: {key}=") == 1
         else:
             value = OmegaConf.from_dotlist([f"v={text}"]).v
             assert settings_at(plain, key) == value, key
     of_vllm = 1  # notice that names settings which name=hf does not read
-    assert len(said.splitlines()) == sum(o.partition("=")[0] in {**NO_EFFECT, **ONLY_VALUE} for o in command) + of_vllm
+    assert len(said.splitlines()) == without + of_vllm
 
 
 def test_accepted_spellings_are_no_keys_of_ours():
@@ -668,6 +686,33 @@ def test_accepted_spellings_are_no_keys_of_ours():
 def test_what_asks_for_something_that_is_not_here_is_refused(override):
     with pytest.raises(ConfigError, match=f"^{override}: .*not part of this version"):
         compose(override)
+
+
+MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager"]
+
+
+@pytest.mark.parametrize("key", MANAGER_KEYS)
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo"])
+def test_managers_of_verl_that_do_what_is_done_here_are_accepted_with_the_reason(key, name, capsys):
+    assert compose(f"{key}={name}") == compose()
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"notice: {key}={name} has no effect: ")
+
+
+@pytest.mark.parametrize("key", MANAGER_KEYS)
+@pytest.mark.parametrize("name", [name for _, name in REFUSED_VALUES])
+def test_other_managers_of_verl_are_refused_with_a_way_out(key, name):
+    with pytest.raises(ConfigError, match=f"^{key}={name}: .* not part of this version: take the manager back, and "):
+        compose(f"{key}={name}")
+
+
+def test_managers_of_verl_from_a_file_are_refused():
+    assert compose("reward.reward_manager.source=register", "reward.reward_manager.module.path=null") == compose()
+    for override in ("reward_manager.source=importlib", "reward.reward_manager.module.path=mine.py"):
+        with pytest.raises(
+            ConfigError, match=f"^{override}: .*for an environment .*reward.custom_reward_function.path"
+        ):
+            compose(override)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

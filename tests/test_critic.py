@@ -15,9 +15,11 @@ from tests.batches import (
     CUTS,
     MASKED_ROW,
     PROMPT_LENGTHS,
+    Recorded,
     aggregate,
     policy_tokens,
     ragged_batch,
+    recorded,
     relative_distance,
     unpadded,
     update_of,
@@ -44,15 +46,8 @@ def make_critic(
     return DataParallelPPOCritic(config, engine, size)
 
 
-def update(critic: DataParallelPPOCritic, batch: DataProto) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
-    """(metrics, the gradient that reached the optimiser, the weights after it)."""
-    gradient: list[Tensor] = []
-    parameters = list(critic.engine.module.parameters())
-    critic.engine.optimizer.register_step_pre_hook(
-        lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
-    )
-    metrics = critic.update_critic(batch, update_of(batch, critic.config))
-    return metrics, gradient, [parameter.detach().clone() for parameter in parameters]
+def update(critic: DataParallelPPOCritic, batch: DataProto) -> Recorded:
+    return recorded(critic.engine, lambda: critic.update_critic(batch, update_of(batch, critic.config)))
 
 
 def values_alone(module: PreTrainedModel, batch: DataProto, row: int) -> Tensor:

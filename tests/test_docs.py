@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks import rollout
 from benchmarks.step import measure
 from configs.legacy import RENAMED
 from configs.loader import known_keys, renamed_key
@@ -210,3 +211,18 @@ def test_benchmark_measures_every_phase_of_a_step():
     figures = measure(1, overrides)
     assert {"gen", "reward", "old_log_prob", "update_actor", "step"} <= set(figures["seconds"])
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / figures["seconds"]["step"])
+
+
+def test_benchmark_compares_engines_by_turns():
+    size = "--size 1m --rows 4 --samples 1 2 --responses 3 --prompt-tokens 5 --ragged"
+    figures = rollout.measure(rollout.read_arguments(f"{size} --repeats 2 --engines hf generate".split()))
+    assert [(case["rows"], case["samples"], case["response_tokens"]) for case in figures["cases"]] == [
+        (4, 1, 3),
+        (4, 2, 3),
+    ]
+    for case in figures["cases"]:
+        hf, generate = case["seconds"]["hf"], case["seconds"]["generate"]
+        assert case["tokens_per_second"]["hf"] == pytest.approx((12 / hf[0] + 12 / hf[1]) / 2)
+        assert case["hf_to"] == {"generate": pytest.approx((generate[0] / hf[0] + generate[1] / hf[1]) / 2)}
+        assert {"prompts", "steps", "sampling"} <= set(case["hf_phases"]) and sum(case["hf_phases"].values()) < sum(hf)
+    assert rollout.table(figures).splitlines()[0].endswith("| hf, tokens/s | generate, tokens/s | hf : generate |")

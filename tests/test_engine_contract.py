@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from tests.engines import drain
 from tests.runs import needs_vllm
 from training.roles import SamplingParams
 from workers.batch_rollout import build_rollout, load_rollout_class
@@ -112,15 +113,6 @@ def change_weights(model: PreTrainedModel) -> None:
 
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [done.token_ids for done in completions]
-
-
-def drain(engine: Rollout) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
-    while engine.has_unfinished_requests():
-        for done in engine.step():
-            assert done.id not in found
-            found[done.id] = done
-    return found
 
 
 def batch_of(prompts: list[list[int]]) -> DataProto:

@@ -10,17 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from tests.runs import compose
+from tests.shapes import COUNTED
 from workers.memory_needs import GIB, HEAD, LOGITS, ModelSize, check_memory, memory_needs, memory_report
 
-SHAPE = Qwen2Config(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+SHAPE = Qwen2Config(**COUNTED)
 LAYER = (32 * 32 + 32) + 2 * (32 * 16 + 16) + 32 * 32 + 3 * 32 * 56 + 2 * 32
 PARAMETERS = 96 * 32 + 3 * LAYER + 32
 SIZE = ModelSize(

@@ -29,6 +29,7 @@ from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import padded as padded_columns
 from tests.batches import random_ids, relative_distance, update_of
+from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.kernels import packed_attention
@@ -37,16 +38,7 @@ from workers.kernels.ragged import Ragged, in_a_row
 from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
 from workers.scoring_model import scoring_model
 
-SHAPE = {
-    "vocab_size": 102,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-}
+SHAPE = {**SMALL, "head_dim": 8, "max_position_embeddings": 512}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CAPS = {"final_logit_softcapping": 0.1, "attn_logit_softcapping": None}  # SDPA cannot do the second
 MODELS = {

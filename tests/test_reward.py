@@ -39,6 +39,13 @@ def compute_reward(data, tokenizer=None, weight=1.0, **kwargs):
     return torch.tensor([weight * (text.split()[-1] == truth) for text, truth in zip(data.responses, truths)])
 """
 PER_BATCH_ASYNC = PER_BATCH.replace("def compute", "async def compute")
+PER_LISTS = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert all(type(given) is list for given in (data_sources, solution_strs, ground_truths, extra_infos))
+    weight = kwargs.get("weight", 1.0)
+    return [weight * (text.split()[-1] == truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+"""
+PER_LISTS_ASYNC = PER_LISTS.replace("def compute", "async def compute")
 PER_TEXT = """
 def compute_reward(prompt: str, response: str, ground_truth: str | None, weight: float = 1.0) -> float:
     return weight * (response.split()[-1] == ground_truth)
@@ -48,6 +55,8 @@ FILES = {
     "per sample, async": ("compute_score", PER_SAMPLE_ASYNC),
     "per batch": ("compute_reward", PER_BATCH),
     "per batch, async": ("compute_reward", PER_BATCH_ASYNC),
+    "per lists": ("compute_score", PER_LISTS),
+    "per lists, async": ("compute_score", PER_LISTS_ASYNC),
     "per text": ("compute_reward", PER_TEXT),
 }
 
@@ -127,6 +136,31 @@ def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():
         {"solution_str": "r", "split": "val"},
         {"response": "r"} | verl,
     ]
+
+
+def test_a_function_of_lists_is_called_once_with_what_it_names():
+    given = []
+    columns = {"prompts": ["p", "q"], "responses": ["r", "s"], "ground_truths": ["g", "h"]}
+    data = DataProto.from_single_dict(columns | {"data_source": ["d", "d"], "extra_info": [{}, {"a": 1}]})
+
+    def short(responses, prompts, split):
+        given.append({"responses": responses, "prompts": prompts, "split": split})
+        return [{"score": 1.0}, {"score": 0.0}]
+
+    def long(solution_strs, **kwargs):
+        given.append({"solution_strs": solution_strs, **kwargs})
+        return torch.ones(2)
+
+    assert FunctionReward(short)(data) == [{"score": 1.0}, {"score": 0.0}]
+    assert torch.equal(FunctionReward(long)(data), torch.ones(2))
+    verl = {"data_sources": ["d", "d"], "ground_truths": ["g", "h"], "extra_infos": [{}, {"a": 1}]}
+    assert given == [
+        {"responses": ["r", "s"], "prompts": ["p", "q"], "split": "train"},
+        {"solution_strs": ["r", "s"]} | verl,
+    ]
+    assert FunctionReward(lambda data, responses=None: len(data))(data) == 2  # of a DataProto, whatever else it names
+    assert FunctionReward(lambda solution_strs, ground_truths: []).needs_ground_truth
+    assert not FunctionReward(lambda solution_strs, ground_truths=None: []).needs_ground_truth
 
 
 def test_async_rewards_run_side_by_side_even_inside_a_running_loop():

@@ -24,7 +24,7 @@ from data.rl_dataset import (
     truncate,
 )
 from data.rows import read_rows
-from data.sampler import row_maker
+from data.sampler import PromptLoader, SequentialSampler, overlong_rows, row_maker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -484,6 +484,60 @@ def test_a_row_without_a_prompt_or_with_one_too_long_names_the_dataset(tokenizer
     rows = Bare(raw_prompt_ids=[1, 2, 3])
     with pytest.raises(ValueError, match=r"Bare, row 3: the prompt has 3 tokens, more than data.max_prompt_length=2"):
         row_maker(rows, tokenizer, DataConfig(max_prompt_length=2))(rows[3], 3)
+
+
+class Growing(Dataset):
+    """Row i is i characters long."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        return {"prompt": "x" * (i + 1)}
+
+
+class GrowingStates(Growing, States):
+    """The same, completed by the dataset itself, as make_row is offered to do."""
+
+    def __getitem__(self, i):
+        return self.make_row(super().__getitem__(i), i)
+
+
+@pytest.mark.parametrize("kind", [Growing, GrowingStates])
+def test_overlong_rows_of_a_users_dataset_are_dropped_counted_and_listed_at_the_start(tokenizer, caplog, kind):
+    config = DataConfig(max_prompt_length=5)
+    rows = kind() if kind is Growing else kind(tokenizer, config)
+    left_out = overlong_rows(rows, tokenizer, config)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "dropped 4 of 9 prompts, longer than data.max_prompt_length=5 tokens: "
+        + "; ".join(f"{kind.__name__}, row {row}" for row in (5, 6, 7))
+        + "; …"
+    )
+    make_row = row_maker(rows, tokenizer, config)
+    loader = PromptLoader(rows, 2, SequentialSampler(rows, config), make_row=make_row, left_out=left_out)
+    assert len(loader) == 2
+    assert [list(loader.next_batch()["dataset_position"]) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
+    assert not overlong_rows(Growing(), tokenizer, DataConfig(max_prompt_length=9))
+
+
+def test_overlong_rows_of_a_users_dataset_are_refused_at_the_start_unless_they_may_be_dropped_or_cut(tokenizer):
+    keep = DataConfig(max_prompt_length=5, filter_overlong_prompts=False)
+    with pytest.raises(
+        ValueError, match=r"Growing, row 5: the prompt has 6 tokens, more than .*filter_overlong_prompts"
+    ):
+        overlong_rows(Growing(), tokenizer, keep)
+    with pytest.raises(ValueError, match=r"all 9 prompts are longer than .*=0 tokens, the longest has 9"):
+        overlong_rows(Growing(), tokenizer, DataConfig(max_prompt_length=0))
+    assert overlong_rows(Growing(), tokenizer, replace(keep, filter_overlong_prompts=True, truncation="left"))
+    assert not overlong_rows(Growing(), tokenizer, replace(keep, truncation="left"))
+
+
+def test_rows_that_change_by_the_step_are_not_measured(tokenizer):
+    class Changing(Growing):
+        def on_batch_end(self, batch): ...
+
+    assert not overlong_rows(Changing(), tokenizer, DataConfig(max_prompt_length=5))
 
 
 def test_arguments_of_the_constructor_come_from_the_config(custom, tokenizer):

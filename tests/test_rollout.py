@@ -26,6 +26,7 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from tests.engines import drain
 from training.roles import SamplingParams
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
@@ -251,13 +252,6 @@ def mixed_requests(count: int) -> list[Request]:
     ]
 
 
-def drain(rollout: Rollout) -> list[Completion]:
-    found = []
-    while rollout.has_unfinished_requests():
-        found += rollout.step()
-    return found
-
-
 def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
     """Each row's tokens and end, in any order of rows, and log-probs to rounding."""
     assert sorted(done.id for done in found) == sorted(wanted)
@@ -288,7 +282,7 @@ def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
                     rollout.add(waiting.pop())
             for _ in range(rng.integers(0, 5)):
                 found += rollout.step()
-        assert_same(found + drain(rollout), alone)
+        assert_same([*found, *drain(rollout).values()], alone)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -333,7 +327,7 @@ def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreT
     rollout.abort([0, 20, 99])
     assert 0 not in rollout.running and 20 not in rollout.waiting
     rollout.add(replace(rows[0], id=30))  # in a place that is free again
-    found += drain(rollout)
+    found += drain(rollout).values()
     wanted = {i: done for i, done in alone.items() if i not in (0, 20)}
     assert_same(found, wanted | {30: replace(alone[0], id=30)})
     for row in rows:

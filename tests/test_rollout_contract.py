@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
+from tests.engines import drain
 from training.roles import SamplingParams
 from workers.batch_rollout import build_rollout, generate_batch
 from workers.hf.rollout import HFRollout
@@ -54,16 +55,6 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path, tokenizer: PreTrain
     if request.param == "hf":
         return HFRollout(config, tokenizer, load_causal_lm(ModelConfig(path=str(tiny_model))))
     return {"generate alone": GeneratingRollout, "step alone": SteppingRollout}[request.param](config, tokenizer, None)
-
-
-def drain(engine: Rollout) -> dict[int, Completion]:
-    """Steps until nothing is left; every request may come out once."""
-    found: dict[int, Completion] = {}
-    while engine.has_unfinished_requests():
-        for done in engine.step():
-            assert done.id not in found
-            found[done.id] = done
-    return found
 
 
 def test_completions_come_in_the_order_of_the_requests(engine: Rollout):

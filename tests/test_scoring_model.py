@@ -34,6 +34,7 @@ from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
 from tests.ranks import Ranks
+from tests.shapes import SMALL
 from training.roles import SamplingParams
 from workers import micro_batches
 from workers import scoring_model as scoring_model_module
@@ -49,15 +50,7 @@ from workers.rollout import Request
 from workers.scoring_model import padded_scores, score, scoring_model
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 102,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SHAPE = {**SMALL, "pad_token_id": 0}
 ALL = ("log_probs", "entropy", "sum_pi_squared")
 
 

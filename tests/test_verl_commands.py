@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from configs.checks import check_config
 from configs.errors import ConfigError
-from configs.legacy import NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE
-from configs.loader import renamed_key
+from configs.legacy import OF_ALL_WORKERS
+from configs.loader import renamed_key, without_effect
 from tests.runs import compose
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -147,7 +147,7 @@ def test_every_key_of_a_command_acts_or_says_why_not(name, capsys):
     last = {override.lstrip("+").partition("=")[0]: override.partition("=")[2] for override in command}
     for key, text in last.items():
         today = renamed_key(key) or key
-        if today in NO_EFFECT or today in ONLY_VALUE:
+        if without_effect(today, text):
             assert f"notice: {key}=" in said
         elif key in OF_ALL_WORKERS:
             assert setting_at(settings, today) == int(text) // 8

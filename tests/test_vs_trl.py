@@ -15,6 +15,7 @@ from benchmarks.models import save_model
 from benchmarks.ours_arm import OursArm
 from benchmarks.plot import plot
 from benchmarks.workload import PAD, VOCABULARY, Meter, Workload, score
+from tests.shapes import COUNTED
 
 SMALL = {"size": "1m", "prompts": 2, "samples": 3, "prompt_tokens": 8, "response_tokens": 5, "steps": 3, "seed": 0}
 
@@ -72,15 +73,7 @@ def test_numbers_are_their_own_ids_and_no_response_can_end_early(model: Path) ->
 
 
 def test_shape_counts_the_weights_that_the_model_has() -> None:
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
+    config = LlamaConfig(**COUNTED)
     matrices = sum(weight.numel() for weight in LlamaForCausalLM(config).parameters() if weight.ndim == 2)
     shape = Shape.of(config)
     assert shape.body + shape.head == matrices

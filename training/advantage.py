@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
-from data.import_utils import is_setting, takes
+from data.import_utils import callable_name, is_setting, takes
 from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
@@ -22,7 +22,6 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
-from training.reward import callable_name
 from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
 from training.rollout_mismatch import rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked

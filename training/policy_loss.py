@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from configs.settings import Readable
-from data.import_utils import takes
-from training.reward import callable_name
+from data.import_utils import callable_name, takes
 
 Metrics = dict[str, float]
 

@@ -13,7 +13,7 @@ from configs.schema import Config, DataConfig, SuccessConfig
 from data.import_utils import load_extern_object, load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset, get_dataset_class
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, row_maker
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
 from data.seeding import derive_seed, seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
@@ -62,6 +62,8 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, tokenizer, environment)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
+    total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
+    check_warmup(config, total_steps)
     return Parts(
         tokenizer=tokenizer,
         reward=reward,
@@ -69,16 +71,26 @@ def prepare(config: Config) -> Parts:
         val_loader=val_loader,
         game=build_game(config, environment, train_loader.dataset, reward),
         can_validate=has_validation(config),
-        total_steps=config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs,
+        total_steps=total_steps,
     )
+
+
+def check_warmup(config: Config, total_steps: int) -> None:
+    """Raises ConfigError if the run is over before the policy's first update."""
+    warmup = config.trainer.critic_warmup
+    if warmup > total_steps and not config.trainer.val_only:
+        raise ConfigError(
+            f"trainer.critic_warmup={warmup}: the policy learns from that step on, and the run has {total_steps}: "
+            f"it would never learn. Set it below {total_steps}, or raise trainer.total_training_steps."
+        )
 
 
 def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
     if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
         return
-    size = len(loader.dataset)
-    rows = [loader.row(position) for position in range(0, size, -(-size // ROWS_LOOKED_AT))]
+    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
+    rows = [loader.row(position) for position in places[:: -(-len(places) // ROWS_LOOKED_AT)]]
     labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]
     if all(label.get("ground_truth") is None for label in labels):
         columns = ", ".join(name for name, value in rows[0].items() if value is not None)
@@ -213,13 +225,14 @@ def data_settings(config: Config) -> DataConfig:
 
 
 def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
-    data = data_settings(config)
+    data, left_out = data_settings(config), frozenset()
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
+        left_out = overlong_rows(dataset, tokenizer, data)
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
-    sampler = create_rl_sampler(data, dataset, data.seed)
-    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=row_maker(dataset, tokenizer, data))
+    sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
+    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=make_row, left_out=left_out)
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
@@ -234,12 +247,13 @@ def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokeniz
 def build_val_loader(
     config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> PromptLoader | None:
-    data = data_settings(config)
+    data, left_out = data_settings(config), frozenset()
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
     elif environment is None and data.val_files:
         dataset = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples)
+        left_out = overlong_rows(dataset, tokenizer, data)
     else:
         return None
     return PromptLoader(
@@ -248,6 +262,7 @@ def build_val_loader(
         SequentialSampler(dataset, data),
         make_row=row_maker(dataset, tokenizer, data),
         drop_last=False,
+        left_out=left_out,
     )
 
 

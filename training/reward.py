@@ -2,16 +2,12 @@
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
-plain function in any of the three forms that users write. Whatever comes back is checked before it meets a loss.
+plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss.
 """
 
-import inspect
 import numbers
-import re
 import reprlib
-import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,98 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import users_line
 from configs.schema import RewardConfig
-from data.import_utils import load_extern_object
+from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
-from training.async_reward import run_all
+from training.reward_function import FORMS, FunctionReward
 
 RewardManager = Callable[[DataProto], Any]
-
-FORMS = (
-    "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
-    "compute_reward(data, tokenizer=None) for a whole DataProto, or "
-    "compute_reward(prompt, response, ground_truth)"
-)
-# What a function of one response may name, and the column of the view that holds it. The first four are verl's.
-ARGUMENTS = {
-    "data_source": "data_source",
-    "solution_str": "responses",
-    "ground_truth": "ground_truths",
-    "extra_info": "extra_info",
-    "prompt": "prompts",
-    "response": "responses",
-}
-VERL_ARGUMENTS = list(ARGUMENTS)[:4]
-
-
-class FunctionReward:
-    """A reward manager from a function, sync or async; its form is read from its signature.
-
-    A function of one response is given exactly what it names among `ARGUMENTS` and `split` ("train" or "val"); one with
-    **kwargs gets all of verl's four.
-
-    Args:
-        function: in one of the three `FORMS`.
-        reward_kwargs: passed on to every call; they win over what the caller passes.
-        max_concurrent, timeout: limits of an async function, as the config has them.
-
-    Raises:
-        ValueError: the signature has none of the forms, or does not go with `reward_kwargs`.
-    """
-
-    def __init__(
-        self,
-        function: Callable,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        reward_kwargs: dict | None = None,
-        *,
-        max_concurrent: int = RewardConfig.max_concurrent,
-        timeout: float | None = RewardConfig.timeout,
-    ) -> None:
-        self.function = function
-        self.tokenizer = tokenizer
-        self.reward_kwargs = reward_kwargs or {}
-        self.max_concurrent, self.timeout = max_concurrent, timeout
-        signature = inspect.signature(function)
-        self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
-        if not self.takes_one_response and next(iter(signature.parameters), None) != "data":
-            raise ValueError(
-                f"the reward function {callable_name(function)}{signature} has none of the known forms: {FORMS}."
-            )
-        known = [*ARGUMENTS, "split"] if self.takes_one_response else ["data", "tokenizer"]
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-        self.wanted = {name for name in known if name in signature.parameters}
-        given = "ground_truth" in self.reward_kwargs
-        self.needs_ground_truth = not given and cannot_do_without(signature, "ground_truth")
-        if self.takes_one_response and takes_all:
-            self.wanted |= set(VERL_ARGUMENTS)
-        try:
-            signature.bind(**dict.fromkeys(self.wanted) | self.reward_kwargs)
-        except TypeError as error:
-            raise ValueError(
-                f"the reward function {callable_name(function)}{signature} cannot be called: {error}. It is given "
-                f"{sorted(self.wanted)} and reward.custom_reward_function.reward_kwargs={self.reward_kwargs}."
-            ) from error
-
-    def __call__(self, data: DataProto) -> Any:
-        calls = self._row_arguments(data) if self.takes_one_response else [{"data": data, "tokenizer": self.tokenizer}]
-        results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
-        if results and inspect.isawaitable(results[0]):
-            results = run_all(results, self.max_concurrent, self.timeout)
-        return results if self.takes_one_response else results[0]
-
-    def _row_arguments(self, data: DataProto) -> list[dict[str, Any]]:
-        columns = {name: data.get(column, [None] * len(data)) for name, column in ARGUMENTS.items()}
-        columns["split"] = ["val" if data.meta_info.get("validate") else "train"] * len(data)
-        return [{name: column[row] for name, column in columns.items()} for row in range(len(data))]
-
-
-def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
-    """Whether an argument has no default and, as far as is written there, may not be None."""
-    parameter = signature.parameters.get(argument)
-    if parameter is None or parameter.default is not parameter.empty:
-        return False
-    return not re.search("None|Optional", str(parameter.annotation))
 
 
 def load_reward_manager(
@@ -289,12 +199,3 @@ def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
 
 def reward_name(manager: RewardManager) -> str:
     return callable_name(manager.function if isinstance(manager, FunctionReward) else manager)
-
-
-def callable_name(function: Callable) -> str:
-    """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
-    while isinstance(function, partial):
-        function = function.func
-    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    file = vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
-    return f"{owner.__qualname__} ({file})"

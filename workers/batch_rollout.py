@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.import_utils import arguments_taken, load_extern_object, load_module, split_object, takes
+from data.import_utils import arguments_taken, callable_name, load_extern_object, load_module, split_object, takes
 from data.padding import Sample, collate
 from data.protocol import DataProto
-from training.reward import callable_name
 from training.roles import SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.rollout import Rollout

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from data.import_utils import callable_name
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.tokenizer import template_terminator
-from training.reward import callable_name
 from training.roles import SamplingParams
 
 END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
