@@ -130,6 +130,8 @@ def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> di
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.name == "vllm":
         return {"vLLM": int(rollout.gpu_memory_utilization * card)}
+    if rollout.name == "openai":  # a server has memory of its own
+        return {}
     rows = min(-(-data.train_batch_size * rollout.n // workers_asked_for(config.trainer)), rollout.max_num_seqs)
     tokens = rows * rollout.response_length + -(-rows // rollout.n) * data.max_prompt_length  # a prompt once
     return {"keys and values": tokens * policy.cached * width}

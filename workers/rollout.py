@@ -65,9 +65,12 @@ class Rollout:
     Attributes:
         own_weights: whether it samples from a copy of the actor's weights, which `load_weights` has to bring, and not
             from the actor's own module.
+        elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
+            its weights.
     """
 
     own_weights: bool = False
+    elsewhere: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

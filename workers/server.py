@@ -151,12 +151,20 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     return asked
 
 
+def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
+    """Refuses token ids to stop at that are not those of the model, at which every response stops."""
+    stops, named = {stop for stop in served.pump.engine.stop_ids if stop < served.vocab_size}, body.stop_token_ids or ()
+    if not stops.issuperset(named) or (body.ignore_eos and not stops.issubset(named)):
+        raise HTTPException(400, f"stop_token_ids: responses of this server stop at {sorted(stops)}, and nowhere else")
+
+
 async def answer(
     served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], request: Request
 ) -> Response:
     """All choices of a request, whole or as a stream of events."""
     if not prompts:
         raise HTTPException(400, "prompt is empty")
+    check_stops(served, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     limits = [tokens_left(served, body, prompt) for prompt in prompts]
     choices = [

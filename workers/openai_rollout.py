@@ -1,0 +1,246 @@
+"""Rollouts by a server: any that takes token ids at /v1/completions and returns token ids with their log-probs.
+
+Tried with vLLM's server, and with ours (training/main_server.py). One request a row: over a list of prompts one seed
+would draw the same for all. The server's weights are a copy: `load_weights` hands them over in shared memory, so a
+server to train with runs on the trainer's node (workers/shared_weights.py).
+"""
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.engines import openai_settings
+from configs.schema import RolloutConfig
+from training.roles import SamplingParams
+from workers.collectives import gather, rank
+from workers.openai_client import Json, RequestRefused, Server, ServerError
+from workers.rollout import Completion, Request, Rollout, check_request, diverged
+from workers.shared_weights import write_weights
+from workers.vllm_rollout_spmd import check_temperature, longest_sequence
+
+REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
+SURE = 1e-3  # a log-prob this near 0 is that of the only choice
+NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
+HOW_TO_START = (
+    "`python -m training.main_server model.path=… rollout.name=vllm server.takes_weights=true`, on this node, starts "
+    "one that does (docs/engines.md)"
+)
+
+
+class OpenAIRollout(Rollout):
+    """Samples by a server; its address is in engine_kwargs.openai (configs/engines.py: OpenAISettings).
+
+    Raises:
+        ValueError: a setting is missing or unknown, or the server does not answer as is needed.
+        ServerError: it does not answer at all.
+    """
+
+    own_weights = True
+    elsewhere = True
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.settings = settings = openai_settings(config)
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.longest = longest_sequence(config)
+        self.running: dict[int, asyncio.Task[Completion]] = {}  # by id
+        self.server = Server(settings.base_url, settings.api_key, config.max_num_seqs, settings.timeout)
+        self.model_name = self._choose_model()
+        self.counts_filters = self._try_log_probs()
+
+    def add(self, request: Request) -> None:
+        check_request(request, self.vocab_size, self.longest, "max_model_len (else prompt_length + response_length)")
+        check_temperature(request)
+        sampling = request.sampling
+        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        if sampling.do_sample and filtered and not self.counts_filters:
+            raise ValueError(
+                f"request {request.id} asks for top_k={sampling.top_k}, top_p={sampling.top_p} and min_p="
+                f"{sampling.min_p}, which the log-probs of {self.server.url} leave out: they are not those of what is "
+                "drawn. Sample without (top_k=-1, top_p=1, min_p=0)."
+            )
+        assert request.id not in self.running, f"request {request.id} is running already"
+        super().add(request)
+
+    def step(self) -> list[Completion]:
+        """Sends what waits, and is back at once; or, if nothing waits, when answers have come, or none for a while."""
+        return self.server.run(self._step()) if self.has_unfinished_requests() else []
+
+    async def _step(self) -> list[Completion]:
+        if self.waiting:
+            for request in self.waiting.values():
+                self.running[request.id] = asyncio.create_task(self._complete(request))
+            self.waiting.clear()
+            await asyncio.sleep(0)
+        else:
+            await asyncio.wait(self.running.values(), timeout=STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done = [request_id for request_id, task in self.running.items() if task.done()]
+        return [self.running.pop(request_id).result() for request_id in done]
+
+    def abort(self, ids: Iterable[int]) -> None:
+        dropped = set(ids)
+        super().abort(dropped)
+        if tasks := [self.running.pop(request_id) for request_id in dropped & self.running.keys()]:
+            self.server.run(cancel(tasks))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
+
+        All of them lie in shared memory at once, until the server has read them; in this process there is one at a
+        time. Of several workers the first does it.
+
+        Raises:
+            ValueError: there are none, they do not fit into the shared memory, or the server does not take them.
+        """
+        super().load_weights(weights, version)
+        if rank() == 0:
+            with tempfile.TemporaryDirectory(prefix="weights_", dir=self.settings.weights_folder) as folder:
+                self._send(self._written(weights, folder, version), version)
+        gather(version)  # nobody samples before the server has them
+
+    def _written(self, weights: Iterable[tuple[str, Tensor]], folder: str, version: int) -> str:
+        try:
+            count = write_weights(weights, Path(folder))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"the weights of version {version} cannot be written to {self.settings.weights_folder} ({error}): it "
+                "needs room for all of them (docker run --shm-size). actor_rollout_ref.rollout.engine_kwargs.openai."
+                "weights_folder names another folder that both processes see."
+            ) from error
+        if not count:
+            raise ValueError(
+                f"the openai engine was given no weights for version {version}: it would go on sampling from the old "
+                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
+            )
+        return folder
+
+    def _send(self, folder: str, version: int) -> None:
+        """Has the server read the weights in `folder`."""
+        call = {"method": "load_shared_weights", "args": [folder]}
+        try:
+            results = self.server.run(self.server.ask("POST", "/collective_rpc", call))["results"]
+            reset = "/reset_prefix_cache?reset_running_requests=true"
+            fresh = self.server.run(self.server.ask("POST", reset))["success"]
+        except (RequestRefused, ServerError, KeyError) as error:
+            raise ValueError(
+                f"{self.server.url} does not take the actor's weights ({error}). {HOW_TO_START}."
+            ) from error
+        problems = [result["problem"] for result in results if result]
+        if problems or not fresh:
+            raise ValueError(
+                f"{self.server.url} could not take the weights of version {version}: "
+                f"{problems[0] if problems else 'its cache of the old ones is still in use'}"
+            )
+
+    async def _complete(self, request: Request) -> Completion:
+        """The server's answer to `request`."""
+        try:
+            answer = await self.server.ask("POST", "/v1/completions", self._body(request))
+        except RequestRefused as error:
+            if NOT_IN_JSON in str(error):
+                raise diverged(self.weight_version, f"request {request.id}") from error
+            raise
+        return self._completion(request, answer)
+
+    def _body(self, request: Request) -> Json:
+        sampling, drawn = request.sampling, {"temperature": 0.0}
+        if sampling.do_sample:
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            drawn |= {"top_k": sampling.top_k if sampling.top_k > 0 else -1, "seed": request.seed}
+        return {
+            "model": self.model_name,
+            "prompt": request.prompt_ids,
+            "max_tokens": sampling.max_tokens,
+            "ignore_eos": True,  # all stop ids are spelt out
+            "stop_token_ids": sorted(stop for stop in self.stop_ids if stop < self.vocab_size),
+            "logprobs": 0,  # of the token drawn, and of no other
+            "return_token_ids": True,
+            **drawn,
+        }
+
+    def _completion(self, request: Request, answer: Json) -> Completion:
+        """
+        Raises:
+            ValueError: what a completion needs is not in the answer.
+            FloatingPointError: a log-prob is not finite.
+        """
+        match answer:
+            case {
+                "choices": [{"finish_reason": reason, "token_ids": [*ids], "logprobs": {"token_logprobs": [*found]}}]
+            }:
+                pass
+            case _:
+                raise ValueError(
+                    f"{self.server.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
+                    'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
+                    "trained with: vLLM's server can, from version 0.10.2 on, and `python -m training.main_server`."
+                )
+        broken = next((place for place, value in enumerate(found) if value is None or not math.isfinite(value)), None)
+        if broken is not None:
+            raise diverged(self.weight_version, f"request {request.id}, token {broken + 1} of its response")
+        if reason not in REASONS:
+            raise ValueError(f"{self.server.url} ended request {request.id} with finish_reason={reason!r}: {REASONS}.")
+        return Completion(request.id, ids, found, REASONS[reason], self.weight_version)
+
+    def _choose_model(self) -> str:
+        """The name of the model that the server is to answer by.
+
+        Raises:
+            ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
+        """
+        key = "actor_rollout_ref.rollout.engine_kwargs.openai.model"
+        answer = self.server.run(self.server.ask("GET", "/v1/models"))
+        cards = {card["id"]: card for card in answer.get("data", [])}
+        name = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
+        if name not in cards:
+            raise ValueError(f"{key}={name}: {self.server.url} has the models {', '.join(cards)}. Choose one of them.")
+        room = cards[name].get("max_model_len")
+        if room is not None and room < self.longest:
+            raise ValueError(
+                f"{self.server.url} takes sequences of {room} tokens, and prompt and response have up to "
+                f"{self.longest}: start it with --max-model-len {self.longest}, or shorten data.max_prompt_length or "
+                "data.max_response_length."
+            )
+        return name
+
+    def _try_log_probs(self) -> bool:
+        """Whether the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
+
+        Raises:
+            ValueError: they do not even know the temperature, or there are none.
+        """
+        prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
+        sampling = SamplingParams(True, 1.0, top_k=1, top_p=1.0, max_tokens=1)
+
+        def log_prob(temperature: float) -> float:
+            request = Request(0, prompt, replace(sampling, temperature=temperature), seed=0)
+            return self.server.run(self._complete(request)).log_probs[0]
+
+        plain = log_prob(temperature=1.0)
+        if plain > -SURE:
+            return True
+        if abs(log_prob(temperature=0.5) - plain) < SURE:
+            raise ValueError(
+                f"the log-probs of {self.server.url} are those before temperature, top-k, top-p and min-p, and not of "
+                "what it draws from: start vLLM's server with --logprobs-mode processed_logprobs."
+            )
+        return False
+
+
+async def cancel(tasks: Iterable[asyncio.Task]) -> None:
+    """Ends `tasks`, whatever has become of them."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
