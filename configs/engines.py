@@ -9,8 +9,8 @@ from configs.loader import notice
 from configs.paths import find_path
 from configs.schema import RolloutConfig
 
-ENGINES = ("hf", "vllm", "openai")
-ENGINES_ELSEWHERE = ("sglang", "trtllm")
+ENGINES = ("hf", "vllm", "sglang", "openai")
+ENGINES_ELSEWHERE = ("trtllm",)
 VLLM_SETTINGS = (
     "gpu_memory_utilization",
     "free_cache_engine",
@@ -60,11 +60,11 @@ def check_engine(rollout: RolloutConfig) -> None:
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
             f"{key}.name={name}: that engine is not part of this version. Use hf (the model itself generates), vllm, "
-            "or the path of a file with a Rollout subclass of yours."
+            "sglang, openai (a server), or the path of a file with a Rollout subclass of yours."
         )
     if name not in ENGINES and not find_path(name).is_file() and "." not in name:
         raise ConfigError(
-            f"{key}.name={name} is neither hf, nor vllm, nor openai, nor a file, nor a dotted module with a Rollout "
+            f"{key}.name={name} is none of {', '.join(ENGINES)}, nor a file, nor a dotted module with a Rollout "
             "subclass."
         )
     if name == "vllm" and find_spec("vllm") is None:
@@ -72,10 +72,15 @@ def check_engine(rollout: RolloutConfig) -> None:
             f"{key}.name=vllm: vLLM is not installed here. `make setup-vllm` installs it, for the GPU if there is one, "
             f"else for the CPU; or set {key}.name=hf: the model itself generates."
         )
+    if name == "sglang" and find_spec("sglang") is None:
+        raise ConfigError(
+            f"{key}.name=sglang: SGLang is not installed here. It brings a torch of its own: give it an environment "
+            f"(docs/engines.md), or set {key}.name=hf or vllm."
+        )
     if name == "openai":
         openai_settings(rollout)
     longest = rollout.prompt_length + rollout.response_length
-    if name in ("vllm", "openai") and rollout.max_model_len is not None and rollout.max_model_len < longest:
+    if name in ("vllm", "sglang", "openai") and rollout.max_model_len is not None and rollout.max_model_len < longest:
         raise ConfigError(
             f"{key}.max_model_len={rollout.max_model_len} is below prompt_length + response_length = {longest}: leave "
             "it null to follow them, or lower data.max_prompt_length or data.max_response_length."

@@ -229,7 +229,7 @@ class SamplingConfig(Frozen):
 @dataclass
 class RolloutConfig(Frozen):
     name: str = setting(
-        "hf", "Engine: hf (the model itself), vllm, openai (a server), or file.py of a Rollout subclass."
+        "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
     )
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")

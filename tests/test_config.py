@@ -436,8 +436,8 @@ REFUSED_ALGORITHMS = [
         ),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
-        (["actor_rollout_ref.rollout.name=sglang"], "name=sglang: that engine is not part of this version. Use hf"),
-        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is neither hf, nor vllm, nor openai, nor a file"),
+        (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm: that engine is not part of this version. Use hf"),
+        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is none of hf, vllm, sglang, openai, nor a file"),
         (["actor_rollout_ref.rollout.name=openai"], r"engine_kwargs\.openai\.base_url=None: .* whose address this is"),
         (
             ["actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.engine_kwargs.openai.url=http://a"],
@@ -470,6 +470,8 @@ def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
         check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
+        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
     check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):

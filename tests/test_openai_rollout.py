@@ -120,7 +120,7 @@ def test_a_server_answers_as_the_engine_behind_it(address: str, served: Served, 
     for found, done in zip(engine.generate(requests), wanted, strict=True):
         assert (found.id, found.token_ids, found.finish_reason) == (done.id, done.token_ids, done.finish_reason)
         assert found.log_probs == pytest.approx(done.log_probs, abs=1e-5)
-    assert engine.counts_filters
+    assert engine.counts_filters and engine.ignore_eos
 
 
 def test_an_aborted_request_is_hung_up(address: str, served: Served, tiny_model: Path):
@@ -189,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(b'{"data": [{"id": "tiny"}]}')
     def do_POST(self):
-        if b'"max_tokens": 1,' not in self.rfile.read(int(self.headers["content-length"])):
+        if b'"max_tokens": 6,' in self.rfile.read(int(self.headers["content-length"])):
             print("hangs", flush=True)
             __import__("time").sleep(1000)
         choice = b'{"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [0.0]}}'
@@ -243,7 +243,7 @@ def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_m
         engine_for(address, tiny_model, api_key="another")
     engine = engine_for(address, tiny_model, api_key=KEY)
     engine.stop_ids = {5}
-    with pytest.raises(RequestRefused, match=r"status 400: .*stop_token_ids: responses of this server stop at"):
+    with pytest.raises(RequestRefused, match=r"status 400: .*ignore_eos: responses of this server stop at"):
         engine.generate([Request(0, [20], PLAIN, 0)])
     with pytest.raises(ValueError, match=r"model=other: .* has the models tiny\. Choose one"):
         engine_for(address, tiny_model, api_key=KEY, model="other")
@@ -273,19 +273,22 @@ def test_a_server_that_is_no_use_is_refused_at_the_start(tiny_model: Path, chang
         engine_for(url, tiny_model)
 
 
-def test_filters_that_log_probs_leave_out_are_refused(tiny_model: Path):
-    """As SGLang's server has them: after temperature, before top-k, top-p and min-p."""
+def test_what_sglangs_server_does_otherwise_is_found_out(tiny_model: Path):
+    """Log-probs after temperature and before top-k, top-p and min-p; ignore_eos has it stop nowhere."""
+    asked = []
 
     def complete(body: dict) -> tuple[int, dict]:
-        ids = [7] * body["max_tokens"]
+        asked.append(body)
+        ids = [7] * (1 if 7 in body["stop_token_ids"] and not body["ignore_eos"] else body["max_tokens"])
         log_probs = {"token_logprobs": [-1.0 / body["temperature"]] * len(ids)}
         return 200, {"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": log_probs}]}
 
     with scripted(complete) as url:
         engine = engine_for(url, tiny_model)
         assert engine.generate([Request(0, [20], PLAIN, 0)])[0].log_probs == [-1.0] * 6
+        assert [body["ignore_eos"] for body in asked] == [True] * (len(asked) - 1) + [False]
         with pytest.raises(
-            ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the log-probs of http"
+            ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the engine's log-probs"
         ):
             engine.add(Request(0, [20], replace(PLAIN, top_p=0.9), 0))
 

@@ -5,12 +5,10 @@ would draw the same for all. The server's weights are a copy: `load_weights` han
 server to train with runs on the trainer's node (workers/shared_weights.py).
 """
 
-import asyncio
-import math
 import tempfile
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -19,14 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.engines import openai_settings
 from configs.schema import RolloutConfig
 from training.roles import SamplingParams
+from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
 from workers.openai_client import Json, RequestRefused, Server, ServerError
-from workers.rollout import Completion, Request, Rollout, check_request, diverged
+from workers.rollout import Completion, Request, check_finite, check_temperature, diverged
 from workers.shared_weights import write_weights
-from workers.vllm_rollout_spmd import check_temperature, longest_sequence
 
 REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
-STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
 HOW_TO_START = (
@@ -35,7 +32,7 @@ HOW_TO_START = (
 )
 
 
-class OpenAIRollout(Rollout):
+class OpenAIRollout(AsyncRollout):
     """Samples by a server; its address is in engine_kwargs.openai (configs/engines.py: OpenAISettings).
 
     Raises:
@@ -49,50 +46,22 @@ class OpenAIRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.settings = settings = openai_settings(config)
-        self.vocab_size = model.config.get_text_config().vocab_size
-        self.longest = longest_sequence(config)
-        self.running: dict[int, asyncio.Task[Completion]] = {}  # by id
         self.server = Server(settings.base_url, settings.api_key, config.max_num_seqs, settings.timeout)
         self.model_name = self._choose_model()
+        self.ignore_eos = True
         self.counts_filters = self._try_log_probs()
+        self.ignore_eos = self._try_stops()
 
     def add(self, request: Request) -> None:
-        check_request(request, self.vocab_size, self.longest, "max_model_len (else prompt_length + response_length)")
         check_temperature(request)
-        sampling = request.sampling
-        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        if sampling.do_sample and filtered and not self.counts_filters:
-            raise ValueError(
-                f"request {request.id} asks for top_k={sampling.top_k}, top_p={sampling.top_p} and min_p="
-                f"{sampling.min_p}, which the log-probs of {self.server.url} leave out: they are not those of what is "
-                "drawn. Sample without (top_k=-1, top_p=1, min_p=0)."
-            )
-        assert request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
 
-    def step(self) -> list[Completion]:
-        """Sends what waits, and is back at once; or, if nothing waits, when answers have come, or none for a while."""
-        return self.server.run(self._step()) if self.has_unfinished_requests() else []
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.server.run(work)
 
-    async def _step(self) -> list[Completion]:
-        if self.waiting:
-            for request in self.waiting.values():
-                self.running[request.id] = asyncio.create_task(self._complete(request))
-            self.waiting.clear()
-            await asyncio.sleep(0)
-        else:
-            await asyncio.wait(self.running.values(), timeout=STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        done = [request_id for request_id, task in self.running.items() if task.done()]
-        return [self.running.pop(request_id).result() for request_id in done]
-
-    def abort(self, ids: Iterable[int]) -> None:
-        dropped = set(ids)
-        super().abort(dropped)
-        if tasks := [self.running.pop(request_id) for request_id in dropped & self.running.keys()]:
-            self.server.run(cancel(tasks))
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting or self.running)
+    def close(self) -> None:
+        """Hangs up. What is not asked to does it when the process ends."""
+        self.server.close()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
@@ -143,7 +112,7 @@ class OpenAIRollout(Rollout):
                 f"{problems[0] if problems else 'its cache of the old ones is still in use'}"
             )
 
-    async def _complete(self, request: Request) -> Completion:
+    async def answer(self, request: Request) -> Completion:
         """The server's answer to `request`."""
         try:
             answer = await self.server.ask("POST", "/v1/completions", self._body(request))
@@ -162,7 +131,7 @@ class OpenAIRollout(Rollout):
             "model": self.model_name,
             "prompt": request.prompt_ids,
             "max_tokens": sampling.max_tokens,
-            "ignore_eos": True,  # all stop ids are spelt out
+            "ignore_eos": self.ignore_eos,  # all stop ids are spelt out
             "stop_token_ids": sorted(stop for stop in self.stop_ids if stop < self.vocab_size),
             "logprobs": 0,  # of the token drawn, and of no other
             "return_token_ids": True,
@@ -186,12 +155,10 @@ class OpenAIRollout(Rollout):
                     'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
                     "trained with: vLLM's server can, from version 0.10.2 on, and `python -m training.main_server`."
                 )
-        broken = next((place for place, value in enumerate(found) if value is None or not math.isfinite(value)), None)
-        if broken is not None:
-            raise diverged(self.weight_version, f"request {request.id}, token {broken + 1} of its response")
         if reason not in REASONS:
             raise ValueError(f"{self.server.url} ended request {request.id} with finish_reason={reason!r}: {REASONS}.")
-        return Completion(request.id, ids, found, REASONS[reason], self.weight_version)
+        log_probs = check_finite(found, request, self.weight_version)
+        return Completion(request.id, ids, log_probs, REASONS[reason], self.weight_version)
 
     def _choose_model(self) -> str:
         """The name of the model that the server is to answer by.
@@ -214,33 +181,35 @@ class OpenAIRollout(Rollout):
             )
         return name
 
+    def _try(self, temperature: float = 1.0, max_tokens: int = 1) -> Completion:
+        """The server's answer to a prompt of ours, by the likeliest token at each place."""
+        prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
+        sampling = SamplingParams(True, temperature, top_k=1, top_p=1.0, max_tokens=max_tokens)
+        return self.run(self.answer(Request(0, prompt, sampling, seed=0)))
+
     def _try_log_probs(self) -> bool:
         """Whether the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
 
         Raises:
             ValueError: they do not even know the temperature, or there are none.
         """
-        prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
-        sampling = SamplingParams(True, 1.0, top_k=1, top_p=1.0, max_tokens=1)
-
-        def log_prob(temperature: float) -> float:
-            request = Request(0, prompt, replace(sampling, temperature=temperature), seed=0)
-            return self.server.run(self._complete(request)).log_probs[0]
-
-        plain = log_prob(temperature=1.0)
+        plain = self._try().log_probs[0]
         if plain > -SURE:
             return True
-        if abs(log_prob(temperature=0.5) - plain) < SURE:
+        if abs(self._try(temperature=0.5).log_probs[0] - plain) < SURE:
             raise ValueError(
                 f"the log-probs of {self.server.url} are those before temperature, top-k, top-p and min-p, and not of "
                 "what it draws from: start vLLM's server with --logprobs-mode processed_logprobs."
             )
         return False
 
-
-async def cancel(tasks: Iterable[asyncio.Task]) -> None:
-    """Ends `tasks`, whatever has become of them."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    def _try_stops(self) -> bool:
+        """Whether it stops at stop_token_ids where ignore_eos is set; SGLang's does not, and stops at its own eos."""
+        if self.config.response_length == 1:
+            return True
+        stop_ids, [first] = self.stop_ids, self._try().token_ids
+        self.stop_ids = {*stop_ids, first}
+        try:
+            return len(self._try(max_tokens=2).token_ids) == 1
+        finally:
+            self.stop_ids = stop_ids
