@@ -15,6 +15,7 @@ from time import sleep
 
 import openai
 import pytest
+import torch
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,12 +24,14 @@ from transformers import AutoTokenizer
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import RolloutConfig
 from configs.serving import ServerConfig
+from data.import_utils import load_extern_object
 from tests.runs import ROOT
-from training.main_server import bound_socket, load_served, main, vllm_command
+from training.main_server import bound_socket, load_served, main, vllm_command, vllm_environment
 from training.roles import SamplingParams
 from workers.engine_pump import EnginePump
 from workers.rollout import Completion, Request, Rollout
 from workers.server import Served, build_app
+from workers.shared_weights import SharedWeights
 from workers.token_text import TokenText, held_back
 
 KEY = "a secret"
@@ -379,6 +382,10 @@ def test_the_command_serves_until_it_is_stopped(tiny_model):
         (["server.host=0.0.0.0"], "server.host=0.0.0.0 lets other machines in, and server.api_key is not set"),
         (["server.port=70000"], "server.port=70000 must be at most 65535"),
         (["server.host=192.0.2.1", "server.api_key=x"], "cannot be listened at"),
+        (
+            ["server.takes_weights=true"],
+            "server.takes_weights=true with rollout.name=hf and server.host=127.0.0.1: set",
+        ),
         (["model.path=/nowhere/at/all"], "model.path="),
         (["rollout.temperature=0.5"], "rollout.temperature is set, and each request says how it is answered"),
         (["server.apikey=x"], "Did you mean 'server.api_key'?"),
@@ -394,10 +401,27 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, 
 def test_vllms_own_server_gets_the_same_settings(tiny_model, monkeypatch):
     monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
     command = vllm_command(compose(tiny_model, "rollout.name=vllm", "server.api_key=x", "rollout.max_num_seqs=32"))
-    options = dict(zip(command[3::2], command[4::2], strict=True))
+    named = [word for word in command if word != "--enforce-eager"]  # where there is no GPU
+    options = dict(zip(named[3::2], named[4::2], strict=True))
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert options["--model"] == str(tiny_model) and options["--max-model-len"] == "64"
     assert options["--api-key"] == "x" and options["--host"] == "127.0.0.1" and options["--max-num-seqs"] == "32"
+    assert "--worker-extension-cls" not in options
+
+
+def test_vllms_own_server_can_take_a_trainers_weights(tiny_model, monkeypatch):
+    """On a CPU with a cache of what runs side by side: vLLM would take most of the memory."""
+    monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    config = compose(tiny_model, "rollout.name=vllm", "server.takes_weights=true", "rollout.max_num_seqs=4")
+    command, variables = vllm_command(config), vllm_environment(config)
+    assert load_extern_object(*command[command.index("--worker-extension-cls") + 1].rsplit(".", 1)) is SharedWeights
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["PYTHONPATH"] == f"{ROOT}:/somewhere"
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0-1", "the user's word"
+    if not torch.cuda.is_available():
+        assert command[command.index("--dtype") + 1] == "float32" and command[-1] == "--enforce-eager"
+        assert variables["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):

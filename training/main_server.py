@@ -21,12 +21,18 @@ import uvicorn
 
 from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
+from configs.paths import ROOT
 from configs.serving import ServerConfig, ServerSettings, check_server
+from data.model_config import load_model_config
 from data.tokenizer import check_model_path, load_tokenizer
+from workers.engine import compute_dtype
 from workers.engine_pump import EnginePump
+from workers.models import training_device
 from workers.server import Served, build_app
 from workers.standalone_rollout import StandaloneRollout
+from workers.vllm_rollout_spmd import BLOCK, NO_COMPILATION, VARIABLES, cpu_cache_bytes
 
+WEIGHTS_READER = "workers.shared_weights.SharedWeights"
 PATIENCE = 5  # seconds that open requests get when the server is stopped
 
 
@@ -37,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         check_server(config)
         if config.rollout.name == "vllm":
             command = vllm_command(config)
-            os.execv(command[0], command)
+            os.execve(command[0], command, vllm_environment(config))
         listener = bound_socket(config.server)
         served = load_served(config)
     listener.listen()  # whoever reads the address below may connect at once
@@ -110,9 +116,32 @@ def vllm_command(config: ServerConfig) -> list[str]:
     }
     if server.api_key:
         options["--api-key"] = server.api_key
+    if server.takes_weights:
+        options["--worker-extension-cls"] = WEIGHTS_READER
     flags = ["--trust-remote-code"] if model.trust_remote_code else []
+    device = training_device(n_gpus=None)
+    dtype = compute_dtype("auto", device)  # a trainer's
+    options["--dtype"] = str(dtype).removeprefix("torch.")
+    if device.type == "cpu":  # where vLLM would take most of the memory, and compile for half a minute
+        text = load_model_config(model, path, "model.path").get_text_config()
+        cache = cpu_cache_bytes(rollout, text, dtype.itemsize)
+        options |= {"--kv-cache-memory-bytes": str(cache), "--block-size": str(BLOCK)}
+        flags.append("--enforce-eager")
     arguments = [word for option in options.items() for word in option]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
+
+
+def vllm_environment(config: ServerConfig) -> dict[str, str]:
+    """The variables of vLLM's server: the user's, and what it takes from nowhere else. To take weights it needs its
+    /collective_rpc, and a module of ours."""
+    variables = {name: value for name, value in VARIABLES.items() if name.startswith("VLLM_CPU")}
+    if training_device(n_gpus=None).type == "cpu":
+        variables |= NO_COMPILATION
+    variables |= os.environ
+    if config.server.takes_weights:
+        paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return variables
 
 
 if __name__ == "__main__":

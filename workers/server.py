@@ -151,12 +151,20 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     return asked
 
 
+def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
+    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there."""
+    stops = {stop for stop in served.pump.engine.stop_ids if stop < served.vocab_size}
+    if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
+        raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
+
+
 async def answer(
     served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], request: Request
 ) -> Response:
     """All choices of a request, whole or as a stream of events."""
     if not prompts:
         raise HTTPException(400, "prompt is empty")
+    check_stops(served, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     limits = [tokens_left(served, body, prompt) for prompt in prompts]
     choices = [
@@ -184,22 +192,22 @@ async def answer(
 async def parts(
     served: Served, body: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, seed: int
 ) -> AsyncIterator[Part]:
-    """A choice, piece by piece; it ends with the engine's request, or before a stop string."""
-    text = TokenText(served.tokenizer, body.stops)
-    piecewise = bool(body.stream or body.stops)
+    """A choice, piece by piece; it ends with the engine's request, at a stop id, or before a stop string."""
+    text, ends = TokenText(served.tokenizer, body.stops), set(body.stop_token_ids or ())
+    piecewise = bool(body.stream or body.stops or ends - served.pump.engine.stop_ids)
     async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
         async for piece in pieces:
-            part = Part(finish_reason=piece.finish_reason)
+            part, over = Part(finish_reason=piece.finish_reason), False
             for token_id, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
                 part += Part(text.push(token_id), [token_id], [log_prob], part.finish_reason)
-                if text.stopped:
+                if over := text.stopped or token_id in ends:
                     break
-            if piece.finish_reason is not None:
+            if over or piece.finish_reason is not None:
                 part.text += text.finish()
-            if text.stopped:
+            if over or text.stopped:
                 part.finish_reason = "stop"
             yield part
-            if text.stopped:
+            if part.finish_reason is not None:
                 return
 
 

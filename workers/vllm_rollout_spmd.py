@@ -9,7 +9,6 @@ back (`process_as_it_is`); while it steps, it may only draw random numbers.
 import copy
 import gc
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -23,18 +22,18 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
-from workers.rollout import Completion, Request, Rollout, check_request, diverged
+from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
 VARIABLES = {  # vLLM takes these from the environment alone
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/threads.py)
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+NO_COMPILATION = {"TORCHDYNAMO_DISABLE": "1"}  # of the first generate on a CPU: 17 to 37 s less
 logger = logging.getLogger(__name__)
 
 
@@ -58,12 +57,7 @@ class vLLMRollout(Rollout):
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
-        sampling = request.sampling
-        if sampling.do_sample and sampling.temperature < COLDEST:
-            raise ValueError(
-                f"request {request.id} asks for temperature={sampling.temperature}: vLLM samples at {COLDEST} or more. "
-                "Raise it, or sample greedily (do_sample=false)."
-            )
+        check_temperature(request)
         assert request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
 
@@ -166,16 +160,14 @@ class vLLMRollout(Rollout):
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
         log_probs = [answer.logprobs.logprobs[start] for start in answer.logprobs.start_indices]
-        broken = next((place for place, value in enumerate(log_probs) if not math.isfinite(value)), None)
-        if broken is not None:
-            raise diverged(self.weight_version, f"request {request.id}, token {broken + 1} of its response")
+        check_finite(log_probs, request, self.weight_version)
         reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
         return Completion(request.id, list(answer.token_ids), log_probs, reason, self.weight_version)
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
     """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back."""
-    variables = VARIABLES | ({} if model.device.type == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})  # 17 to 37 s less
+    variables = VARIABLES | ({} if model.device.type == "cuda" else NO_COMPILATION)
     with ExitStack() as held:
         held.enter_context(process_as_it_is())
         os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
