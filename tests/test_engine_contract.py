@@ -319,6 +319,30 @@ def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Benc
     assert not bench.engine.has_unfinished_requests() and bench.engine.step() == []
 
 
+def test_tokens_so_far_are_the_completion_piece_by_piece(bench: Bench):
+    """Of those asked for, whatever else runs; nothing comes twice, and nothing of what has ended or was aborted."""
+    for i, prompt in enumerate(PROMPTS):
+        bench.engine.add(Request(i, prompt, sampling(R - i), seed=i, piecewise=i in (0, 2, 3)))
+    pieces: dict[int, tuple[list[int], list[float]]] = {0: ([], []), 2: ([], []), 3: ([], [])}
+    done: dict[int, Completion] = {}
+    while bench.engine.has_unfinished_requests():
+        done |= {one.id: one for one in bench.engine.step()}
+        if len(pieces[3][0]) >= 4:
+            bench.engine.abort([3])
+        found = bench.engine.tokens_so_far({number: len(ids) for number, (ids, _) in pieces.items()})
+        assert found.keys() <= pieces.keys() - done.keys()
+        assert 3 not in found or len(pieces[3][0]) < 4
+        for number, (token_ids, log_probs) in found.items():
+            assert token_ids, "a step draws a token of each, and it is there at once"
+            pieces[number][0].extend(token_ids)
+            pieces[number][1].extend(log_probs)
+    assert done.keys() == {0, 1, 2, 4} and len(pieces[3][0]) >= 4
+    for number in (0, 2):
+        token_ids, log_probs = pieces[number]
+        assert token_ids == done[number].token_ids[:-1] and log_probs == done[number].log_probs[:-1]
+    assert bench.engine.tokens_so_far({0: 0}) == {}
+
+
 def test_a_request_in_flight_is_not_added_again(bench: Bench):
     request = Request(2, PROMPTS[0], GREEDY, 0)
     bench.engine.add(request)

@@ -34,6 +34,7 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int
+    piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class Rollout:
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
 
-        An engine that cannot look into running requests has none: all comes with the completion.
+        They were added as `piecewise`. An engine that cannot look into running requests has none: all comes with the
+        completion.
         """
         return {}
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -53,6 +53,7 @@ class vLLMRollout(Rollout):
         self.longest = longest_sequence(config)
         self.device = model.device
         self.running: dict[int, Request] = {}  # by id
+        self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.engine = start_engine(config, model)
 
@@ -78,6 +79,7 @@ class vLLMRollout(Rollout):
                 self.engine.add_request(str(request.id), prompt, self._sampling_params(request))
                 self.running[request.id] = self.waiting.pop(request.id)
             outputs = self.engine.step()
+        self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
         return [self._completion(output) for output in outputs if output.finished]
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -89,6 +91,13 @@ class vLLMRollout(Rollout):
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {
+            number: self._drawn(self.running[number], self.begun[number], start)
+            for number, start in seen.items()
+            if number in self.begun and number in self.running
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies `weights`, named as in a checkpoint, tied ones under each of their names, and drops the caches.
@@ -159,18 +168,23 @@ class vLLMRollout(Rollout):
             logprobs=0,  # of the token drawn, and of no other
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY,
         )
 
     def _completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        log_probs = [answer.logprobs.logprobs[start] for start in answer.logprobs.start_indices]
+        token_ids, log_probs = self._drawn(request, answer, 0)
+        reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
+        return Completion(request.id, token_ids, log_probs, reason, self.weight_version)
+
+    def _drawn(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs of vLLM's `answer` from `start` on."""
+        log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
         broken = next((place for place, value in enumerate(log_probs) if not math.isfinite(value)), None)
         if broken is not None:
-            raise diverged(self.weight_version, f"request {request.id}, token {broken + 1} of its response")
-        reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
-        return Completion(request.id, list(answer.token_ids), log_probs, reason, self.weight_version)
+            raise diverged(self.weight_version, f"request {request.id}, token {start + broken + 1} of its response")
+        return list(answer.token_ids[start:]), log_probs
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
