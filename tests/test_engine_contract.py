@@ -267,6 +267,31 @@ def test_every_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(benc
     assert ended_by[stops[0]] and ended_by[stops[1]]
 
 
+def test_stop_ids_of_a_request_end_that_request_alone(bench: Bench):
+    """Beside the engine's own; those beyond the vocabulary end nothing."""
+    prompts = [*PROMPTS, PROMPTS[1]]  # the last without stop ids of its own
+    whole = ids(bench.generate(prompts, GREEDY))
+    everyones = whole[0][8]
+    asked = [
+        (),
+        (whole[1][3], bench.model.config.vocab_size, 10**6),
+        (whole[2][0],),
+        (whole[3][5], whole[3][2]),
+        (),
+        (),
+    ]
+    rows = [Request(i, prompts[i], replace(GREEDY, stop_token_ids=asked[i]), seed=0) for i in range(len(prompts))]
+    bench.engine.stop_ids = {everyones}
+    lengths = []
+    for done, tokens, own in zip(bench.engine.generate(rows), whole, asked, strict=True):
+        stops = {everyones, *own}
+        length = next((place for place, token in enumerate(tokens, start=1) if token in stops), R)
+        assert done.token_ids == tokens[:length]
+        assert done.finish_reason == ("stop" if tokens[length - 1] in stops else "length")
+        lengths.append(length)
+    assert lengths[0] <= 9 and lengths[1] <= 4 and lengths[2] == 1 and lengths[3] <= 3 and lengths[5] > lengths[1]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 5])
 def test_a_response_has_at_most_max_tokens(bench: Bench, max_tokens: int):
     completions = bench.generate(PROMPTS, replace(GREEDY, max_tokens=max_tokens))

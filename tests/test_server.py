@@ -181,6 +181,17 @@ def test_a_response_ends_before_a_stop_string(served, client, stream):
     assert not served.pump.engine.has_unfinished_requests(), "what was stopped is not generated on"
 
 
+def test_a_response_ends_at_a_stop_token_of_its_request(client):
+    def choice(**more):
+        extra = {"return_token_ids": True, **more}
+        asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "extra_body": extra}
+        return client.completions.create(**asked).choices[0]
+
+    ids = choice().token_ids
+    found = choice(stop_token_ids=[ids[4], 10**6])
+    assert found.token_ids == ids[: ids.index(ids[4]) + 1] and found.finish_reason == "stop"
+
+
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
     def ask(number: int) -> tuple[str, int]:
         prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16

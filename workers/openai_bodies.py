@@ -1,7 +1,7 @@
 """What clients of an OpenAI-compatible API send, checked, and the JSON that they get back.
 
-Fields are those of api.openai.com, and of vLLM's server: top_k and return_token_ids. What this server does not do is
-refused unless it is left at the value that asks for nothing.
+Fields are those of api.openai.com, and of vLLM's server: top_k, stop_token_ids and return_token_ids. What this server
+does not do is refused unless it is left at the value that asks for nothing.
 """
 
 import time
@@ -45,6 +45,7 @@ class Body(BaseModel):
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -70,6 +71,7 @@ class Body(BaseModel):
             top_k=-1 if self.top_k in (None, 0) else self.top_k,
             top_p=1.0 if self.top_p is None else float(self.top_p),
             max_tokens=max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 
     @property

@@ -90,6 +90,10 @@ class Rollout:
         self.weight_version = 0
         self.waiting: dict[int, Request] = {}  # by id, in the order in which they came
 
+    def all_stop_ids(self, sampling: SamplingParams) -> set[int]:
+        """What ends a response: the engine's own stop ids, and those that were asked for."""
+        return self.stop_ids.union(sampling.stop_token_ids)
+
     def add(self, request: Request) -> None:
         """Queues `request`, which may join while others are running.
 

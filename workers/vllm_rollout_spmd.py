@@ -157,6 +157,7 @@ class vLLMRollout(Rollout):
         from vllm.sampling_params import RequestOutputKind
 
         sampling, drawn = request.sampling, {"temperature": 0.0}
+        stops = [stop for stop in self.all_stop_ids(sampling) if 0 <= stop < self.vocab_size]  # others it refuses
         if sampling.do_sample:
             drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
             drawn |= {"top_k": max(sampling.top_k, 0), "seed": request.seed}
@@ -164,7 +165,7 @@ class vLLMRollout(Rollout):
             **drawn,
             max_tokens=sampling.max_tokens,
             ignore_eos=True,  # all stop ids are spelt out, below
-            stop_token_ids=sorted(stop for stop in self.stop_ids if stop < self.vocab_size),  # others it refuses
+            stop_token_ids=sorted(stops),
             logprobs=0,  # of the token drawn, and of no other
             flat_logprobs=True,
             detokenize=False,
