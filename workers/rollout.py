@@ -158,6 +158,9 @@ class Rollout:
     def wake_up(self) -> None:
         """Takes the memory again that `sleep` gave back."""
 
+    def close(self) -> None:
+        """Ends the engine, which is not asked again."""
+
     def generate_sequences(
         self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
     ) -> DataProto:
