@@ -4,6 +4,7 @@ installed. An engine of one's own passes here too, if its name is added to ENGIN
 import gc
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -87,8 +88,7 @@ def built(
     engine_class = load_rollout_class(request.param)
     engine = build_rollout(engine_class, RolloutConfig(name=request.param, **CONFIG), tokenizer, policy.module)
     yield Bench(engine, policy)
-    if request.param == "vllm":
-        engine.close()
+    engine.close()
 
 
 @pytest.fixture
@@ -463,3 +463,6 @@ def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
     assert not [name for name in os.environ if name.startswith("VLLM_")]
     assert gc.get_freeze_count() == 0
     assert torch.get_float32_matmul_precision() == "highest"
+    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"
+    if (maps := Path("/proc/self/numa_maps")).is_file():
+        assert " bind:" not in maps.read_text(), "memory of this process would be that of one NUMA node's"

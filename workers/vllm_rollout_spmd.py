@@ -3,11 +3,10 @@
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
 `load_weights` brought last. Every worker has an engine of its own, of whole weights. vLLM is imported here alone, and
 lazily: this module loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
-back (`process_as_it_is`); while it steps, it may only draw random numbers.
+back (workers/vllm_process.py); while it steps, it may only draw random numbers.
 """
 
 import copy
-import gc
 import logging
 import math
 import os
@@ -22,19 +21,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.seeding import forked_rng
 from workers.rollout import Completion, Request, Rollout, check_request, diverged
+from workers.vllm_process import process_as_it_is, vllm_environment
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
-VARIABLES = {  # vLLM takes these from the environment alone
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/threads.py)
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 logger = logging.getLogger(__name__)
 
 
@@ -140,7 +133,6 @@ class vLLMRollout(Rollout):
                 logger.info("vllm wakes up: %s", part)
 
     def close(self) -> None:
-        """Ends the engine, which must not be asked again."""
         with process_as_it_is():
             self.engine.engine_core.shutdown()
 
@@ -190,11 +182,10 @@ class vLLMRollout(Rollout):
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
     """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back."""
-    variables = VARIABLES | ({} if model.device.type == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})  # 17 to 37 s less
     with ExitStack() as held:
         held.enter_context(process_as_it_is())
-        os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ |= vllm_environment(model.device.type)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
         save_config(model, folder)
         settings = engine_settings(config, model)
@@ -285,26 +276,3 @@ def save_config(model: PreTrainedModel, folder: str) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-
-
-@contextmanager
-def process_as_it_is() -> Iterator[None]:
-    """Puts back, after the block, what vLLM changes in the process when it starts and ends: the environment, the number
-    of threads and the very function that sets it, the global generators, the precision of float32 products, and what
-    the garbage collector holds frozen."""
-    environment, frozen = dict(os.environ), gc.get_freeze_count()
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with forked_rng(0):
-            yield
-    finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        os.environ.clear()
-        os.environ.update(environment)
-        if not frozen:
-            gc.unfreeze()
-        elif not gc.get_freeze_count():
-            gc.freeze()
