@@ -228,7 +228,9 @@ class SamplingConfig(Frozen):
 
 @dataclass
 class RolloutConfig(Frozen):
-    name: str = setting("hf", "Engine: hf (the model itself), vllm, or file.py of a Rollout subclass.")
+    name: str = setting(
+        "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
+    )
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
     temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
@@ -257,7 +259,9 @@ class RolloutConfig(Frozen):
         "dummy",
         "With vllm: how its weights start (dummy: at random, or any of its formats); the actor's replace them.",
     )
-    engine_kwargs: dict[str, Any] = setting({}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY.")
+    engine_kwargs: dict[str, Any] = setting(
+        {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences a log-prob pass; null: as many as log_prob_max_token_len_per_gpu allows.", ge=1
     )

@@ -94,6 +94,10 @@ class ServerSettings(Frozen):
     port: int = setting(8000, "Port to listen at; 0: any free one, which is printed.", ge=0, le=65535)
     api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none is asked.")
     served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
+    takes_weights: bool = setting(
+        False,
+        "With rollout.name=vllm: take the weights of a trainer on this node, whose rollout.name=openai asks here.",
+    )
 
 
 @dataclass
@@ -149,6 +153,11 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError(
             f"server.host={server.host} lets other machines in, and server.api_key is not set, so whoever reaches the "
             "port may use the model: set server.api_key, or leave the host at 127.0.0.1."
+        )
+    if server.takes_weights and (config.rollout.name != "vllm" or server.host not in LOOPBACK):
+        raise ConfigError(
+            f"server.takes_weights=true with rollout.name={config.rollout.name} and server.host={server.host}: set "
+            "rollout.name=vllm and server.host=127.0.0.1, as whoever reaches the port may then exchange the model."
         )
     check_engine_settings(config.rollout, config.data)
     if changed := unlike_default(config.rollout, BY_REQUEST):

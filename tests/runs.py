@@ -1,14 +1,20 @@
 """Short real runs for tests: FrozenLake with a tiny model, in this process or in one of its own."""
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
+from tempfile import TemporaryFile
+from time import sleep
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -56,6 +62,38 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
         entry["step"]: {name: value for name, value in entry["data"].items() if not name.startswith(clock)}
         for entry in entries
     }
+
+
+@contextmanager
+def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """vLLM's own server, which takes weights, for prompts and responses of so many tokens: its address and the process
+    that leads its group. About 30 seconds to start."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}", *more]
+    settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
+    command, url = [sys.executable, "-m", "training.main_server", *settings], f"http://127.0.0.1:{port}"
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while not answers(f"{url}/health"):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(f"vLLM's server ended: {log.read()[-3000:]}")
+                sleep(0.2)
+            yield f"{url}/v1", process
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(url):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager

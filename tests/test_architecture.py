@@ -60,6 +60,7 @@ EXEMPT = {
     "environment": {
         "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",
         "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
+        "training/main_server.py": "vLLM's server takes settings from it",
         "workers/vllm_process.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
         "workers/worker_group.py": "hands the environment on to worker processes",
@@ -92,8 +93,12 @@ def layers(trees: dict[str, ast.Module]) -> Iterator[Finding]:
 
 
 def quarantine(trees: dict[str, ast.Module]) -> Iterator[Finding]:
-    """Ray is known to two files and vLLM to one, so that everything else runs without them."""
-    allowed = {"ray": ["workers/cluster.py", "workers/worker_group.py"], "vllm": ["workers/vllm_rollout_spmd.py"]}
+    """Ray is known to two files, vLLM and SGLang to one each, so that everything else runs without them."""
+    allowed = {
+        "ray": ["workers/cluster.py", "workers/worker_group.py"],
+        "vllm": ["workers/vllm_rollout_spmd.py"],
+        "sglang": ["workers/sglang_rollout.py"],
+    }
     for file, tree in trees.items():
         tops = {name.split(".")[0] for name in imported(tree)}
         yield from ((file, f"imports {top}") for top in tops if file not in allowed.get(top, [file]))

@@ -186,7 +186,7 @@ BEFORE_ANYTHING_STARTS = [
         "ask for 2 workers, and trainer.executor=local has one",
         "leave executor null",
     ),
-    Case("engine of another version", "actor_rollout_ref.rollout.name=sglang", "that engine is not part", "Use hf"),
+    Case("engine of another version", "actor_rollout_ref.rollout.name=trtllm", "that engine is not part", "Use hf"),
     Case(
         "custom engine does not load",
         "actor_rollout_ref.rollout.name=DIR/engine.py",

@@ -436,8 +436,13 @@ REFUSED_ALGORITHMS = [
         ),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
-        (["actor_rollout_ref.rollout.name=sglang"], "name=sglang: that engine is not part of this version. Use hf"),
-        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is neither hf, nor vllm, nor a file"),
+        (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm: that engine is not part of this version. Use hf"),
+        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is none of hf, vllm, sglang, openai, nor a file"),
+        (["actor_rollout_ref.rollout.name=openai"], r"engine_kwargs\.openai\.base_url=None: .* whose address this is"),
+        (
+            ["actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.engine_kwargs.openai.url=http://a"],
+            "engine_kwargs.openai=.*url.*: it holds base_url, api_key, model, timeout, weights_folder, and no",
+        ),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
         (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
@@ -465,6 +470,8 @@ def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
         check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
+        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
     check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
@@ -484,6 +491,11 @@ def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
     assert (
         f"{ROLLOUT} sets gpu_memory_utilization, enforce_eager, which the vllm engine reads, and name=hf does" in said
     )
+    server = f"{ROLLOUT}.engine_kwargs.openai.base_url=http://127.0.0.1:8000/v1"
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout)
+    assert capsys.readouterr().err == ""
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout)
+    assert "which the vllm engine reads, and name=openai does not" in capsys.readouterr().err
     config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
 

@@ -450,7 +450,7 @@ MISSING_KEYS = {
     "multi-turn training": ("actor_rollout_ref.rollout.multi_turn.enable=true", "multi-turn training is not part"),
     "learned reward models": ("reward_model.enable=true", "reward models are not part"),
     "reward managers by name": ("reward_model.reward_manager=prime", "managers have no names"),
-    "sglang": ("actor_rollout_ref.rollout.name=sglang", "that engine is not part"),
+    "TensorRT-LLM": ("actor_rollout_ref.rollout.name=trtllm", "that engine is not part"),
     "LoRA": ("actor_rollout_ref.model.lora_rank=8", "LoRA is not part"),
 }
 MISSING_NAMES = ("GRPOTrainer", "PPOTrainer", "TrainingConfig", "RolloutWorker", "TrainerWorker")  # the Python face

@@ -19,10 +19,17 @@ from data.protocol import DataProto
 from training.reward import callable_name
 from training.roles import SamplingParams
 from workers.hf.rollout import HFRollout
+from workers.openai_rollout import OpenAIRollout
 from workers.rollout import Rollout
+from workers.sglang_rollout import SGLangRollout
 from workers.vllm_rollout_spmd import vLLMRollout
 
-SHIPPED: dict[str, type[Rollout]] = {"hf": HFRollout, "vllm": vLLMRollout}
+SHIPPED: dict[str, type[Rollout]] = {
+    "hf": HFRollout,
+    "vllm": vLLMRollout,
+    "sglang": SGLangRollout,
+    "openai": OpenAIRollout,
+}
 RULE = (
     "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
     "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "

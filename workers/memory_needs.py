@@ -23,6 +23,7 @@ from workers.models import training_device
 
 FLOAT32 = 4  # bytes
 ADAMW = 2 * FLOAT32  # a weight's two moments
+SHARES = {"vllm": "vLLM", "sglang": "SGLang"}  # engines that take gpu_memory_utilization of the card
 HEAD = 1 << 30  # bytes, of the token head's tiles and sums: a bound, whatever the batch
 LOGITS = 3 * FLOAT32  # without that head: the logits of a token, their softmax, and its gradient
 GIB = 1 << 30
@@ -117,7 +118,7 @@ def memory_needs(config: Config, policy: ModelSize, critic: ModelSize | None, wi
         "critic": (FLOAT32 + ADAMW) * critic.parameters if critic else 0,
     }
     generation = engine_needs(config, policy, width, card)
-    asleep = rollout.name != "vllm" or rollout.free_cache_engine
+    asleep = rollout.name not in SHARES or rollout.free_cache_engine
     updates = [update_needs(policy, actor, config, width)]
     if critic:
         updates.append(update_needs(critic, config.critic, config, width))
@@ -128,8 +129,10 @@ def memory_needs(config: Config, policy: ModelSize, critic: ModelSize | None, wi
 def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> dict[str, int]:
     """Bytes that generation takes: vLLM its share of the `card`, the model itself the keys and values of its rows."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    if rollout.name == "vllm":
-        return {"vLLM": int(rollout.gpu_memory_utilization * card)}
+    if rollout.name in SHARES:
+        return {SHARES[rollout.name]: int(rollout.gpu_memory_utilization * card)}
+    if rollout.name == "openai":  # a server has memory of its own
+        return {}
     rows = min(-(-data.train_batch_size * rollout.n // workers_asked_for(config.trainer)), rollout.max_num_seqs)
     tokens = rows * rollout.response_length + -(-rows // rollout.n) * data.max_prompt_length  # a prompt once
     return {"keys and values": tokens * policy.cached * width}

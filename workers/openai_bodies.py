@@ -1,7 +1,7 @@
 """What clients of an OpenAI-compatible API send, checked, and the JSON that they get back.
 
-Fields are those of api.openai.com, and of vLLM's server: top_k, stop_token_ids and return_token_ids. What this server
-does not do is refused unless it is left at the value that asks for nothing.
+Fields are those of api.openai.com, and of vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with
+ignore_eos. What this server does not do is refused unless it is left at the value that asks for nothing.
 """
 
 import time
@@ -42,6 +42,7 @@ class Body(BaseModel):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, lt=1)
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
@@ -49,6 +50,7 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    ignore_eos: bool | None = None
 
     object_name: ClassVar[str]
 
@@ -71,6 +73,7 @@ class Body(BaseModel):
             top_k=-1 if self.top_k in (None, 0) else self.top_k,
             top_p=1.0 if self.top_p is None else float(self.top_p),
             max_tokens=max_tokens,
+            min_p=self.min_p or 0.0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 

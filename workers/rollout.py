@@ -8,6 +8,7 @@ Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name
 subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from data.tokenizer import template_terminator
 from training.reward import callable_name
 from training.roles import SamplingParams
 
+COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
 END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
 
 
@@ -66,9 +68,12 @@ class Rollout:
     Attributes:
         own_weights: whether it samples from a copy of the actor's weights, which `load_weights` has to bring, and not
             from the actor's own module.
+        elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
+            its weights.
     """
 
     own_weights: bool = False
+    elsewhere: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,6 +249,24 @@ def check_request(request: Request, vocab_size: int, longest: int | None, limit:
             f"request {request.id}: {len(ids)} tokens of prompt and max_tokens={max_tokens} are more than {longest}, "
             f"{limit}: shorten the prompt (data.max_prompt_length) or the response (data.max_response_length)."
         )
+
+
+def check_temperature(request: Request) -> None:
+    """Raises ValueError for a temperature at which vLLM would not sample: at a higher one instead, and in silence."""
+    sampling = request.sampling
+    if sampling.do_sample and sampling.temperature < COLDEST:
+        raise ValueError(
+            f"request {request.id} asks for temperature={sampling.temperature}: vLLM samples at {COLDEST} or more. "
+            "Raise it, or sample greedily (do_sample=false)."
+        )
+
+
+def check_finite(log_probs: list[float | None], request: Request, weight_version: int) -> list[float]:
+    """`log_probs` of the response to `request`; raises FloatingPointError if one of them is no number."""
+    for place, value in enumerate(log_probs):
+        if value is None or not math.isfinite(value):
+            raise diverged(weight_version, f"request {request.id}, token {place + 1} of its response")
+    return log_probs
 
 
 def diverged(weight_version: int, where: str) -> FloatingPointError:

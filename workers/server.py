@@ -151,12 +151,20 @@ def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequenc
     return asked
 
 
+def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
+    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there."""
+    stops = {stop for stop in served.pump.engine.stop_ids if stop < served.vocab_size}
+    if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
+        raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
+
+
 async def answer(
     served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], request: Request
 ) -> Response:
     """All choices of a request, whole or as a stream of events."""
     if not prompts:
         raise HTTPException(400, "prompt is empty")
+    check_stops(served, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     limits = [tokens_left(served, body, prompt) for prompt in prompts]
     choices = [

@@ -16,7 +16,8 @@ from workers.models import load_causal_lm, training_device
 
 
 class StandaloneRollout:
-    """The engine that `rollout.name` names, around the model at `model.path`.
+    """The engine that `rollout.name` names, around the model at `model.path`, or, if it is a server, around the
+    server's, which should be the same.
 
     Args:
         n_threads: CPU threads; None: OMP_NUM_THREADS, else the cores.
@@ -45,7 +46,8 @@ class StandaloneRollout:
         module = load_causal_lm(model, self.device, self.dtype, longest)
         with self.precision():  # an engine may try what it can do, in the precision that it will do it in
             self.engine = build_rollout(engine_class, rollout, tokenizer, module)
-        self.engine.load_weights(iter(module.state_dict().items()), version=0)
+        if not engine_class.elsewhere:
+            self.engine.load_weights(iter(module.state_dict().items()), version=0)
 
     @contextmanager
     def precision(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ back (workers/vllm_process.py); while it steps, it may only draw random numbers.
 
 import copy
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,13 +20,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from workers.rollout import Completion, Request, Rollout, check_request, diverged
+from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
 from workers.vllm_process import process_as_it_is, vllm_environment
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
 logger = logging.getLogger(__name__)
 
 
@@ -52,12 +50,7 @@ class vLLMRollout(Rollout):
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
-        sampling = request.sampling
-        if sampling.do_sample and sampling.temperature < COLDEST:
-            raise ValueError(
-                f"request {request.id} asks for temperature={sampling.temperature}: vLLM samples at {COLDEST} or more. "
-                "Raise it, or sample greedily (do_sample=false)."
-            )
+        check_temperature(request)
         assert request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
 
@@ -174,10 +167,7 @@ class vLLMRollout(Rollout):
     def _drawn(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of vLLM's `answer` from `start` on."""
         log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
-        broken = next((place for place, value in enumerate(log_probs) if not math.isfinite(value)), None)
-        if broken is not None:
-            raise diverged(self.weight_version, f"request {request.id}, token {start + broken + 1} of its response")
-        return list(answer.token_ids[start:]), log_probs
+        return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
@@ -205,7 +195,7 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
 
 
 def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What vLLM is told, as arguments of vllm.EngineArgs; engine_kwargs.vllm has the last word.
+    """What vLLM is told, as arguments of vllm.EngineArgs.
 
     The dtype is that of the trainer: of its autocast if that is on, else of its weights.
     """
@@ -214,8 +204,18 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
     settings = {
         "model": model.name_or_path,
         "skip_tokenizer_init": True,
-        "dtype": str(dtype).removeprefix("torch."),
         "load_format": config.load_format,
+        "async_scheduling": False,  # a step returns what it drew
+        "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
+    }
+    return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
+
+
+def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (training/main_server.py);
+    engine_kwargs.vllm has the last word."""
+    settings = {
+        "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": longest_sequence(config),
         "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -226,12 +226,8 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling is spelt out, never inherited
-        "async_scheduling": False,  # a step returns what it drew
     }
-    if device == "cuda":
-        settings["enable_sleep_mode"] = config.free_cache_engine
-    else:
-        text = model.config.get_text_config()
+    if device == "cpu":
         check_head_size(text)
         cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
         settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains

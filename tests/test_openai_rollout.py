@@ -1,0 +1,360 @@
+"""A server as the engine: what it is asked, what may go wrong on the way, and weights in shared memory. What engines
+promise, with vLLM's server behind it: tests/test_engine_contract.py."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Lock, Thread
+from time import sleep
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from configs.schema import ModelConfig, RolloutConfig
+from data.seeding import derive_seed
+from tests.runs import files_of_at_most
+from tests.test_server import KEY, compose, serving
+from training.main_server import load_served
+from training.roles import SamplingParams
+from workers import openai_client
+from workers.batch_rollout import build_rollout
+from workers.models import load_causal_lm
+from workers.openai_client import RequestRefused, Server, ServerError
+from workers.openai_rollout import OpenAIRollout
+from workers.rollout import Request
+from workers.server import Served
+from workers.shared_weights import SharedWeights, read_weights, write_weights
+
+PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
+MODELS = {"data": [{"id": "tiny"}]}
+CHOICE = {"finish_reason": "length", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, 0.0]}}
+
+
+def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: object) -> OpenAIRollout:
+    own = {"openai": {"base_url": f"{url}/v1", "timeout": 60.0, **settings}}
+    config = RolloutConfig(
+        name="openai", prompt_length=40, response_length=24, max_num_seqs=max_num_seqs, engine_kwargs=own
+    )
+    module = load_causal_lm(ModelConfig(path=str(folder)))
+    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), module)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Served:
+    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
+
+
+@pytest.fixture(scope="module")
+def address(served: Served, tiny_model: Path) -> Iterator[str]:
+    with serving(served, compose(tiny_model)) as url:
+        yield url
+
+
+@contextmanager
+def scripted(complete: Callable[[dict], tuple[int, dict]]) -> Iterator[str]:
+    """The address of a server that answers /v1/completions by `complete(body) -> (status, JSON)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, MODELS if self.path == "/v1/models" else "no API")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.answer(*complete(body))
+
+        def answer(self, status: int, content: dict | str) -> None:
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def sure(body: dict) -> tuple[int, dict]:
+    """As a server answers whose log-probs are those of what it draws from, by the only token that is left."""
+    ids = [7] * body["max_tokens"]
+    choice = {"finish_reason": "length", "token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}}
+    return 200, {"choices": [choice]}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        PLAIN,
+        replace(PLAIN, temperature=0.6, top_k=7, top_p=0.8, min_p=0.05, max_tokens=20),
+        SamplingParams(False, 1.0, -1, 1.0, 6),
+    ],
+    ids=str,
+)
+def test_a_server_answers_as_the_engine_behind_it(address: str, served: Served, tiny_model: Path, params):
+    """Sampling, seed and stop ids go along; its server turns a seed into those of its choices."""
+    engine = engine_for(address, tiny_model, api_key=KEY)
+    requests = [Request(row, [20 + row, 30, 40], params, derive_seed(3, row)) for row in range(12)]
+    wanted = served.pump.engine.generate(
+        [replace(request, seed=derive_seed(request.seed, "choice", 0, 0)) for request in requests]
+    )
+    for found, done in zip(engine.generate(requests), wanted, strict=True):
+        assert (found.id, found.token_ids, found.finish_reason) == (done.id, done.token_ids, done.finish_reason)
+        assert found.log_probs == pytest.approx(done.log_probs, abs=1e-5)
+    assert engine.counts_filters and engine.ignore_eos
+
+
+def test_an_aborted_request_is_hung_up(address: str, served: Served, tiny_model: Path):
+    engine = engine_for(address, tiny_model, api_key=KEY)
+    for number in range(2):
+        engine.add(Request(number, [20 + number], replace(PLAIN, max_tokens=24), seed=number))
+    engine.step()
+    engine.abort([0, 5])
+    left = []
+    while engine.has_unfinished_requests():
+        left += engine.step()
+    assert [done.id for done in left] == [1]
+    for _ in range(500):
+        if not served.pump.clients:
+            break
+        sleep(0.01)
+    assert not served.pump.clients
+
+
+def test_no_more_requests_than_max_num_seqs_are_under_way(tiny_model: Path):
+    lock, under_way, most = Lock(), 0, 0
+
+    def complete(body: dict) -> tuple[int, dict]:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        sleep(0.01)
+        with lock:
+            under_way -= 1
+        return sure(body)
+
+    with scripted(complete) as url:
+        engine = engine_for(url, tiny_model, max_num_seqs=3)
+        assert len(engine.generate([Request(row, [20], PLAIN, row) for row in range(20)])) == 20
+    assert most == 3
+
+
+def test_a_failure_that_passes_is_tried_again(tiny_model: Path, impatient: None):
+    failures = iter([503, 429])
+
+    def complete(body: dict) -> tuple[int, dict]:
+        if body["max_tokens"] == PLAIN.max_tokens and (status := next(failures, None)):
+            return status, {"error": "busy"}
+        return sure(body)
+
+    with scripted(complete) as url:
+        [done] = engine_for(url, tiny_model).generate([Request(0, [20], PLAIN, 0)])
+    assert done.token_ids == [7] * 6 and next(failures, None) is None
+
+
+def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path, impatient: None):
+    def complete(body: dict) -> tuple[int, dict]:
+        return (500, {"error": "out of memory"}) if body["max_tokens"] == PLAIN.max_tokens else sure(body)
+
+    with scripted(complete) as url:
+        engine = engine_for(url, tiny_model)
+        with pytest.raises(ServerError, match=rf"{url}/v1/completions failed 3 times .*status 500: .*out of memory"):
+            engine.generate([Request(row, [20], PLAIN, row) for row in range(4)])
+        assert not engine.has_unfinished_requests()
+
+
+HANGS = """
+from http.server import *
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(b'{"data": [{"id": "tiny"}]}')
+    def do_POST(self):
+        if b'"max_tokens": 6,' in self.rfile.read(int(self.headers["content-length"])):
+            print("hangs", flush=True)
+            __import__("time").sleep(1000)
+        choice = b'{"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [0.0]}}'
+        self.answer(b'{"choices": [' + choice + b']}')
+    def answer(self, data):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(data)
+    def log_message(self, *_): ...
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_server_that_is_killed_while_it_generates_is_named(tiny_model: Path, impatient: None):
+    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as process:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        engine = engine_for(url, tiny_model)
+        engine.add(Request(0, [20], PLAIN, 0))
+        engine.step()
+        engine.step()
+        assert process.stdout.readline() == "hangs\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times .*Connect"):
+            while engine.has_unfinished_requests():
+                engine.step()
+    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times .*Look whether the server runs"):
+        engine_for(url, tiny_model)
+
+
+def test_a_server_that_does_not_answer_in_time_is_named():
+    over = Event()
+
+    def complete(body: dict) -> tuple[int, dict]:
+        over.wait()
+        return 200, body
+
+    with scripted(complete) as url:
+        server = Server(url, api_key=None, connections=1, timeout=0.1)
+        try:
+            with pytest.raises(ServerError, match=rf"{url}/v1/completions gave no answer in 0\.1 seconds"):
+                server.run(server.ask("POST", "/v1/completions", {}))
+        finally:
+            over.set()
+
+
+def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_model: Path):
+    with pytest.raises(RequestRefused, match=r"/v1/models refused the request, status 401: .*the API key is missing"):
+        engine_for(address, tiny_model, api_key="another")
+    engine = engine_for(address, tiny_model, api_key=KEY)
+    engine.stop_ids = {5}
+    with pytest.raises(RequestRefused, match=r"status 400: .*ignore_eos: responses of this server stop at"):
+        engine.generate([Request(0, [20], PLAIN, 0)])
+    with pytest.raises(ValueError, match=r"model=other: .* has the models tiny\. Choose one"):
+        engine_for(address, tiny_model, api_key=KEY, model="other")
+    with pytest.raises(
+        ValueError, match=r"takes sequences of 64 tokens, and .* up to 100: start it with --max-model-l"
+    ):
+        config = replace(engine.config, prompt_length=76)
+        build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(tiny_model), engine.module)
+
+
+def test_what_is_no_api_is_said_to_be_none(tiny_model: Path):
+    with scripted(sure) as url, pytest.raises(RequestRefused, match=r"/other/v1/models answered what is not JSON"):
+        engine_for(f"{url}/other", tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": None}, "without token_ids and logprobs.token_logprobs"),
+        ({"logprobs": None}, "without token_ids and logprobs.token_logprobs"),
+        ({"logprobs": {"token_logprobs": [-2.0]}}, "before temperature.*--logprobs-mode processed_logprobs"),
+        ({"finish_reason": "content_filter"}, "ended request 0 with finish_reason='content_filter'"),
+    ],
+)
+def test_a_server_that_is_no_use_is_refused_at_the_start(tiny_model: Path, change: dict, message: str):
+    with scripted(lambda body: (200, {"choices": [CHOICE | change]})) as url, pytest.raises(ValueError, match=message):
+        engine_for(url, tiny_model)
+
+
+def test_what_sglangs_server_does_otherwise_is_found_out(tiny_model: Path):
+    """Log-probs after temperature and before top-k, top-p and min-p; ignore_eos has it stop nowhere."""
+    asked = []
+
+    def complete(body: dict) -> tuple[int, dict]:
+        asked.append(body)
+        ids = [7] * (1 if 7 in body["stop_token_ids"] and not body["ignore_eos"] else body["max_tokens"])
+        log_probs = {"token_logprobs": [-1.0 / body["temperature"]] * len(ids)}
+        return 200, {"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": log_probs}]}
+
+    with scripted(complete) as url:
+        engine = engine_for(url, tiny_model)
+        assert engine.generate([Request(0, [20], PLAIN, 0)])[0].log_probs == [-1.0] * 6
+        assert [body["ignore_eos"] for body in asked] == [True] * (len(asked) - 1) + [False]
+        with pytest.raises(
+            ValueError, match=r"asks for top_k=-1, top_p=0.9 and min_p=0.0, which the engine's log-probs"
+        ):
+            engine.add(Request(0, [20], replace(PLAIN, top_p=0.9), 0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), None])
+def test_a_log_prob_that_is_no_number_is_that_of_a_policy_that_has_diverged(tiny_model: Path, value: float | None):
+    def complete(body: dict) -> tuple[int, dict]:
+        status, answer = sure(body)
+        if body["max_tokens"] == PLAIN.max_tokens:
+            answer["choices"][0]["logprobs"]["token_logprobs"][2] = value
+        return status, answer
+
+    with scripted(complete) as url:
+        engine = engine_for(url, tiny_model)
+        with pytest.raises(FloatingPointError, match="request 0, token 3 of its response"):
+            engine.generate([Request(0, [20], PLAIN, 0)])
+
+
+# Weights
+
+
+def test_weights_pass_through_files_as_they_are(tmp_path: Path):
+    """Tied ones under both names, all types, and a matrix that is a view."""
+    tied = torch.randn(5, 3)
+    weights = {
+        "embed": tied, "lm_head": tied, "half": torch.randn(4).bfloat16(), "turned": torch.randn(2, 6).T,
+        "scalar": torch.tensor(2.0), "parameter": torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    assert write_weights(weights.items(), tmp_path) == 6
+    found = dict(read_weights(str(tmp_path)))
+    assert list(found) == list(weights)
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
+    """Each is written before the next is asked for."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            assert len(list(tmp_path.iterdir())) == number
+            yield str(number), torch.ones(number + 1)
+
+    assert write_weights(weights(), tmp_path) == 3
+
+
+def test_the_server_says_what_is_wrong_with_weights(tmp_path: Path):
+    class Runner:
+        def reload_weights(self, weights_iterator, is_checkpoint_format):
+            for name, _ in weights_iterator:
+                raise ValueError(f"no place for {name}")
+
+    worker = SharedWeights()
+    worker.model_runner = Runner()
+    assert "there are no weights in" in worker.load_shared_weights(str(tmp_path))["problem"]
+    write_weights([("nowhere", torch.ones(1))], tmp_path)
+    assert worker.load_shared_weights(str(tmp_path)) == {"problem": "ValueError: no place for nowhere"}
+
+
+def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, tiny_model: Path, tmp_path: Path):
+    engine = engine_for(address, tiny_model, api_key=KEY, weights_folder=str(tmp_path))
+    weights = [("a", torch.ones(3000))]
+    with pytest.raises(ValueError, match=r"does not take the actor's weights .*404.*server.takes_weights=true"):
+        engine.load_weights(weights, 1)
+    with pytest.raises(ValueError, match="was given no weights for version 1"):
+        engine.load_weights([], 1)
+    with files_of_at_most(5000), pytest.raises(ValueError, match=r"version 2 cannot be written to .*--shm-size"):
+        engine.load_weights(weights, 2)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,215 @@
+"""Rollouts by a server: any that takes token ids at /v1/completions and returns token ids with their log-probs.
+
+Tried with vLLM's server, and with ours (training/main_server.py). One request a row: over a list of prompts one seed
+would draw the same for all. The server's weights are a copy: `load_weights` hands them over in shared memory, so a
+server to train with runs on the trainer's node (workers/shared_weights.py).
+"""
+
+import tempfile
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from configs.engines import openai_settings
+from configs.schema import RolloutConfig
+from training.roles import SamplingParams
+from workers.async_rollout import AsyncRollout
+from workers.collectives import gather, rank
+from workers.openai_client import Json, RequestRefused, Server, ServerError
+from workers.rollout import Completion, Request, check_finite, check_temperature, diverged
+from workers.shared_weights import write_weights
+
+REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+SURE = 1e-3  # a log-prob this near 0 is that of the only choice
+NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
+HOW_TO_START = (
+    "`python -m training.main_server model.path=… rollout.name=vllm server.takes_weights=true`, on this node, starts "
+    "one that does (docs/engines.md)"
+)
+
+
+class OpenAIRollout(AsyncRollout):
+    """Samples by a server; its address is in engine_kwargs.openai (configs/engines.py: OpenAISettings).
+
+    Raises:
+        ValueError: a setting is missing or unknown, or the server does not answer as is needed.
+        ServerError: it does not answer at all.
+    """
+
+    own_weights = True
+    elsewhere = True
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.settings = settings = openai_settings(config)
+        self.server = Server(settings.base_url, settings.api_key, config.max_num_seqs, settings.timeout)
+        self.model_name = self._choose_model()
+        self.ignore_eos = True
+        self.counts_filters = self._try_log_probs()
+        self.ignore_eos = self._try_stops()
+
+    def add(self, request: Request) -> None:
+        check_temperature(request)
+        super().add(request)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.server.run(work)
+
+    def close(self) -> None:
+        """Hangs up. What is not asked to does it when the process ends."""
+        self.server.close()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
+
+        All of them lie in shared memory at once, until the server has read them; in this process there is one at a
+        time. Of several workers the first does it.
+
+        Raises:
+            ValueError: there are none, they do not fit into the shared memory, or the server does not take them.
+        """
+        super().load_weights(weights, version)
+        if rank() == 0:
+            with tempfile.TemporaryDirectory(prefix="weights_", dir=self.settings.weights_folder) as folder:
+                self._send(self._written(weights, folder, version), version)
+        gather(version)  # nobody samples before the server has them
+
+    def _written(self, weights: Iterable[tuple[str, Tensor]], folder: str, version: int) -> str:
+        try:
+            count = write_weights(weights, Path(folder))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"the weights of version {version} cannot be written to {self.settings.weights_folder} ({error}): it "
+                "needs room for all of them (docker run --shm-size). actor_rollout_ref.rollout.engine_kwargs.openai."
+                "weights_folder names another folder that both processes see."
+            ) from error
+        if not count:
+            raise ValueError(
+                f"the openai engine was given no weights for version {version}: it would go on sampling from the old "
+                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
+            )
+        return folder
+
+    def _send(self, folder: str, version: int) -> None:
+        """Has the server read the weights in `folder`."""
+        call = {"method": "load_shared_weights", "args": [folder]}
+        try:
+            results = self.server.run(self.server.ask("POST", "/collective_rpc", call))["results"]
+            reset = "/reset_prefix_cache?reset_running_requests=true"
+            fresh = self.server.run(self.server.ask("POST", reset))["success"]
+        except (RequestRefused, ServerError, KeyError) as error:
+            raise ValueError(
+                f"{self.server.url} does not take the actor's weights ({error}). {HOW_TO_START}."
+            ) from error
+        problems = [result["problem"] for result in results if result]
+        if problems or not fresh:
+            raise ValueError(
+                f"{self.server.url} could not take the weights of version {version}: "
+                f"{problems[0] if problems else 'its cache of the old ones is still in use'}"
+            )
+
+    async def answer(self, request: Request) -> Completion:
+        """The server's answer to `request`."""
+        try:
+            answer = await self.server.ask("POST", "/v1/completions", self._body(request))
+        except RequestRefused as error:
+            if NOT_IN_JSON in str(error):
+                raise diverged(self.weight_version, f"request {request.id}") from error
+            raise
+        return self._completion(request, answer)
+
+    def _body(self, request: Request) -> Json:
+        sampling, drawn = request.sampling, {"temperature": 0.0}
+        if sampling.do_sample:
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            drawn |= {"top_k": sampling.top_k if sampling.top_k > 0 else -1, "seed": request.seed}
+        return {
+            "model": self.model_name,
+            "prompt": request.prompt_ids,
+            "max_tokens": sampling.max_tokens,
+            "ignore_eos": self.ignore_eos,  # all stop ids are spelt out
+            "stop_token_ids": sorted(stop for stop in self.all_stop_ids(sampling) if stop < self.vocab_size),
+            "logprobs": 0,  # of the token drawn, and of no other
+            "return_token_ids": True,
+            **drawn,
+        }
+
+    def _completion(self, request: Request, answer: Json) -> Completion:
+        """
+        Raises:
+            ValueError: what a completion needs is not in the answer.
+            FloatingPointError: a log-prob is not finite.
+        """
+        match answer:
+            case {
+                "choices": [{"finish_reason": reason, "token_ids": [*ids], "logprobs": {"token_logprobs": [*found]}}]
+            }:
+                pass
+            case _:
+                raise ValueError(
+                    f"{self.server.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
+                    'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
+                    "trained with: vLLM's server can, from version 0.10.2 on, and `python -m training.main_server`."
+                )
+        if reason not in REASONS:
+            raise ValueError(f"{self.server.url} ended request {request.id} with finish_reason={reason!r}: {REASONS}.")
+        log_probs = check_finite(found, request, self.weight_version)
+        return Completion(request.id, ids, log_probs, REASONS[reason], self.weight_version)
+
+    def _choose_model(self) -> str:
+        """The name of the model that the server is to answer by.
+
+        Raises:
+            ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
+        """
+        key = "actor_rollout_ref.rollout.engine_kwargs.openai.model"
+        answer = self.server.run(self.server.ask("GET", "/v1/models"))
+        cards = {card["id"]: card for card in answer.get("data", [])}
+        name = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
+        if name not in cards:
+            raise ValueError(f"{key}={name}: {self.server.url} has the models {', '.join(cards)}. Choose one of them.")
+        room = cards[name].get("max_model_len")
+        if room is not None and room < self.longest:
+            raise ValueError(
+                f"{self.server.url} takes sequences of {room} tokens, and prompt and response have up to "
+                f"{self.longest}: start it with --max-model-len {self.longest}, or shorten data.max_prompt_length or "
+                "data.max_response_length."
+            )
+        return name
+
+    def _try(self, temperature: float = 1.0, max_tokens: int = 1) -> Completion:
+        """The server's answer to a prompt of ours, by the likeliest token at each place."""
+        prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
+        sampling = SamplingParams(True, temperature, top_k=1, top_p=1.0, max_tokens=max_tokens)
+        return self.run(self.answer(Request(0, prompt, sampling, seed=0)))
+
+    def _try_log_probs(self) -> bool:
+        """Whether the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
+
+        Raises:
+            ValueError: they do not even know the temperature, or there are none.
+        """
+        plain = self._try().log_probs[0]
+        if plain > -SURE:
+            return True
+        if abs(self._try(temperature=0.5).log_probs[0] - plain) < SURE:
+            raise ValueError(
+                f"the log-probs of {self.server.url} are those before temperature, top-k, top-p and min-p, and not of "
+                "what it draws from: start vLLM's server with --logprobs-mode processed_logprobs."
+            )
+        return False
+
+    def _try_stops(self) -> bool:
+        """Whether it stops at stop_token_ids where ignore_eos is set; SGLang's does not, and stops at its own eos."""
+        if self.config.response_length == 1:
+            return True
+        stop_ids, [first] = self.stop_ids, self._try().token_ids
+        self.stop_ids = {*stop_ids, first}
+        try:
+            return len(self._try(max_tokens=2).token_ids) == 1
+        finally:
+            self.stop_ids = stop_ids
