@@ -518,5 +518,5 @@ def test_vllms_own_server_refuses_what_is_wrong_and_serves_many(vllm_client):
 def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
     monkeypatch.setattr("training.main_server.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        main([f"model.path={tiny_model}", "rollout.name=vllm"])
+        main([f"model.path={tiny_model}", "rollout.name=vllm", "server.port=0"])
     assert "requirements-vllm.txt" in capsys.readouterr().err
