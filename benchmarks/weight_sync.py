@@ -1,8 +1,9 @@
 """Seconds and memory of a sync of weights: python -m benchmarks.weight_sync [--model FOLDER] [--repeats K]
 
 From a policy in training to vLLM in the same process, and to vLLM's server on this machine, through shared memory. The
-time is that of `load_weights` alone, without the probe that follows each sync in training. Memory is the highest above
-what was held before, of each process's own (RssAnon), and of what lies in /dev/shm. Needs vLLM and Linux.
+time is that of `load_weights` alone, without the probe that follows each sync in training; CPU seconds are those of all
+processes, and mean something on a busy machine too. Memory is the highest above what was held before, of each process's
+own (RssAnon), and of what lies in /dev/shm. Needs vLLM and Linux.
 """
 
 from configs.process import set_environment  # isort: skip
@@ -16,10 +17,11 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from transformers import AutoTokenizer
@@ -53,15 +55,16 @@ def main() -> None:
     )
     size = sum(parameter.numel() for parameter in policy.module.parameters())
     print(f"{size / 1e6:.0f}M parameters, {4 * size / MIB:.0f} MiB; load {os.getloadavg()[0]:.1f}; MiB above before")
-    print(f"{'engine':<8}{'median s':>10}{'least s':>10}{'trainer':>10}{'server':>10}{'shared':>10}")
+    print(f"{'engine':<8}{'median s':>10}{'CPU s':>10}{'trainer':>10}{'server':>10}{'shared':>10}")
     for name in ("openai", "vllm"):
-        seconds, peaks = measure(name, arguments, policy)
+        times, peaks = measure(name, arguments, policy)
+        seconds, work = (median(values) for values in zip(*times, strict=True))
         sizes = "".join(f"{size / MIB:10.0f}" for size in (peaks.own, peaks.others, peaks.shared))
-        print(f"{name:<8}{median(seconds):10.2f}{min(seconds):10.2f}{sizes}", flush=True)
+        print(f"{name:<8}{seconds:10.2f}{work:10.2f}{sizes}", flush=True)
 
 
-def measure(name: str, arguments: argparse.Namespace, policy: TrainEngine) -> tuple[list[float], Peaks]:
-    """Seconds of each sync but the first, and the peaks of all of them."""
+def measure(name: str, arguments: argparse.Namespace, policy: TrainEngine) -> tuple[list[tuple[float, float]], Peaks]:
+    """Seconds, and CPU seconds, of each sync but the first, and the peaks of all of them."""
     with ExitStack() as held:
         own, others = {}, []
         if name == "openai":
@@ -73,11 +76,11 @@ def measure(name: str, arguments: argparse.Namespace, policy: TrainEngine) -> tu
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         engine = build_rollout(load_rollout_class(name), config, tokenizer, policy.module)
         held.callback(engine.close)
-        seconds, peaks = [], Peaks()
+        times, peaks = [], Peaks()
         for version in range(arguments.repeats + 1):
-            seconds.append(watched(lambda: engine.load_weights(policy.weights(), version), others, peaks))  # noqa: B023
+            times.append(watched(partial(engine.load_weights, policy.weights(), version), others, peaks))
         check_weights(engine, policy)
-        return seconds[1:], peaks
+        return times[1:], peaks
 
 
 def read_arguments() -> argparse.Namespace:
@@ -87,8 +90,8 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def watched(work: Callable[[], None], others: Sequence[int], peaks: Peaks) -> float:
-    """Seconds that `work` takes; what is held meanwhile raises `peaks`."""
+def watched(work: Callable[[], None], others: Sequence[int], peaks: Peaks) -> tuple[float, float]:
+    """Seconds that `work` takes, and CPU seconds of all processes; what is held meanwhile raises `peaks`."""
     before, over = held_now(others), Event()
 
     def look() -> None:
@@ -99,10 +102,10 @@ def watched(work: Callable[[], None], others: Sequence[int], peaks: Peaks) -> fl
 
     watcher = Thread(target=look)
     watcher.start()
-    start = perf_counter()
+    start, used = perf_counter(), cpu_seconds(others)
     try:
         work()
-        return perf_counter() - start
+        return perf_counter() - start, cpu_seconds(others) - used
     finally:
         over.set()
         watcher.join()
@@ -111,6 +114,14 @@ def watched(work: Callable[[], None], others: Sequence[int], peaks: Peaks) -> fl
 def held_now(others: Sequence[int]) -> Peaks:
     disk = os.statvfs(SHARED)
     return Peaks(anonymous(os.getpid()), sum(map(anonymous, others)), (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
+
+
+def cpu_seconds(others: Sequence[int]) -> float:
+    """CPU seconds that this process and `others` have used, threads included."""
+    ticks = sum(
+        sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) for pid in others
+    )
+    return process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def anonymous(pid: int) -> int:

@@ -46,7 +46,8 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}
     names = [field.name for field in fields(OpenAISettings)]
     if not isinstance(given, Mapping) or not set(given) <= set(names):
-        raise ConfigError(f"{key}={given}: it holds {', '.join(names)}, and nothing else.")
+        shown = [*given] if isinstance(given, Mapping) else given  # not the key, if there is one
+        raise ConfigError(f"{key}={shown}: it holds {', '.join(names)}, and nothing else.")
     if not str(given.get("base_url")).startswith(("http://", "https://")):
         raise ConfigError(
             f"{key}.base_url={given.get('base_url')}: rollout.name=openai asks a server, whose address this is, with "

@@ -1,5 +1,6 @@
 """Short real runs for tests: FrozenLake with a tiny model, in this process or in one of its own."""
 
+import ctypes
 import json
 import os
 import resource
@@ -75,7 +76,9 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
     settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
     command, url = [sys.executable, "-m", "training.main_server", *settings], f"http://127.0.0.1:{port}"
     with TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
+        )
         try:
             while not answers(f"{url}/health"):
                 if process.poll() is not None:
@@ -86,6 +89,12 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
         finally:
             os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
             process.wait()
+
+
+def end_with_parent() -> None:
+    """Has this process stopped when its parent is gone, however that ended."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def answers(url: str) -> bool:

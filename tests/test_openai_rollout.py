@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
-from tests.runs import files_of_at_most
+from tests.runs import files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
 from tests.test_server import KEY, compose, serving
 from training.main_server import load_served
 from training.roles import SamplingParams
@@ -358,3 +358,22 @@ def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, t
     with files_of_at_most(5000), pytest.raises(ValueError, match=r"version 2 cannot be written to .*--shm-size"):
         engine.load_weights(weights, 2)
     assert not list(tmp_path.iterdir())
+
+
+# A run
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_on_a_server_samples_by_the_probabilities_that_it_trains(wide_headed_model: Path, tmp_path: Path):
+    """Two updates a step, so that the trainer's log-probs of what was sampled are computed."""
+    with vllm_server(wide_headed_model, 40, 24) as (url, _):
+        own = f"actor_rollout_ref.rollout.engine_kwargs.openai.base_url={url}"
+        two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        engine = ["actor_rollout_ref.rollout.name=openai", own, two_updates]
+        done = run_main(*short_run(wide_headed_model, tmp_path / "run", *engine))
+    assert done.returncode == 0, done.stderr
+    steps = learning_metrics(tmp_path / "run")
+    assert len(steps) == 4
+    for step in steps.values():
+        assert abs(step["rollout_corr/kl"]) < 1e-5

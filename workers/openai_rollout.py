@@ -21,9 +21,10 @@ from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
 from workers.openai_client import Json, RequestRefused, Server, ServerError
 from workers.rollout import Completion, Request, check_finite, check_temperature, diverged
-from workers.shared_weights import write_weights
+from workers.shared_weights import SharedWeights, write_weights
 
 REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+READ = SharedWeights.load_shared_weights.__name__
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
 HOW_TO_START = (
@@ -74,33 +75,30 @@ class OpenAIRollout(AsyncRollout):
         """
         super().load_weights(weights, version)
         if rank() == 0:
-            with tempfile.TemporaryDirectory(prefix="weights_", dir=self.settings.weights_folder) as folder:
-                self._send(self._written(weights, folder, version), version)
+            shared = self.settings.weights_folder
+            try:
+                with tempfile.TemporaryDirectory(prefix="weights_", dir=shared) as folder:
+                    count = write_weights(weights, Path(folder))
+                    self._send(folder, count, version)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"the weights of version {version} cannot be written to {shared} ({error}): it needs room for all "
+                    "of them (docker run --shm-size). Another folder that both processes see is named in "
+                    "actor_rollout_ref.rollout.engine_kwargs.openai.weights_folder."
+                ) from error
         gather(version)  # nobody samples before the server has them
 
-    def _written(self, weights: Iterable[tuple[str, Tensor]], folder: str, version: int) -> str:
-        try:
-            count = write_weights(weights, Path(folder))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"the weights of version {version} cannot be written to {self.settings.weights_folder} ({error}): it "
-                "needs room for all of them (docker run --shm-size). actor_rollout_ref.rollout.engine_kwargs.openai."
-                "weights_folder names another folder that both processes see."
-            ) from error
+    def _send(self, folder: str, count: int, version: int) -> None:
+        """Has the server read the `count` weights in `folder`."""
         if not count:
             raise ValueError(
                 f"the openai engine was given no weights for version {version}: it would go on sampling from the old "
                 "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
             )
-        return folder
-
-    def _send(self, folder: str, version: int) -> None:
-        """Has the server read the weights in `folder`."""
-        call = {"method": "load_shared_weights", "args": [folder]}
+        call, reset = {"method": READ, "args": [folder]}, "/reset_prefix_cache?reset_running_requests=true"
         try:
-            results = self.server.run(self.server.ask("POST", "/collective_rpc", call))["results"]
-            reset = "/reset_prefix_cache?reset_running_requests=true"
-            fresh = self.server.run(self.server.ask("POST", reset))["success"]
+            results = self.run(self.server.ask("POST", "/collective_rpc", call))["results"]
+            fresh = self.run(self.server.ask("POST", reset))["success"]
         except (RequestRefused, ServerError, KeyError) as error:
             raise ValueError(
                 f"{self.server.url} does not take the actor's weights ({error}). {HOW_TO_START}."
@@ -139,7 +137,8 @@ class OpenAIRollout(AsyncRollout):
         }
 
     def _completion(self, request: Request, answer: Json) -> Completion:
-        """
+        """What `answer` says of `request`.
+
         Raises:
             ValueError: what a completion needs is not in the answer.
             FloatingPointError: a log-prob is not finite.
@@ -167,7 +166,7 @@ class OpenAIRollout(AsyncRollout):
             ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
         """
         key = "actor_rollout_ref.rollout.engine_kwargs.openai.model"
-        answer = self.server.run(self.server.ask("GET", "/v1/models"))
+        answer = self.run(self.server.ask("GET", "/v1/models"))
         cards = {card["id"]: card for card in answer.get("data", [])}
         name = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
         if name not in cards:
