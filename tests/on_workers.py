@@ -58,6 +58,8 @@ class EchoWorker:
     def __init__(self) -> None:
         self.roles = {"echo": Echo()}
 
+    def close(self) -> None: ...
+
 
 class InspectedWorker(ModelWorker):
     """A worker with a role more, which adds up the policy's weights."""

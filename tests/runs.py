@@ -66,13 +66,13 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @contextmanager
-def vllm_server(model: Path, prompt: int, response: int) -> Iterator[tuple[str, subprocess.Popen]]:
+def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """vLLM's own server, which takes weights, for prompts and responses of so many tokens: its address and the process
     that leads its group. About 30 seconds to start."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}"]
+    settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}", *more]
     settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
     command, url = [sys.executable, "-m", "training.main_server", *settings], f"http://127.0.0.1:{port}"
     with TemporaryFile("w+") as log:

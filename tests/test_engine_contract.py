@@ -5,6 +5,7 @@ one's own passes here too, if its name is added to ENGINES."""
 import gc
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -98,8 +99,7 @@ def built(
             own = {name: {"base_url": url}}
         config = RolloutConfig(name=name, engine_kwargs=own, **CONFIG)
         engine = build_rollout(load_rollout_class(name), config, tokenizer, policy.module)
-        if name != "hf":
-            held.callback(engine.close)
+        held.callback(engine.close)
         yield Bench(engine, policy)
 
 
@@ -270,6 +270,31 @@ def test_every_stop_id_ends_a_response_with_mask_1_even_if_it_is_the_pad_id(benc
     assert ended_by[stops[0]] and ended_by[stops[1]]
 
 
+def test_stop_ids_of_a_request_end_that_request_alone(bench: Bench):
+    """Beside the engine's own; those beyond the vocabulary end nothing."""
+    prompts = [*PROMPTS, PROMPTS[1]]  # the last without stop ids of its own
+    whole = ids(bench.generate(prompts, GREEDY))
+    everyones = whole[0][8]
+    asked = [
+        (),
+        (whole[1][3], bench.model.config.vocab_size, 10**6),
+        (whole[2][0],),
+        (whole[3][5], whole[3][2]),
+        (),
+        (),
+    ]
+    rows = [Request(i, prompts[i], replace(GREEDY, stop_token_ids=asked[i]), seed=0) for i in range(len(prompts))]
+    bench.engine.stop_ids = {everyones}
+    lengths = []
+    for done, tokens, own in zip(bench.engine.generate(rows), whole, asked, strict=True):
+        stops = {everyones, *own}
+        length = next((place for place, token in enumerate(tokens, start=1) if token in stops), R)
+        assert done.token_ids == tokens[:length]
+        assert done.finish_reason == ("stop" if tokens[length - 1] in stops else "length")
+        lengths.append(length)
+    assert lengths[0] <= 9 and lengths[1] <= 4 and lengths[2] == 1 and lengths[3] <= 3 and lengths[5] > lengths[1]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 5])
 def test_a_response_has_at_most_max_tokens(bench: Bench, max_tokens: int):
     completions = bench.generate(PROMPTS, replace(GREEDY, max_tokens=max_tokens))
@@ -320,6 +345,32 @@ def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Benc
     bench.engine.step()
     bench.engine.abort(range(100))
     assert not bench.engine.has_unfinished_requests() and bench.engine.step() == []
+
+
+def test_tokens_so_far_are_the_completion_piece_by_piece(bench: Bench):
+    """Of those asked for, whatever else runs; nothing comes twice, and nothing of what has ended or was aborted."""
+    if type(bench.engine).tokens_so_far is Rollout.tokens_so_far:
+        pytest.skip("all comes with the completion")
+    for i, prompt in enumerate(PROMPTS):
+        bench.engine.add(Request(i, prompt, sampling(R - i), seed=i, piecewise=i in (0, 2, 3)))
+    pieces: dict[int, tuple[list[int], list[float]]] = {0: ([], []), 2: ([], []), 3: ([], [])}
+    done: dict[int, Completion] = {}
+    while bench.engine.has_unfinished_requests():
+        done |= {one.id: one for one in bench.engine.step()}
+        if len(pieces[3][0]) >= 4:
+            bench.engine.abort([3])
+        found = bench.engine.tokens_so_far({number: len(ids) for number, (ids, _) in pieces.items()})
+        assert found.keys() <= pieces.keys() - done.keys()
+        assert 3 not in found or len(pieces[3][0]) < 4
+        for number, (token_ids, log_probs) in found.items():
+            assert token_ids, "a step draws a token of each, and it is there at once"
+            pieces[number][0].extend(token_ids)
+            pieces[number][1].extend(log_probs)
+    assert done.keys() == {0, 1, 2, 4} and len(pieces[3][0]) >= 4
+    for number in (0, 2):
+        token_ids, log_probs = pieces[number]
+        assert token_ids == done[number].token_ids[:-1] and log_probs == done[number].log_probs[:-1]
+    assert bench.engine.tokens_so_far({0: 0}) == {}
 
 
 def test_a_request_in_flight_is_not_added_again(bench: Bench):
@@ -417,3 +468,6 @@ def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
     assert not [name for name in os.environ if name.startswith("VLLM_")]
     assert gc.get_freeze_count() == 0
     assert torch.get_float32_matmul_precision() == "highest"
+    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"
+    if (maps := Path("/proc/self/numa_maps")).is_file():
+        assert " bind:" not in maps.read_text(), "memory of this process would be that of one NUMA node's"

@@ -338,26 +338,6 @@ def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreT
     assert_same(rollout.generate(rows), alone)
 
 
-def test_tokens_so_far_are_the_completions_piece_by_piece(tokenizer: PreTrainedTokenizerBase):
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
-    requests = [Request(i, PROMPTS[i], sampling(), seed=i) for i in range(3)]
-    for request in requests:
-        rollout.add(request)
-    pieces: dict[int, tuple[list[int], list[float]]] = {0: ([], []), 2: ([], [])}
-    done = {}
-    while rollout.has_unfinished_requests():
-        done |= {one.id: one for one in rollout.step()}
-        seen = {number: len(ids) for number, (ids, _) in pieces.items()}
-        for number, (ids, log_probs) in rollout.tokens_so_far(seen).items():
-            assert number != 1 and number not in done
-            pieces[number][0].extend(ids)
-            pieces[number][1].extend(log_probs)
-    assert any(ids for ids, _ in pieces.values())
-    for number, (ids, log_probs) in pieces.items():
-        assert ids == done[number].token_ids[: len(ids)] and log_probs == done[number].log_probs[: len(ids)]
-    assert rollout.tokens_so_far({0: 0}) == {}
-
-
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
     """However many have come and gone since the engine was idle."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
-from configs.schema import RolloutConfig
+from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
 from data.import_utils import load_extern_object
-from tests.runs import ROOT
-from training.main_server import bound_socket, load_served, main, vllm_command, vllm_environment
+from tests.runs import ROOT, needs_vllm, vllm_server
+from training.main_server import bound_socket, load_served, main, server_environment, vllm_command
 from training.roles import SamplingParams
 from workers.engine_pump import EnginePump
+from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
 from workers.server import Served, build_app
 from workers.shared_weights import SharedWeights
@@ -182,6 +183,17 @@ def test_a_response_ends_before_a_stop_string(served, client, stream):
     assert text(stop=["never comes", stop]) == (whole[: whole.find(stop)], "stop")
     assert text(stop="never comes")[0] == whole
     assert not served.pump.engine.has_unfinished_requests(), "what was stopped is not generated on"
+
+
+def test_a_response_ends_at_a_stop_token_of_its_request(client):
+    def choice(**more):
+        extra = {"return_token_ids": True, **more}
+        asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20, "extra_body": extra}
+        return client.completions.create(**asked).choices[0]
+
+    ids = choice().token_ids
+    found = choice(stop_token_ids=[ids[4], 10**6])
+    assert found.token_ids == ids[: ids.index(ids[4]) + 1] and found.finish_reason == "stop"
 
 
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
@@ -398,34 +410,113 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, 
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
 
 
-def test_vllms_own_server_gets_the_same_settings(tiny_model, monkeypatch):
+def vllm_options(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """What vLLM's server is told, by name; None: a flag."""
     monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
-    command = vllm_command(compose(tiny_model, "rollout.name=vllm", "server.api_key=x", "rollout.max_num_seqs=32"))
-    named = [word for word in command if word != "--enforce-eager"]  # where there is no GPU
-    options = dict(zip(named[3::2], named[4::2], strict=True))
+    command = vllm_command(config, port=5)
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-    assert options["--model"] == str(tiny_model) and options["--max-model-len"] == "64"
-    assert options["--api-key"] == "x" and options["--host"] == "127.0.0.1" and options["--max-num-seqs"] == "32"
-    assert "--worker-extension-cls" not in options
+    words = command[3:]
+    followers = zip(words, [*words[1:], "--"], strict=True)
+    return {word: None if after.startswith("--") else after for word, after in followers if word.startswith("--")}
 
 
-def test_vllms_own_server_can_take_a_trainers_weights(tiny_model, monkeypatch):
+def test_vllms_own_server_gets_the_same_settings(wide_headed_model, monkeypatch):
+    own = ["rollout.engine_kwargs={vllm: {seed: 7, enforce_eager: false}}", "rollout.enable_prefix_caching=false"]
+    settings = ["rollout.name=vllm", "server.api_key=x", "rollout.max_num_seqs=32", "trainer.n_threads=3", *own]
+    config = compose(wide_headed_model, *settings)
+    options, variables = vllm_options(config, monkeypatch), server_environment(config)
+    assert options["--model"] == str(wide_headed_model) and options["--max-model-len"] == "64"
+    assert options["--port"] == "5" and options["--host"] == "127.0.0.1" and options["--max-num-seqs"] == "32"
+    assert options["--seed"] == "7" and "--no-enforce-eager" in options and "--no-enable-prefix-caching" in options
+    assert options["--logprobs-mode"] == "processed_logprobs" and "--worker-extension-cls" not in options
+    assert variables["VLLM_API_KEY"] == "x" and variables["OMP_NUM_THREADS"] == "3"
+    assert "x" not in options.values(), "whoever lists processes would read it"
+
+
+def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeypatch):
     """On a CPU with a cache of what runs side by side: vLLM would take most of the memory."""
-    monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    config = compose(tiny_model, "rollout.name=vllm", "server.takes_weights=true", "rollout.max_num_seqs=4")
-    command, variables = vllm_command(config), vllm_environment(config)
-    assert load_extern_object(*command[command.index("--worker-extension-cls") + 1].rsplit(".", 1)) is SharedWeights
+    config = compose(wide_headed_model, "rollout.name=vllm", "server.takes_weights=true", "rollout.max_num_seqs=4")
+    options, variables = vllm_options(config, monkeypatch), server_environment(config)
+    assert load_extern_object(*options["--worker-extension-cls"].rsplit(".", 1)) is SharedWeights
     assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["PYTHONPATH"] == f"{ROOT}:/somewhere"
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0-1", "the user's word"
     if not torch.cuda.is_available():
-        assert command[command.index("--dtype") + 1] == "float32" and command[-1] == "--enforce-eager"
-        assert variables["TORCHDYNAMO_DISABLE"] == "1"
+        assert options["--dtype"] == "float32" and "--enforce-eager" in options
+        assert int(options["--kv-cache-memory-bytes"]) < 1 << 30 and variables["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.fixture(scope="module")
+def vllm_client(wide_headed_model: Path) -> Iterator[openai.OpenAI]:
+    """A stock client of vLLM's own server, as our command starts it."""
+    settings = [f"server.api_key={KEY}", "server.served_model_name=tiny"]
+    with (
+        vllm_server(wide_headed_model, 40, 24, *settings) as (url, _),
+        openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client,
+    ):
+        yield client
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllms_own_server_answers_by_the_model(vllm_client, wide_headed_model):
+    """Log-probs, n, seed, chat, streaming, stop strings and stop token ids."""
+    extra = {"return_token_ids": True}
+    asked = {"model": "tiny", "prompt": "abc", "seed": 5, "max_tokens": 20}
+    choices = vllm_client.completions.create(**asked, n=4, logprobs=0, temperature=0.7, extra_body=extra).choices
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    for choice in choices:
+        ids, prompt = choice.token_ids, choice.prompt_token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        assert choice.logprobs.token_logprobs == pytest.approx(wanted, abs=1e-4)
+    assert len({choice.text for choice in choices}) > 1
+
+    def texts(**more) -> tuple[str, str]:
+        [choice] = vllm_client.completions.create(**asked, **more).choices
+        return choice.text, choice.finish_reason
+
+    whole, _ = texts()
+    assert texts(stop=["never comes", whole[3:5]]) == (whole[: whole.find(whole[3:5])], "stop")
+    [found] = vllm_client.completions.create(**asked, extra_body=extra).choices
+    stops = {"stop_token_ids": [found.token_ids[4]], **extra}
+    [stopped] = vllm_client.completions.create(**asked, extra_body=stops).choices
+    assert stopped.token_ids == found.token_ids[: found.token_ids.index(found.token_ids[4]) + 1]
+    asked = {"model": "tiny", "messages": CHAT, "seed": 3, "max_tokens": 12, "logprobs": True}
+    [choice] = vllm_client.chat.completions.create(**asked).choices
+    chunks = [chunk.choices[0] for chunk in vllm_client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content and len(chunks) > 3
+    streamed = [entry.logprob for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert streamed == pytest.approx([entry.logprob for entry in choice.logprobs.content], abs=1e-4)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllms_own_server_refuses_what_is_wrong_and_serves_many(vllm_client):
+    url = str(vllm_client.base_url).removesuffix("/v1/")
+    changes = [{"temperature": -1}, {"top_p": 0}, {"max_tokens": "many"}, {"prompt": "a" * 100}, {"model": "other"}]
+    for body in (b"{", [], {"model": "tiny"}, *(GOOD | change for change in changes)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url, body)
+        assert 400 <= refused.value.code < 500, body
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, GOOD, key="wrong")
+    assert refused.value.code == 401
+
+    def ask(number: int) -> tuple[str, int]:
+        prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16
+        found = vllm_client.completions.create(model="tiny", prompt=prompt, seed=number, max_tokens=tokens)
+        return found.choices[0].text, found.usage.completion_tokens
+
+    alone = [ask(number) for number in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(ask, range(32))) == alone
 
 
 def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
     monkeypatch.setattr("training.main_server.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        main([f"model.path={tiny_model}", "rollout.name=vllm"])
+        main([f"model.path={tiny_model}", "rollout.name=vllm", "server.port=0"])
     assert "requirements-vllm.txt" in capsys.readouterr().err

@@ -1,16 +1,25 @@
 """vLLM as the engine of whole runs, and what it is told. What engines promise: tests/test_engine_contract.py."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from configs.schema import ModelConfig, RolloutConfig
-from tests.runs import learning_metrics, needs_vllm, run_main, short_run
+import main
+from configs.schema import ModelConfig, OptimConfig, RolloutConfig
+from tests.runs import compose, learning_metrics, needs_vllm, run_main, short_run
+from training.roles import SamplingParams
+from workers import vllm_rollout_spmd
+from workers.engine import TrainEngine
 from workers.models import load_causal_lm
+from workers.rollout import Request
 from workers.vllm_rollout_spmd import cpu_cache_bytes, engine_settings, vLLMRollout
+from workers.weight_probe import check_weights, probe_distance
+from workers.worker_group import WorkerError
 
 LENGTHS = {"prompt_length": 40, "response_length": 12}
 
@@ -45,6 +54,69 @@ def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: 
     model = load_causal_lm(ModelConfig(path=str(tiny_model)))
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* numbers, and this model's have 8\."):
         vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(tiny_model), model)
+
+
+class SleepyEngine:
+    """Stands in for vLLM's, which cannot sleep on a CPU: writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def reset_prefix_cache(self) -> None:
+        self.asked.append("reset_prefix_cache")
+
+    def sleep(self, level: int) -> None:
+        self.asked.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.asked.append(f"wake_up {' '.join(tags)}")
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.asked.append(f"{method} {' '.join(name for name, _ in kwargs['weights_iterator'])}")
+
+
+@pytest.mark.parametrize(("device", "free_cache"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_it_sleeps_and_wakes_in_one_order(
+    wide_headed_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool
+):
+    """Weights, new weights, cache; twice is once."""
+    monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model: SleepyEngine())
+    monkeypatch.setattr(vLLMRollout, "_alone", lambda self: nullcontext())
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    config = RolloutConfig(free_cache_engine=free_cache, **LENGTHS)
+    rollout = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    rollout.device = torch.device(device)
+    rollout.sleep(), rollout.sleep()
+    rollout.load_weights([("head", torch.zeros(1))], 1)
+    rollout.wake_up(), rollout.wake_up()
+    asked, synced = rollout.engine.asked, ["reload_weights head", "reset_prefix_cache"]
+    if (device, free_cache) != ("cuda", True):
+        assert asked == synced
+        return
+    assert asked == ["reset_prefix_cache", "sleep 1", "wake_up weights", *synced, "wake_up kv_cache"]
+    rollout.add(Request(0, [5], SamplingParams(True, 1.0, -1, 1.0, 3), 0))
+    with pytest.raises(AssertionError, match="requests are in flight"):
+        rollout.sleep()
+
+
+@needs_vllm
+def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
+    """By the probe of every sync; that the weights have changed is seen there too."""
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)), torch.device("cpu"), torch.bfloat16)
+    with torch.no_grad():
+        for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            matrix.mul_(6)  # a random model is nearly uniform
+    policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
+    with policy.autocast():
+        rollout = vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(wide_headed_model), model)
+        rollout.load_weights(policy.weights(), 0)
+        check_weights(rollout, policy)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.5)
+        stale = probe_distance(rollout, policy)
+        rollout.load_weights(policy.weights(), 1)
+        assert 0 < probe_distance(rollout, policy) < 0.1 < stale
+    rollout.close()
 
 
 @needs_vllm
@@ -86,3 +158,53 @@ def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_
     assert one.keys() == two.keys()
     for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+
+
+BREAKING = '''
+import os
+import signal
+
+from workers.vllm_rollout_spmd import vLLMRollout
+
+
+class BreakingRollout(vLLMRollout):
+    """Breaks in a step of vLLM's, of the rollouts after two updates."""
+
+    def __init__(self, config, tokenizer, model):
+        super().__init__(config, tokenizer, model)
+        execute_model = self.engine.model_executor.execute_model
+
+        def execute(*args, **kwargs):
+            if self.weight_version == 2 and len(self.running) > 1:
+                {end}
+            return execute_model(*args, **kwargs)
+
+        self.engine.model_executor.execute_model = execute
+'''
+ENDS = [
+    ("ray", "os.kill(os.getpid(), signal.SIGKILL)", WorkerError, "worker rank 0 died"),
+    ("local", 'raise RuntimeError("the card is gone")', RuntimeError, "the card is gone"),
+]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_run_whose_engine_breaks_in_a_step_says_why_and_is_resumed(wide_headed_model: Path, tmp_path: Path):
+    """Killed in a worker of Ray's, then by an error in this process, it ends as one that was never stopped."""
+
+    def run(folder: str, *more: str) -> None:
+        settings = ["trainer.save_freq=1", "trainer.n_threads=1", "data.max_response_length=4"]
+        main.run(compose(*short_run(wide_headed_model, tmp_path / folder, *settings, *more)))
+
+    for executor, end, error, message in ENDS:
+        file = tmp_path / f"breaks_{executor}.py"
+        file.write_text(BREAKING.format(end=end))
+        with pytest.raises(error, match=message):
+            run("run", f"actor_rollout_ref.rollout.name={file}", f"trainer.executor={executor}")
+        assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "2"
+    for folder in ("run", "unbroken"):
+        run(folder, "actor_rollout_ref.rollout.name=vllm")
+    found, wanted = (learning_metrics(tmp_path / folder) for folder in ("run", "unbroken"))
+    assert sorted(found) == sorted(wanted) == [0, 1, 2, 3, 4]
+    for step in wanted:
+        assert found[step] == pytest.approx(wanted[step], rel=1e-3, abs=1e-5), step

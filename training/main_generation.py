@@ -15,6 +15,7 @@ if __name__ == "__main__":
     end_on_interrupt()
     set_environment()  # before torch is loaded
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -85,7 +86,7 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
             rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
         known = f", {len(table)} of them answered already" if len(table) else ""
         print(f"{counted(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
-        with Progress() as progress:
+        with closing(rollout.engine), Progress() as progress:
             task = progress.add_task("prompts answered", total=total, completed=len(table))
             while len(table) < total:
                 rows = range(len(table), min(len(table) + data.batch_size, total))

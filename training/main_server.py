@@ -13,9 +13,11 @@ if __name__ == "__main__":
     end_on_interrupt()
     set_environment()  # before torch is loaded
 
+import json
 import os
 import socket
 from importlib.util import find_spec
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -23,6 +25,7 @@ from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
 from configs.paths import ROOT
 from configs.serving import ServerConfig, ServerSettings, check_server
+from configs.threads import worker_threads
 from data.model_config import load_model_config
 from data.tokenizer import check_model_path, load_tokenizer
 from workers.engine import compute_dtype
@@ -30,7 +33,8 @@ from workers.engine_pump import EnginePump
 from workers.models import training_device
 from workers.server import Served, build_app
 from workers.standalone_rollout import StandaloneRollout
-from workers.vllm_rollout_spmd import BLOCK, NO_COMPILATION, VARIABLES, cpu_cache_bytes
+from workers.vllm_process import vllm_environment
+from workers.vllm_rollout_spmd import shared_settings
 
 WEIGHTS_READER = "workers.shared_weights.SharedWeights"
 PATIENCE = 5  # seconds that open requests get when the server is stopped
@@ -41,16 +45,24 @@ def main(argv: list[str] | None = None) -> None:
     with refusals():
         config = load_config(arguments, ServerConfig)
         check_server(config)
-        if config.rollout.name == "vllm":
-            command = vllm_command(config)
-            os.execve(command[0], command, vllm_environment(config))
         listener = bound_socket(config.server)
+        if config.rollout.name == "vllm":
+            become_vllm(config, listener)
         served = load_served(config)
     listener.listen()  # whoever reads the address below may connect at once
     host, port = listener.getsockname()[:2]
     settings = uvicorn.Config(build_app(served), log_level="warning", timeout_graceful_shutdown=PATIENCE)
-    print(f"serving {served.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+    print(f"serving {served.name} at {address(host, port)}", flush=True)
     uvicorn.Server(settings).run(sockets=[listener])
+
+
+def address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def served_name(config: ServerConfig) -> str:
+    """What clients call the model."""
+    return config.server.served_model_name or config.model.path
 
 
 def load_served(config: ServerConfig) -> Served:
@@ -59,7 +71,7 @@ def load_served(config: ServerConfig) -> Served:
     tokenizer = load_tokenizer(config.model, "model")
     standalone = StandaloneRollout(config.model, rollout, tokenizer, config.trainer.n_threads)
     return Served(
-        name=config.server.served_model_name or config.model.path,
+        name=served_name(config),
         tokenizer=tokenizer,
         pump=EnginePump(standalone.engine, standalone.precision),
         vocab_size=standalone.vocab_size,
@@ -89,8 +101,17 @@ def bound_socket(server: ServerSettings) -> socket.socket:
     return listener
 
 
-def vllm_command(config: ServerConfig) -> list[str]:
-    """The command of vLLM's server for the same settings.
+def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
+    """Makes this process vLLM's own server, at the address of `listener`, which vLLM binds again."""
+    host, port = listener.getsockname()[:2]
+    command = vllm_command(config, port)
+    print(f"vLLM's server starts, to serve {served_name(config)} at {address(host, port)}", flush=True)
+    listener.close()
+    os.execve(command[0], command, server_environment(config))
+
+
+def vllm_command(config: ServerConfig, port: int) -> list[str]:
+    """The command of vLLM's server for the same settings, at this port.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -100,44 +121,40 @@ def vllm_command(config: ServerConfig) -> list[str]:
             "rollout.name=vllm: vLLM is not installed here (pip install -r requirements-vllm.txt): install it, or "
             "serve by rollout.name=hf."
         )
-    model, server, rollout = config.model, config.server, config.rollout
-    path = check_model_path(model.path, "model.path")
+    model, server = config.model, config.server
+    path, device = check_model_path(model.path, "model.path"), training_device(n_gpus=None)
+    text = load_model_config(model, path, "model.path").get_text_config()
     options = {
-        "--model": path,
-        "--tokenizer": model.tokenizer_path or path,
-        "--served-model-name": server.served_model_name or model.path,
-        "--host": server.host,
-        "--port": str(server.port),
-        "--max-model-len": str(rollout.prompt_length + rollout.response_length),
-        "--max-num-seqs": str(rollout.max_num_seqs),
-        "--seed": str(config.trainer.seed),
-        "--generation-config": "vllm",  # nothing of sampling comes from the model's files, as here
-        "--logprobs-mode": "processed_logprobs",  # after temperature, as here
+        "model": path,
+        "tokenizer": model.tokenizer_path or path,
+        "served_model_name": served_name(config),
+        "host": server.host,
+        "port": port,
+        "seed": config.trainer.seed,
+        "disable_uvicorn_access_log": True,
+        **shared_settings(config.rollout, text, device.type, compute_dtype("auto", device)),
     }
-    if server.api_key:
-        options["--api-key"] = server.api_key
     if server.takes_weights:
-        options["--worker-extension-cls"] = WEIGHTS_READER
-    flags = ["--trust-remote-code"] if model.trust_remote_code else []
-    device = training_device(n_gpus=None)
-    dtype = compute_dtype("auto", device)  # a trainer's
-    options["--dtype"] = str(dtype).removeprefix("torch.")
-    if device.type == "cpu":  # where vLLM would take most of the memory, and compile for half a minute
-        text = load_model_config(model, path, "model.path").get_text_config()
-        cache = cpu_cache_bytes(rollout, text, dtype.itemsize)
-        options |= {"--kv-cache-memory-bytes": str(cache), "--block-size": str(BLOCK)}
-        flags.append("--enforce-eager")
-    arguments = [word for option in options.items() for word in option]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
+        options["worker_extension_cls"] = WEIGHTS_READER
+    if model.trust_remote_code:
+        options["trust_remote_code"] = True
+    words = [word for name, value in options.items() for word in option(name.replace("_", "-"), value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
 
 
-def vllm_environment(config: ServerConfig) -> dict[str, str]:
-    """The variables of vLLM's server: the user's, and what it takes from nowhere else. To take weights it needs its
-    /collective_rpc, and a module of ours."""
-    variables = {name: value for name, value in VARIABLES.items() if name.startswith("VLLM_CPU")}
-    if training_device(n_gpus=None).type == "cpu":
-        variables |= NO_COMPILATION
-    variables |= os.environ
+def option(name: str, value: Any) -> list[str]:
+    """`name`=`value` as words of vLLM's command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+
+
+def server_environment(config: ServerConfig) -> dict[str, str]:
+    """The variables of vLLM's server. To take weights it needs its /collective_rpc, and a module of ours."""
+    variables = vllm_environment(training_device(n_gpus=None).type)
+    if config.server.api_key:
+        variables["VLLM_API_KEY"] = config.server.api_key  # a command can be read by whoever lists processes
+    variables["OMP_NUM_THREADS"] = str(worker_threads(config.trainer.n_threads).number)
     if config.server.takes_weights:
         paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
         variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -23,6 +23,7 @@ class SamplingParams:
     top_p: float  # 1: off
     max_tokens: int
     min_p: float = 0.0  # 0: off
+    stop_token_ids: tuple[int, ...] = ()  # that end a response, beside the engine's own
 
     @classmethod
     def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":

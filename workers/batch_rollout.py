@@ -121,18 +121,19 @@ def generate_batch(
     samples = [Sample(list(ids)) for ids in prompts.raw_prompt_ids]
     batch = collate(samples, engine.config.prompt_length, 0, engine.pad_token_id)
     padded = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    stops = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(engine.stop_ids)}
-    meta = {**vars(sampling), "response_length": sampling.max_tokens, **stops}
+    stop_ids = engine.all_stop_ids(sampling)
+    special = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(stop_ids)}
+    meta = {**vars(sampling), "response_length": sampling.max_tokens, **special}
     batch = DataProto.from_dict({**prompts.tensors, **padded}, prompts.non_tensor_batch, {**prompts.meta_info, **meta})
     asked, named = question(
         engine.generate_sequences, batch, {"sampling": sampling, "seed": seed, "first_row": first_row}
     )
     with torch.no_grad():
         result = engine.generate_sequences(*asked, **named)
-    return completed(engine, result, prompts)
+    return completed(engine, result, prompts, stop_ids)
 
 
-def completed(engine: Rollout, result: Any, prompts: DataProto) -> DataProto:
+def completed(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
     """`prompts` with the columns of a rollout, from what an engine returned, and with the columns that it added."""
     name = f"the engine {callable_name(type(engine))}"
     if not isinstance(result, DataProto) or len(result) != len(prompts):
@@ -149,7 +150,7 @@ def completed(engine: Rollout, result: Any, prompts: DataProto) -> DataProto:
     log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
     for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
         ids, kept = responses[row][real[row]].tolist(), real[row]
-        sample = Sample(list(prompt_ids), end_reason=end_reason(ids, engine.stop_ids))
+        sample = Sample(list(prompt_ids), end_reason=end_reason(ids, stop_ids))
         sample.extend(ids, log_probs[row][kept].tolist(), policy=True)
         sample.policy_mask = policy[row][kept].long().tolist()
         samples.append(sample)

@@ -32,7 +32,6 @@ class Client:
     """Who waits for a request: `seen` tokens are in `pieces` already."""
 
     request: Request
-    piecewise: bool
     seen: int = 0
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
@@ -72,8 +71,8 @@ class EnginePump:
             ValueError: the engine cannot answer it.
             EngineError: the engine raised.
         """
-        request = Request(next(self.numbers), prompt_ids, sampling, seed)
-        client = self.clients[request.id] = Client(request, piecewise)
+        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
+        client = self.clients[request.id] = Client(request)
         self.joining.append(request)
         self._wake()
         try:
@@ -98,7 +97,7 @@ class EnginePump:
         loop = asyncio.get_running_loop()
         while self.joining or self.leaving or self.clients:
             joining, leaving, self.joining, self.leaving = self.joining, self.leaving, [], []
-            seen = {number: client.seen for number, client in self.clients.items() if client.piecewise}
+            seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
             step = await loop.run_in_executor(self.thread, self._step, joining, leaving, seen)
             self._deliver(step)
 

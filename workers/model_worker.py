@@ -63,6 +63,11 @@ class ModelWorker:
         }
         self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
 
+    def close(self) -> None:
+        """Gives back what would outlive this object in its process: the engine's things."""
+        if "rollout" in self.roles:
+            self.roles["rollout"].engine.close()
+
     def _train(self, module: PreTrainedModel, optim: OptimConfig, steps: int) -> TrainEngine:
         return TrainEngine(module, optim, steps, self.device, self.dtype)
 

@@ -1,8 +1,7 @@
 """What clients of an OpenAI-compatible API send, checked, and the JSON that they get back.
 
 Fields are those of api.openai.com, and of vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with
-ignore_eos. What this server does not do is
-refused unless it is left at the value that asks for nothing.
+ignore_eos. What this server does not do is refused unless it is left at the value that asks for nothing.
 """
 
 import time
@@ -47,10 +46,10 @@ class Body(BaseModel):
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 
     object_name: ClassVar[str]
@@ -75,6 +74,7 @@ class Body(BaseModel):
             top_p=1.0 if self.top_p is None else float(self.top_p),
             max_tokens=max_tokens,
             min_p=self.min_p or 0.0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 
     @property

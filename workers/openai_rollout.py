@@ -130,7 +130,7 @@ class OpenAIRollout(AsyncRollout):
             "prompt": request.prompt_ids,
             "max_tokens": sampling.max_tokens,
             "ignore_eos": self.ignore_eos,  # all stop ids are spelt out
-            "stop_token_ids": sorted(stop for stop in self.stop_ids if stop < self.vocab_size),
+            "stop_token_ids": sorted(stop for stop in self.all_stop_ids(sampling) if stop < self.vocab_size),
             "logprobs": 0,  # of the token drawn, and of no other
             "return_token_ids": True,
             **drawn,

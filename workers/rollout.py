@@ -36,6 +36,7 @@ class Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int
+    piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class Rollout:
         self.weight_version = 0
         self.waiting: dict[int, Request] = {}  # by id, in the order in which they came
 
+    def all_stop_ids(self, sampling: SamplingParams) -> set[int]:
+        """What ends a response: the engine's own stop ids, and those that were asked for."""
+        return self.stop_ids.union(sampling.stop_token_ids)
+
     def add(self, request: Request) -> None:
         """Queues `request`, which may join while others are running.
 
@@ -121,7 +126,8 @@ class Rollout:
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
 
-        An engine that cannot look into running requests has none: all comes with the completion.
+        They were added as `piecewise`. An engine that cannot look into running requests has none: all comes with the
+        completion.
         """
         return {}
 
@@ -156,6 +162,9 @@ class Rollout:
 
     def wake_up(self) -> None:
         """Takes the memory again that `sleep` gave back."""
+
+    def close(self) -> None:
+        """Ends the engine, which is not asked again."""
 
     def generate_sequences(
         self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0

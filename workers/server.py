@@ -192,22 +192,22 @@ async def answer(
 async def parts(
     served: Served, body: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, seed: int
 ) -> AsyncIterator[Part]:
-    """A choice, piece by piece; it ends with the engine's request, at a stop id, or before a stop string."""
-    text, ends = TokenText(served.tokenizer, body.stops), set(body.stop_token_ids or ())
-    piecewise = bool(body.stream or body.stops or ends - served.pump.engine.stop_ids)
+    """A choice, piece by piece; it ends with the engine's request, or before a stop string."""
+    text = TokenText(served.tokenizer, body.stops)
+    piecewise = bool(body.stream or body.stops)
     async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
         async for piece in pieces:
-            part, over = Part(finish_reason=piece.finish_reason), False
+            part = Part(finish_reason=piece.finish_reason)
             for token_id, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
                 part += Part(text.push(token_id), [token_id], [log_prob], part.finish_reason)
-                if over := text.stopped or token_id in ends:
+                if text.stopped:
                     break
-            if over or piece.finish_reason is not None:
+            if piece.finish_reason is not None:
                 part.text += text.finish()
-            if over or text.stopped:
+            if text.stopped:
                 part.finish_reason = "stop"
             yield part
-            if part.finish_reason is not None:
+            if text.stopped:
                 return
 
 

@@ -54,13 +54,14 @@ class SGLangRollout(AsyncRollout):
 
     async def answer(self, request: Request) -> Completion:
         sampling, drawn = request.sampling, {"temperature": 0.0}
+        stops = self.all_stop_ids(sampling)
         if sampling.do_sample:
             drawn = {"temperature": sampling.temperature, "sampling_seed": request.seed % SEEDS}
         params = {
             **drawn,
             "max_new_tokens": sampling.max_tokens,
-            "stop_token_ids": sorted(stop for stop in self.stop_ids if stop < self.vocab_size),
-            "ignore_eos": not self.stop_ids,  # where it is set, SGLang does not stop at stop_token_ids either
+            "stop_token_ids": sorted(stop for stop in stops if stop < self.vocab_size),
+            "ignore_eos": not stops,  # where it is set, SGLang does not stop at stop_token_ids either
         }
         found = await self.engine.async_generate(
             input_ids=request.prompt_ids, sampling_params=params, return_logprob=True, rid=str(request.id)

@@ -3,15 +3,14 @@
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
 `load_weights` brought last. Every worker has an engine of its own, of whole weights. vLLM is imported here alone, and
 lazily: this module loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
-back (`process_as_it_is`); while it steps, it may only draw random numbers.
+back (workers/vllm_process.py); while it steps, it may only draw random numbers.
 """
 
 import copy
-import gc
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -21,19 +20,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.seeding import forked_rng
 from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
+from workers.vllm_process import process_as_it_is, vllm_environment
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-VARIABLES = {  # vLLM takes these from the environment alone
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/threads.py)
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-NO_COMPILATION = {"TORCHDYNAMO_DISABLE": "1"}  # of the first generate on a CPU: 17 to 37 s less
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +44,7 @@ class vLLMRollout(Rollout):
         self.longest = longest_sequence(config)
         self.device = model.device
         self.running: dict[int, Request] = {}  # by id
+        self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.engine = start_engine(config, model)
 
@@ -72,6 +65,7 @@ class vLLMRollout(Rollout):
                 self.engine.add_request(str(request.id), prompt, self._sampling_params(request))
                 self.running[request.id] = self.waiting.pop(request.id)
             outputs = self.engine.step()
+        self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
         return [self._completion(output) for output in outputs if output.finished]
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -83,6 +77,13 @@ class vLLMRollout(Rollout):
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {
+            number: self._drawn(self.running[number], self.begun[number], start)
+            for number, start in seen.items()
+            if number in self.begun and number in self.running
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies `weights`, named as in a checkpoint, tied ones under each of their names, and drops the caches.
@@ -125,7 +126,6 @@ class vLLMRollout(Rollout):
                 logger.info("vllm wakes up: %s", part)
 
     def close(self) -> None:
-        """Ends the engine, which must not be asked again."""
         with process_as_it_is():
             self.engine.engine_core.shutdown()
 
@@ -142,6 +142,7 @@ class vLLMRollout(Rollout):
         from vllm.sampling_params import RequestOutputKind
 
         sampling, drawn = request.sampling, {"temperature": 0.0}
+        stops = [stop for stop in self.all_stop_ids(sampling) if 0 <= stop < self.vocab_size]  # others it refuses
         if sampling.do_sample:
             drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
             drawn |= {"top_k": max(sampling.top_k, 0), "seed": request.seed}
@@ -149,29 +150,32 @@ class vLLMRollout(Rollout):
             **drawn,
             max_tokens=sampling.max_tokens,
             ignore_eos=True,  # all stop ids are spelt out, below
-            stop_token_ids=sorted(stop for stop in self.stop_ids if stop < self.vocab_size),  # others it refuses
+            stop_token_ids=sorted(stops),
             logprobs=0,  # of the token drawn, and of no other
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY,
         )
 
     def _completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        log_probs = [answer.logprobs.logprobs[start] for start in answer.logprobs.start_indices]
-        check_finite(log_probs, request, self.weight_version)
+        token_ids, log_probs = self._drawn(request, answer, 0)
         reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
-        return Completion(request.id, list(answer.token_ids), log_probs, reason, self.weight_version)
+        return Completion(request.id, token_ids, log_probs, reason, self.weight_version)
+
+    def _drawn(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs of vLLM's `answer` from `start` on."""
+        log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
+        return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
     """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back."""
-    variables = VARIABLES | ({} if model.device.type == "cuda" else NO_COMPILATION)
     with ExitStack() as held:
         held.enter_context(process_as_it_is())
-        os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ |= vllm_environment(model.device.type)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
         save_config(model, folder)
         settings = engine_settings(config, model)
@@ -191,7 +195,7 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
 
 
 def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What vLLM is told, as arguments of vllm.EngineArgs; engine_kwargs.vllm has the last word.
+    """What vLLM is told, as arguments of vllm.EngineArgs.
 
     The dtype is that of the trainer: of its autocast if that is on, else of its weights.
     """
@@ -200,8 +204,18 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
     settings = {
         "model": model.name_or_path,
         "skip_tokenizer_init": True,
-        "dtype": str(dtype).removeprefix("torch."),
         "load_format": config.load_format,
+        "async_scheduling": False,  # a step returns what it drew
+        "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
+    }
+    return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
+
+
+def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (training/main_server.py);
+    engine_kwargs.vllm has the last word."""
+    settings = {
+        "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": longest_sequence(config),
         "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -212,12 +226,8 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling is spelt out, never inherited
-        "async_scheduling": False,  # a step returns what it drew
     }
-    if device == "cuda":
-        settings["enable_sleep_mode"] = config.free_cache_engine
-    else:
-        text = model.config.get_text_config()
+    if device == "cpu":
         check_head_size(text)
         cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
         settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
@@ -262,26 +272,3 @@ def save_config(model: PreTrainedModel, folder: str) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-
-
-@contextmanager
-def process_as_it_is() -> Iterator[None]:
-    """Puts back, after the block, what vLLM changes in the process when it starts and ends: the environment, the number
-    of threads and the very function that sets it, the global generators, the precision of float32 products, and what
-    the garbage collector holds frozen."""
-    environment, frozen = dict(os.environ), gc.get_freeze_count()
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with forked_rng(0):
-            yield
-    finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        os.environ.clear()
-        os.environ.update(environment)
-        if not frozen:
-            gc.unfreeze()
-        elif not gc.get_freeze_count():
-            gc.freeze()

@@ -209,6 +209,10 @@ class RunningBatch(ABC):
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
         stopped = torch.isin(sampled, self.stops)
+        for sampling, kind in drawn.samplings.items():
+            if sampling.stop_token_ids:
+                own = sampled.new_tensor(sampling.stop_token_ids)
+                stopped |= (drawn.kinds[slots] == kind) & torch.isin(sampled, own)
         drawn.stopped[slots] = stopped
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
