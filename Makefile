@@ -37,8 +37,8 @@ smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or c
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
 
-test: setup  ## run all tests
-	$(RUN) -m pytest
+test: setup  ## run all tests, in two processes
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## check style and formatting
 	$(VENV)/bin/ruff check .

@@ -1,5 +1,8 @@
 """Shared by all tests: the environment of a command, and a tiny model, made once."""
 
+import copy
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,15 @@ from configs.process import set_environment
 
 
 def pytest_configure() -> None:
+    """One thread a process: on tensors as small as these a second gains nothing, and it takes the core of the other
+    process of `make test`. What is slow on a busy machine is not for that reason wrong."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     set_environment()  # before torch is loaded
-    import torch
+    if find_spec("hypothesis"):  # `make gpu` does without
+        from hypothesis import settings
 
-    torch.set_num_threads(2)
+        settings.register_profile("any machine", deadline=None)
+        settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +30,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder, seed=0, hidden_size=32, layers=1)
     return folder
+
+
+@pytest.fixture
+def restored_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers, by hand or by a user's file, is forgotten after it."""
+    from training import core_algos
+
+    for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
+        monkeypatch.setattr(core_algos, name, copy.copy(vars(core_algos)[name]))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Estimators, losses and KL: verl's numbers, slow twins on ragged batches, and the rules that no rewrite may bend."""
 
-import copy
 import inspect
 import math
 from dataclasses import dataclass, field
@@ -93,12 +92,8 @@ class RaggedBatch:
         return fn(**{name: offered[name] for name in inspect.signature(fn).parameters if name in offered})
 
 
+@pytest.mark.usefixtures("restored_registries")
 class TestRegistries:
-    @pytest.fixture(autouse=True)
-    def restore(self, monkeypatch):
-        for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
-            monkeypatch.setattr(core_algos, name, copy.copy(vars(core_algos)[name]))
-
     def test_enum_members_are_strings_named_by_their_upper_case_form(self):
         assert len(AdvantageEstimator) == 14
         assert all(member == member.name.lower() == member.value for member in AdvantageEstimator)

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -36,19 +37,7 @@ RANGE = re.MULTILINE | re.DOTALL
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
 IN_TEXT = re.compile(r"`([^`\n]+)`")
-
-
-def follow(page: Path, copy: Path) -> None:
-    """Does what a reader does who follows `page`: writes its files, runs its commands (Python in this process)."""
-    text = page.read_text()
-    for path, content in WRITTEN_FILE.findall(text):
-        (copy / path).parent.mkdir(exist_ok=True)
-        (copy / path).write_text(content)
-    for language, code in RUN_BLOCK.findall(text):
-        if language == "sh":
-            shell(code, copy)
-        else:
-            exec(compile(code, str(page), "exec"), {})
+MAKE_MODEL = "python -m custom.tiny_model outputs/tiny_model\n"
 
 
 def shell(code: str, folder: Path) -> str:
@@ -72,20 +61,49 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What MAKE_MODEL makes, a command of four pages."""
+    folder = tmp_path_factory.mktemp("docs")
+    shell(MAKE_MODEL.replace("outputs", str(folder)), ROOT)
+    return folder / "tiny_model"
+
+
+@pytest.fixture
+def follow(copy: Path, made_model: Path) -> Callable[[Path], None]:
+    """follow(page) does what a reader does in `copy`: writes its files, runs its commands (Python in this process).
+    Where one is MAKE_MODEL, what it makes is taken from the one time that it was run."""
+
+    def write_and_run(page: Path) -> None:
+        text = page.read_text()
+        for path, content in WRITTEN_FILE.findall(text):
+            (copy / path).parent.mkdir(exist_ok=True)
+            (copy / path).write_text(content)
+        for language, code in RUN_BLOCK.findall(text):
+            if MAKE_MODEL in code:
+                shutil.copytree(made_model, copy / "outputs/tiny_model")
+            if language == "sh":
+                shell(code.replace(MAKE_MODEL, ""), copy)
+            else:
+                exec(compile(code, str(page), "exec"), {})
+
+    return write_and_run
+
+
 def recorded(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_readme_trains_on_prompts_and_a_reward_and_the_reward_rises(copy: Path):
-    follow(ROOT / "README.md", copy)
+def test_readme_trains_on_prompts_and_a_reward_and_the_reward_rises(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "README.md")
     scores = [entry["data"]["critic/score/mean"] for entry in recorded(copy / "outputs/sums")]
     assert len(scores) == 50
     assert scores[-1] > 0.8 > 0.2 > scores[0]
 
 
-def test_environments_page_trains_and_its_mistakes_say_what_the_page_says(copy: Path):
+def test_environments_page_trains_and_its_mistakes_say_what_the_page_says(copy: Path, follow: Callable[[Path], None]):
     page = ROOT / "docs/environments.md"
-    follow(page, copy)
+    follow(page)
     assert [entry["step"] for entry in recorded(copy / "outputs/smoke")] == [0, 1, 2, 3]
     assert [entry["step"] for entry in recorded(copy / "outputs/parts")] == [1, 2]
     mistakes = re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE)
@@ -113,13 +131,13 @@ print(json.dumps([refusal(override) for override in sys.argv[1:]]))
     return json.loads(shell(f"python refusals.py {shlex.join(overrides)}", copy).splitlines()[-1])
 
 
-def test_config_page(copy: Path):
-    follow(ROOT / "docs/config.md", copy)
+def test_config_page(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/config.md")
 
 
-def test_serving_page_generates_evaluates_and_serves(copy: Path):
+def test_serving_page_generates_evaluates_and_serves(copy: Path, follow: Callable[[Path], None]):
     page = ROOT / "docs/serving.md"
-    follow(page, copy)
+    follow(page)
     figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
     assert figures["prompts"] == 3 and figures["responses"] == 24 and {"mean@8", "pass@8", "maj@8"} <= set(figures)
     blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
@@ -136,9 +154,11 @@ def test_serving_page_generates_evaluates_and_serves(copy: Path):
     assert said.getvalue()
 
 
-def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_recipe(copy: Path):
+def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_recipe(
+    copy: Path, follow: Callable[[Path], None]
+):
     page = ROOT / "docs/algorithms.md"
-    follow(page, copy)
+    follow(page)
     assert [entry["step"] for entry in recorded(copy / "outputs/my_algorithm")] == [1, 2]
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
@@ -152,14 +172,14 @@ def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_reci
 
 
 def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """In little: three recipes and the five runs of the drift, a step or two each."""
+    """In little: two recipes and the five runs of the drift, a few steps each."""
     monkeypatch.setattr(quickstart, "DEMONSTRATIONS", 256)
     short = ["trainer.total_training_steps=2", "trainer.test_freq=1"]
     small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.val_episodes=4"]
-    monkeypatch.setattr(sys, "argv", ["algorithms", "--recipes", "grpo,ppo,remax", *short, *small])
+    monkeypatch.setattr(sys, "argv", ["algorithms", "--recipes", "grpo,ppo", *short, *small])
     algorithms.main()
     rows = (copy / "outputs/algorithms/table.md").read_text().splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| grpo", "| ppo", "| remax"]
+    assert [row.split(" | ")[0] for row in rows] == ["| grpo", "| ppo"]
     assert (copy / "outputs/algorithms/curves.png").stat().st_size > 1000
 
     monkeypatch.setattr(rollout_drift, "ROWS", 256)

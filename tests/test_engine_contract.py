@@ -462,8 +462,8 @@ def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench
 def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
     """What vLLM sets when it starts is put back; the engine of this module has started already."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert torch.get_num_threads() == 1
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
     assert not [name for name in os.environ if name.startswith("VLLM_")]
     assert gc.get_freeze_count() == 0

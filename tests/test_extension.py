@@ -1,12 +1,15 @@
-"""An estimator and a loss in a file of the user's, named in the config: one from a textbook, one as verl's users do."""
+"""An estimator and a loss in a file of the user's, named in the config: one from a textbook, one as verl's users do.
+
+That they train, and behind Ray as in this process, shows tests/test_worker_group.py.
+"""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.runs import learning_metrics, run_main, short_run
+import main
+from tests.runs import short_run
 from training.policy_loss import LossConfig, call_policy_loss
 
 USERS_FILE = """
@@ -35,44 +38,16 @@ def plain_ratio(old_log_probs, log_probs, advantages, response_mask, loss_agg_mo
 """
 
 
-@pytest.mark.slow
-def test_a_users_file_trains_under_both_executors_with_the_same_numbers(tiny_model, tmp_path):
+@pytest.mark.usefixtures("restored_registries")
+def test_an_unknown_name_lists_what_there_is_and_which_files_were_imported(tiny_model, tmp_path, capsys):
     users_file = tmp_path / "my_algorithm.py"
     users_file.write_text(USERS_FILE)
-
-    def run(executor: str) -> tuple[Path, dict]:
-        folder = tmp_path / executor
-        done = run_main(
-            *short_run(tiny_model, folder, "trainer.save_freq=4"),
-            f"actor_rollout_ref.model.external_lib={users_file}",
-            "algorithm.adv_estimator=textbook_gae",
-            "actor_rollout_ref.actor.policy_loss.loss_mode=plain_ratio",
-            "actor_rollout_ref.actor.policy_loss.kwargs={scale: 2.0}",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "data.max_response_length=3",
-            f"trainer.executor={executor}",
-            "trainer.n_threads=1",
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return folder, learning_metrics(folder)
-
-    folder, local = run("local")
-    assert local[4]["own/scale"] == 2.0 and local[4]["own/ratio"] != 1.0
-    assert {"own/ratio", "critic/vf_loss", "actor/grad_norm"} <= local[4].keys()  # it asked for values: so a critic
-    assert local == run("ray")[1]
-    assert (folder / "global_step_4/critic").is_dir()
-
-
-def test_an_unknown_name_lists_what_there_is_and_which_files_were_imported(tiny_model, tmp_path):
-    users_file = tmp_path / "my_algorithm.py"
-    users_file.write_text(USERS_FILE)
-    done = run_main(
-        *short_run(tiny_model, tmp_path / "run"),
-        f"actor_rollout_ref.model.external_lib={users_file}",
-        "algorithm.adv_estimator=textbook_gea",
-    )
-    assert done.returncode == 2
-    assert "'textbook_gae'" in done.stderr and "'grpo'" in done.stderr and str(users_file) in done.stderr
+    names = [f"actor_rollout_ref.model.external_lib={users_file}", "algorithm.adv_estimator=textbook_gea"]
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--config-name", "frozenlake", *short_run(tiny_model, tmp_path / "run"), *names])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "'textbook_gae'" in said and "'grpo'" in said and str(users_file) in said
 
 
 ROWS = [torch.full((2, 3), -1.0), torch.full((2, 3), -1.5, requires_grad=True), torch.ones(2, 3), torch.ones(2, 3)]

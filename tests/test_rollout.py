@@ -194,7 +194,7 @@ def random_model(family: str, forward: str) -> PreTrainedModel:
 
 
 def naive_rollout(
-    model: PreTrainedModel, prompt: list[int], uniforms: np.ndarray, params: SamplingParams, stops: set[int]
+    model: PreTrainedModel, prompt: list[int], uniforms: np.ndarray, params: SamplingParams
 ) -> Completion:
     """The whole sequence forwarded for every token, no cache, no batch; tokens by the inverse of the cumulative sum."""
     tokens, log_probs = [], []
@@ -205,9 +205,15 @@ def naive_rollout(
         token = int((cumulative <= uniform).sum()) if params.do_sample else int(logits.argmax())
         tokens.append(token)
         log_probs.append(logits.log_softmax(-1)[token].item())
-        if token in stops:
-            return Completion(0, tokens, log_probs, "stop", 0)
     return Completion(0, tokens, log_probs, "length", 0)
+
+
+def stopped(done: Completion, stops: set[int]) -> Completion:
+    """As far as the first of the `stops`."""
+    size = next((size for size, token in enumerate(done.token_ids, start=1) if token in stops), None)
+    if size is None:
+        return done
+    return replace(done, token_ids=done.token_ids[:size], log_probs=done.log_probs[:size], finish_reason="stop")
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -222,10 +228,10 @@ def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
     prompts = [PROMPTS[place] for place in (0, 0, 1, 2, 2, 2, 3, 4, 1, 2, 0, 0, 4, 3, 2)]
     uniforms = [np.random.default_rng(derive_seed(5, row)).random(R) for row in range(len(prompts))]
     for params in (replace(GREEDY, temperature=1.0), sampling(temperature=0.8)):
-        free = [naive_rollout(model, *row, params, set()) for row in zip(prompts, uniforms, strict=True)]
+        free = [naive_rollout(model, *row, params) for row in zip(prompts, uniforms, strict=True)]
         stops = (free[0].token_ids[4], free[3].token_ids[2])
         ended = {*stops, tokenizer.eos_token_id}
-        wanted = [naive_rollout(model, *row, params, ended) for row in zip(prompts, uniforms, strict=True)]
+        wanted = [stopped(done, ended) for done in free]
         assert len({len(done.token_ids) for done in wanted}) > 1
         for places in (1024, 3):
             found = generate(make_rollout(model, tokenizer, stops, places), prompts, params, seed=5)

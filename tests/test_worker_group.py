@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 
 from configs import threads
 from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
+from tests.test_extension import USERS_FILE
 from workers.batch_rollout import load_rollout_class
 from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
@@ -20,6 +22,7 @@ from workers.worker_group import (
     RayWorkerGroup,
     Resources,
     WorkerError,
+    reserve,
     start_pools,
     worker_summary,
 )
@@ -87,14 +90,20 @@ def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("restored_registries")
 def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path):
-    """Bit by bit, weights too, with an engine and a dataset of the user's; the Ray that `run` started ends with it."""
-    (tmp_path / "my_rollout.py").write_text(MY_ROLLOUT)
-    (tmp_path / "my_dataset.py").write_text(MY_DATASET)
+    """Bit by bit, weights too, with an engine, a dataset, an estimator and a loss of the user's; the Ray that `run`
+    started ends with it."""
+    for name, text in {"rollout": MY_ROLLOUT, "dataset": MY_DATASET, "algorithm": USERS_FILE}.items():
+        (tmp_path / f"my_{name}.py").write_text(text)
     options = [
         f"actor_rollout_ref.rollout.name={tmp_path}/my_rollout.py",
         f"data.custom_cls.path={tmp_path}/my_dataset.py",
         "data.custom_cls.name=MyDataset",
+        f"actor_rollout_ref.model.external_lib={tmp_path}/my_algorithm.py",
+        "algorithm.adv_estimator=textbook_gae",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=plain_ratio",
+        "actor_rollout_ref.actor.policy_loss.kwargs={scale: 2.0}",
         "trainer.save_freq=5",
     ]
     for executor in ("local", "ray"):
@@ -105,6 +114,8 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert local == remote
     assert sorted(local) == [0, 1, 2, 3, 4, 5]
     assert local[5]["actor/grad_norm"] != local[1]["actor/grad_norm"]
+    assert local[5]["own/scale"] == 2.0 and local[5]["own/ratio"] != 1.0
+    assert "critic/vf_loss" in local[5], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
         one, other = (
             torch.load(tmp_path / executor / "global_step_5" / role / "model_world_size_1_rank_0.pt")
@@ -161,7 +172,7 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
 
 
 @pytest.mark.slow
-def test_calls_to_two_groups_overlap(cluster: None, tmp_path: Path):
+def test_calls_to_two_groups_overlap_and_one_outlives_the_other(cluster: None, tmp_path: Path):
     """Each waits for what the other does in its call: as trainer and rollout will, when they are apart."""
     groups = [RayWorkerGroup(Resources(workers=1, threads=1, gpus=0), EchoWorker) for _ in range(2)]
     files = [tmp_path / "one", tmp_path / "other"]
@@ -169,6 +180,9 @@ def test_calls_to_two_groups_overlap(cluster: None, tmp_path: Path):
         calls = zip(groups, [files, files[::-1]], strict=True)
         pending = [group.submit("echo", "meet", [tuple(pair)]) for group, pair in calls]
         assert [each.result() for each in pending] == [[True], [True]]
+        with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
+            groups[0].submit("echo", "die", [()]).result()
+        assert groups[1].submit("echo", "hear", [("a",)]).result() == [["a"]]
     finally:
         for group in groups:
             group.close()
@@ -195,12 +209,8 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
     with pytest.raises(WorkerError, match=r"critic\.model\.path=/nowhere"):
         start_pools(missing, total_steps=5, roles=["actor", "rollout", "critic"])
 
-    # And a third needs what the second had, and can still say where its process died.
-    group = RayWorkerGroup(Resources(workers=1, threads=2, gpus=0), EchoWorker)
-    assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
-    with pytest.raises(WorkerError, match=r"(?s)worker rank 0 died.*logs"):
-        group.submit("echo", "die", [()]).result()
-    group.close()
+    # What the second had is free again: this waits for it, and then gives up.
+    remove_placement_group(reserve(Resources(workers=1, threads=2, gpus=0)))
     assert ray.is_initialized(), "it was the caller who started Ray"
 
 
