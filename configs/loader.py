@@ -22,16 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from configs import legacy
 from configs.errors import ConfigError, did_you_mean, first_line
-from configs.legacy import (
-    NO_EFFECT,
-    NO_EFFECT_VALUES,
-    OF_ALL_WORKERS,
-    ONLY_VALUE,
-    REFUSED_VALUES,
-    RENAMED,
-    RENAMED_VALUES,
-)
 from configs.overrides import ONE_RUN, parse_override
 from configs.paths import home_spelt_out
 from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
@@ -172,23 +164,23 @@ def move_old_spellings(given: DictConfig) -> None:
     for key, value in list(leaves(given)):
         today = renamed_key(key) or key
         spelt = (today, str(value))
-        if today in ONLY_VALUE and value not in ONLY_VALUE[today][0]:
-            raise ConfigError(f"{key}={value}: {ONLY_VALUE[today][1]}")
-        if spelt in REFUSED_VALUES:
-            raise ConfigError(f"{key}={value}: {REFUSED_VALUES[spelt]}")
+        if today in legacy.ONLY_VALUE and value not in legacy.ONLY_VALUE[today][0]:
+            raise ConfigError(f"{key}={value}: {legacy.ONLY_VALUE[today][1]}")
+        if spelt in legacy.REFUSED_VALUES:
+            raise ConfigError(f"{key}={value}: {legacy.REFUSED_VALUES[spelt]}")
         if without_effect(today, value):
             delete(given, key)
-            reason = NO_EFFECT.get(today) or NO_EFFECT_VALUES.get(spelt, "it is always so here")
+            reason = legacy.NO_EFFECT.get(today) or legacy.NO_EFFECT_VALUES.get(spelt, "it is always so here")
             notice(f"{key}={value} has no effect: {reason}.")
-        elif spelt in RENAMED_VALUES:
-            new_key, new_value = RENAMED_VALUES[spelt]
+        elif spelt in legacy.RENAMED_VALUES:
+            new_key, new_value = legacy.RENAMED_VALUES[spelt]
             delete(given, key)
             OmegaConf.update(given, new_key, new_value, force_add=True)
             notice(f"{key}={value} is read as {new_key}{f'={new_value}' if new_key == key else ''}.")
         elif today != key:
             delete(given, key)
             if value is not None:  # null was the default of the old key, beside the new one
-                of_all = key in OF_ALL_WORKERS
+                of_all = key in legacy.OF_ALL_WORKERS
                 OmegaConf.update(given, today, f"${{per_worker:{value}}}" if of_all else value, force_add=True)
                 part = f"={value} divided by the number of workers" if of_all else ""
                 notice(f"{key} is now {today}{part}.")
@@ -196,12 +188,12 @@ def move_old_spellings(given: DictConfig) -> None:
 
 def without_effect(key: str, value: Any) -> bool:
     """Whether a setting, in today's spelling, is accepted and changes nothing."""
-    return key in NO_EFFECT or key in ONLY_VALUE or (key, str(value)) in NO_EFFECT_VALUES
+    return key in legacy.NO_EFFECT or key in legacy.ONLY_VALUE or (key, str(value)) in legacy.NO_EFFECT_VALUES
 
 
 def renamed_key(key: str) -> str | None:
     """Today's spelling of `key`, if it is an old one, or below an old section."""
-    for old, new in {**RENAMED, **OF_ALL_WORKERS}.items():
+    for old, new in {**legacy.RENAMED, **legacy.OF_ALL_WORKERS}.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return None

@@ -213,7 +213,7 @@ def test_every_setting_that_a_page_names_exists(page: Path):
     assert named
     known = {key for schema in schemas for key in known_keys(schema)} | {"reward_model.ground_truth"}  # a column
     known |= {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    free_form = ("env.kwargs.", "reward.custom_reward_function.reward_kwargs.")
+    free_form = ("env.kwargs.", "reward.custom_reward_function.reward_kwargs.", "rollout.engine_kwargs.")
     assert not {key for key in named - known if not key.startswith(free_form) and not renamed_key(key)}
 
 

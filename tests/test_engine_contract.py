@@ -84,7 +84,7 @@ def load_policy(wide_headed_model: Path) -> TrainEngine:
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
-            matrix.mul_(6)
+            matrix.mul_(2)
     return TrainEngine(model, OptimConfig(), 10, CPU, torch.float32)
 
 

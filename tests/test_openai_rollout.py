@@ -374,6 +374,5 @@ def test_a_run_on_a_server_samples_by_the_probabilities_that_it_trains(wide_head
         done = run_main(*short_run(wide_headed_model, tmp_path / "run", *engine))
     assert done.returncode == 0, done.stderr
     steps = learning_metrics(tmp_path / "run")
-    assert len(steps) == 4
-    for step in steps.values():
-        assert abs(step["rollout_corr/kl"]) < 1e-5
+    for number in range(1, 5):
+        assert abs(steps[number]["rollout_corr/kl"]) < 1e-5

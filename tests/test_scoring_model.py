@@ -360,7 +360,7 @@ def test_ranks_of_unequal_shares_run_as_many_passes_and_learn_the_same(ranks: Ra
         torch.testing.assert_close(torch.cat([learnt[name][2] for learnt in found]), scored, rtol=1e-5, atol=1e-5)
         for learnt in found:
             assert learnt[name][1] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-            assert relative_distance(learnt[name][3], weights) < 1e-5
+            assert relative_distance(learnt[name][3], weights) < 3e-5  # after a step of Adam, which divides
 
 
 def gradient_of(path: Path, batch: DataProto, first: int, settings: dict) -> tuple[Tensor, list[Tensor]]:
