@@ -71,7 +71,7 @@ class Task:
 
 TASKS = {
     "arithmetic": Task(two_terms, "What is {}?"),
-    "chain_sum": Task(chain_sum, "What is {}? Work it out step by step."),
+    "chain_sum": Task(chain_sum, "What is {}?"),
 }
 
 
