@@ -196,7 +196,9 @@ def test_a_response_ends_at_a_stop_token_of_its_request(client):
     assert found.token_ids == ids[: ids.index(ids[4]) + 1] and found.finish_reason == "stop"
 
 
-def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
+def check_many_at_once(client: openai.OpenAI) -> None:
+    """32 requests side by side are answered as one after the other."""
+
     def ask(number: int) -> tuple[str, int]:
         prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16
         found = client.completions.create(model="tiny", prompt=prompt, seed=number, max_tokens=tokens)
@@ -205,6 +207,10 @@ def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
     alone = [ask(number) for number in range(32)]
     with ThreadPoolExecutor(32) as pool:
         assert list(pool.map(ask, range(32))) == alone
+
+
+def test_thirty_two_clients_at_once_get_what_each_gets_alone(client):
+    check_many_at_once(client)
 
 
 def test_a_client_that_leaves_takes_its_request_along(served, client):
@@ -505,14 +511,7 @@ def test_vllms_own_server_refuses_what_is_wrong_and_serves_many(vllm_client):
         post(url, GOOD, key="wrong")
     assert refused.value.code == 401
 
-    def ask(number: int) -> tuple[str, int]:
-        prompt, tokens = "abcdefgh"[: number % 8 + 1], 5 + number % 16
-        found = vllm_client.completions.create(model="tiny", prompt=prompt, seed=number, max_tokens=tokens)
-        return found.choices[0].text, found.usage.completion_tokens
-
-    alone = [ask(number) for number in range(32)]
-    with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(ask, range(32))) == alone
+    check_many_at_once(vllm_client)
 
 
 def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
