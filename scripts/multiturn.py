@@ -104,23 +104,40 @@ def learn(config: Config, player: Player, metric: str) -> dict[str, Any]:
 
 
 def demonstrations(config: Config, player: Player) -> Iterator[dict[str, Any]]:
-    """Whole episodes as conversations, in the words that the policy is shown and will have to say."""
+    """Whole episodes in the words that the policy is shown and will have to say, as rows or as conversations."""
     seed = config.trainer.seed
     rng = numpy_generator(seed, "demonstrations")
-    environment = build_environment(config)
-    environment = dataclasses.replace(environment, seed=derive_seed(seed, "demonstrated_states"))
+    environment = dataclasses.replace(build_environment(config), seed=derive_seed(seed, "demonstrated_states"))
     dataset = CustomEnvDataset(environment, load_tokenizer(config.actor_rollout_ref.model), config.data, size=EPISODES)
     for i in track(range(EPISODES), "playing episodes to imitate"):
-        state, end_reason = environment.get_state(i), None
-        environment.reset(state.seed)
-        messages = dataset.messages(state)
-        while end_reason is None:
-            action = player(environment, environment.state, rng)
-            answer = {"role": "assistant", "content": environment.action_to_text(action)}
-            *_, info = environment.act(action)
-            end_reason = info["end_reason"]
-            messages += [answer, *dataset.turn_messages(environment.state)]
-        yield {"messages": messages}
+        moves = [*played(environment, environment.get_state(i), player, rng)]
+        if config.env.history == "turns":
+            yield from ({"prompt": dataset.messages(state), "response": answer} for state, answer in moves)
+        else:
+            yield {"messages": conversation(dataset, moves)}
+
+
+def played(
+    environment: TextEnv, start: EnvState, player: Player, rng: np.random.Generator
+) -> Iterator[tuple[EnvState, str]]:
+    """The states of an episode, and what `player` answers to each."""
+    environment.reset(start.seed)
+    end_reason = None
+    while end_reason is None:
+        state = environment.state
+        action = player(environment, state, rng)
+        yield state, environment.action_to_text(action)
+        end_reason = environment.act(action)[-1]["end_reason"]
+
+
+def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -> list[dict[str, Any]]:
+    """The messages of an episode, up to its last answer."""
+    [(start, _), *_] = moves
+    messages = dataset.messages(start)
+    for number, (state, answer) in enumerate(moves):
+        told = dataset.turn_messages(state) if number else []
+        messages += [*told, {"role": "assistant", "content": answer}]
+    return messages
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Barrier, Event
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import pytest
@@ -39,7 +39,7 @@ class Counting(gym.Env):
     """Says 0, and counts on by the action; at 5 it is over. The seed decides what else it does in its second step."""
 
     observation_space, action_space = gym.spaces.Discrete(100), gym.spaces.Discrete(3)
-    trouble: dict[int, str] = {}
+    trouble: ClassVar[dict[int, str]] = {}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict]:
         super().reset(seed=seed)
