@@ -92,7 +92,22 @@ class EnvConfig(Frozen):
         "make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs)."
     )
     kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
-    train_size: int = setting(10_000, "States an epoch draws from the environment.", ge=1)
+    mode: str = setting(
+        "step", "What a training prompt is: one state, answered once, or the start of a whole episode.",
+        choices=("step", "episode"),
+    )  # fmt: skip
+    history: str = setting(
+        "transcript",
+        "How an episode's turns are shown and learnt: all in one row, or each in a row and a prompt of its own.",
+        choices=("transcript", "turns"),
+    )
+    timeout: float | None = setting(
+        60.0, "Seconds that a reset or a step may take before its episode is given up; null: any.", gt=0
+    )
+    max_failed_fraction: float = setting(
+        0.5, "The run ends when more of a step's episodes than this share have failed.", ge=0, le=1
+    )
+    train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
@@ -230,11 +245,13 @@ class SamplingConfig(Frozen):
 class MultiTurnConfig(Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
-    max_user_turns: int | None = setting(
-        None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0
+    max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
+    tool_config_path: str | None = setting(
+        None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema."
     )
-    tool_config_path: str | None = setting(None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema.")
-    function_tool_path: str | None = setting(None, "Python file whose functions are tools, by their hints and docstrings.")
+    function_tool_path: str | None = setting(
+        None, "Python file whose functions are tools, by their hints and docstrings."
+    )
     format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or a ToolParser of yours.")
     max_parallel_calls: int = setting(1, "Calls of one answer that are run, side by side.", ge=1)
     tool_timeout: float = setting(30.0, "Seconds that a tool or the simulated user may take for one call.", gt=0)
@@ -244,6 +261,9 @@ class MultiTurnConfig(Frozen):
     )
     interaction_config_path: str | None = setting(
         None, "Yaml of simulated users, verl's: a list `interaction` of name, class_name, config."
+    )
+    max_tokens_per_turn: int | None = setting(
+        None, "Most tokens of an answer in an episode; null: what is left of response_length.", ge=1
     )
 
 

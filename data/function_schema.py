@@ -33,7 +33,9 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
     for parameter in inspect.signature(function).parameters.values():
         where = f"{place}, parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{where}: *args, **kwargs and positional-only ones cannot be called by name: spell it out.")
+            raise ValueError(
+                f"{where}: *args, **kwargs and positional-only ones cannot be called by name: spell it out."
+            )
         if parameter.name not in hints:
             raise ValueError(f"{where} has no type hint: give it one of {SUPPORTED}.")
         described = hint_schema(hints[parameter.name], where)

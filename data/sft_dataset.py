@@ -8,7 +8,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTDataConfig
-from data.rl_dataset import encode_prompt, parse_prompt, truncate
+from data.chat import encode_prompt, parse_prompt
+from data.rl_dataset import truncate
 from data.rows import Origin, read_rows
 from data.unknown_characters import prompt_text, report_unknown_characters
 

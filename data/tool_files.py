@@ -87,8 +87,8 @@ def tools_of_functions(path: str) -> list[FunctionTool]:
     ]
     if not marked and not public:
         raise ValueError(
-            f"{path} (actor_rollout_ref.rollout.multi_turn.function_tool_path) defines no function: write one with type "
-            "hints and a docstring, and mark it with @function_tool (from data.tools) if others are in the file."
+            f"{path} (actor_rollout_ref.rollout.multi_turn.function_tool_path) defines no function: write one with "
+            "type hints and a docstring, and mark it with @function_tool (from data.tools) if there are others."
         )
     return marked or [FunctionTool(function) for function in public]
 
@@ -110,7 +110,9 @@ def read_entries(path: str, key: str) -> list[dict[str, Any]]:
         case {**top} if [*top] == [key] and isinstance(top[key], list) and top[key]:
             entries = top[key]
         case _:
-            raise ValueError(f"{path} must hold one key, {key!r}, with a list of mappings below it; it holds {content!r}.")
+            raise ValueError(
+                f"{path} must hold one key, {key!r}, with a list of mappings below it; it holds {content!r}."
+            )
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("config", {}), dict | None):
             raise ValueError(f"{path}: {key}[{number}] is {entry!r}; it must be a mapping, and so must its config.")

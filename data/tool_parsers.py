@@ -51,7 +51,7 @@ class ToolParser(ABC):
             known = list(ToolParser.registry)
             raise ValueError(
                 f"Unknown tool parser: {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}; one of yours "
-                f"stands under @ToolParser.register({name!r}) in a file that actor_rollout_ref.model.external_lib names."
+                f"stands under @ToolParser.register({name!r}) in a file of actor_rollout_ref.model.external_lib."
             )
         return ToolParser.registry[name]()
 

@@ -180,7 +180,8 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
     for key, described in parameters["properties"].items():
         if not isinstance(described, Mapping) or described.get("type", "string") not in JSON_TYPES:
             raise ValueError(
-                f"{where}.properties.{key} is {described}; it must be a mapping with one type of {', '.join(JSON_TYPES)}."
+                f"{where}.properties.{key} is {described}; it must be a mapping, with one of the types "
+                f"{', '.join(JSON_TYPES)}."
             )
     if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
         raise ValueError(f"{where}.required names {unknown}, which properties does not: describe them there.")

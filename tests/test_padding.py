@@ -68,7 +68,7 @@ def test_columns_equal_those_written_token_by_token(rows: list[Sample], left: in
 
 @given(samples(), st.integers(0, 3))
 def test_a_sample_has_one_entry_a_token_and_refuses_more_or_fewer(sample: Sample, count: int):
-    lists = [sample.policy_mask, sample.log_probs, sample.weight_versions, sample.rewards]
+    lists = [sample.policy_mask, sample.log_probs, sample.weight_versions, sample.rewards, sample.turns]
     assert {len(entries) for entries in lists} == {len(sample.token_ids)}
     before = [*sample.token_ids]
     with pytest.raises(AssertionError, match=f"{count} tokens with {count + 1} log-probs"):

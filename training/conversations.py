@@ -1,6 +1,6 @@
 """Conversations checked before any model loads: tools, their format, simulated users, and the rows that name them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -8,12 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError
 from configs.loader import notice
 from configs.schema import MultiTurnConfig
-from data.interactions import BaseInteraction, interaction_of, load_interactions
+from data.interactions import interaction_of, load_interactions
+from data.rl_dataset import RLHFDataset
+from data.sampler import PromptLoader
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
-TOOL_AGENT = "tool_agent"  # what verl's rows that are conversations hold in the column agent_name
+TOOL_AGENT = "tool_agent"  # verl's agent_name of rows that are conversations
 
 
 def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -22,9 +24,7 @@ def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: a file, class, schema or format that cannot be used; names it.
     """
-    if not settings.enable:
-        return []
-    tools = load_tools(settings.tool_config_path, settings.function_tool_path)
+    tools = load_tools(settings.tool_config_path, settings.function_tool_path) if settings.enable else {}
     if not tools:
         return []
     try:
@@ -40,28 +40,28 @@ def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) 
     return [tool.tool_schema.model_dump() for tool in tools.values()]
 
 
-def simulated_users(settings: MultiTurnConfig) -> dict[str, BaseInteraction]:
-    """The interactions that rows may name; {} where rows are no conversations. Raises as `load_interactions`."""
-    return load_interactions(settings.interaction_config_path) if settings.enable else {}
+def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
+    """Rows ask for conversations only where there are some, and for simulated users that there are.
 
+    Rows of files are all looked at, those that a dataset makes at these positions.
 
-def check_row(
-    row: Mapping[str, Any], place: str, settings: MultiTurnConfig, interactions: Mapping[str, BaseInteraction]
-) -> None:
-    """Raises ConfigError if a row asks for a conversation and there are none, or names no interaction that there is."""
-    if row.get("agent_name") == TOOL_AGENT and not settings.enable:
-        raise ConfigError(
-            f"{place}: agent_name is {TOOL_AGENT}, and {KEY}.enable=false: the row would be answered once, without "
-            f"tools. Set {KEY}.enable=true, or take the column away."
-        )
-    try:
-        interaction_of(interactions, row.get("extra_info"))
-    except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from error
-
-
-def check_rows(rows: Iterable[tuple[int, Mapping[str, Any]]], source: str, settings: MultiTurnConfig) -> None:
-    """`check_row` for rows with their positions in the dataset that `source` names."""
-    interactions = simulated_users(settings)
+    Raises:
+        ConfigError: names the row and the remedy.
+    """
+    dataset, interactions = loader.dataset, {}
+    if settings.enable:
+        interactions = load_interactions(settings.interaction_config_path)
+    if isinstance(dataset, RLHFDataset) and dataset.rows:
+        rows = enumerate(dataset.rows)
+    else:
+        rows = ((position, loader.row(position)) for position in (positions if interactions else ()))
     for position, row in rows:
-        check_row(row, f"{source}, row {position}", settings, interactions)
+        if row.get("agent_name") == TOOL_AGENT and not settings.enable:
+            raise ConfigError(
+                f"row {position} has agent_name={TOOL_AGENT}, and {KEY}.enable=false: it would be answered once, "
+                f"without tools. Set {KEY}.enable=true, or take the column away."
+            )
+        try:
+            interaction_of(interactions, row.get("extra_info"))
+        except ValueError as error:
+            raise ConfigError(f"row {position}: {error}") from error

@@ -1,7 +1,6 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig, SuccessConfig
-from data.import_utils import load_extern_object, load_modules, takes
+from configs.schema import Config, DataConfig
+from data.import_utils import load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
-from data.rl_dataset import create_rl_dataset, get_dataset_class
+from data.rl_dataset import create_rl_dataset
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
-from data.seeding import derive_seed, seed_everything
+from data.seeding import seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
+from training.conversations import check_rows, tool_schemas
 from training.core_algos import (
     NEEDS_GROUPS,
     get_adv_estimator_fn,
@@ -25,10 +25,10 @@ from training.core_algos import (
     register_adv_est,
     register_policy_loss,
 )
+from training.game import Game, build_environment, build_game, data_settings, env_dataset
 from training.policy_loss import check_loss_signature
 from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
 from training.tracking import check_loggers
-from training.validation import ActionReader, Game, StateDataset, episode_seeds
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 
@@ -58,10 +58,12 @@ def prepare(config: Config) -> Parts:
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     reward = load_reward_manager(config.reward, tokenizer, environment)
-    train_loader = build_train_loader(config, tokenizer, environment)
-    val_loader = build_val_loader(config, tokenizer, environment)
+    data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
+    train_loader = build_train_loader(config, data, tokenizer, environment)
+    val_loader = build_val_loader(config, data, tokenizer, environment)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
+        check_rows(config.actor_rollout_ref.rollout.multi_turn, loader, rows_looked_at(loader))
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     return Parts(
@@ -69,10 +71,15 @@ def prepare(config: Config) -> Parts:
         reward=reward,
         train_loader=train_loader,
         val_loader=val_loader,
-        game=build_game(config, environment, train_loader.dataset, reward),
+        game=build_game(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
         can_validate=has_validation(config),
         total_steps=total_steps,
     )
+
+
+def plays_episodes(config: Config) -> bool:
+    """Whether whole episodes of an environment are played, in training or in validation."""
+    return config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
 
 
 def check_warmup(config: Config, total_steps: int) -> None:
@@ -89,8 +96,7 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
     if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
         return
-    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
-    rows = [loader.row(position) for position in places[:: -(-len(places) // ROWS_LOOKED_AT)]]
+    rows = [loader.row(position) for position in rows_looked_at(loader)]
     labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]
     if all(label.get("ground_truth") is None for label in labels):
         columns = ", ".join(name for name, value in rows[0].items() if value is not None)
@@ -99,6 +105,12 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
             f"fills the columns {columns}. Put it into reward_model.ground_truth, or into a column ground_truth; or, "
             "if the reward does without, give the argument a default: ground_truth=None."
         )
+
+
+def rows_looked_at(loader: PromptLoader) -> list[int]:
+    """Positions of rows from all over the data."""
+    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
+    return places[:: -(-len(places) // ROWS_LOOKED_AT)]
 
 
 def check_files_of_workers(config: Config) -> None:
@@ -201,31 +213,10 @@ def check_loss(config: Config, key: str) -> None:
     check_loss_signature(get_policy_loss_fn(mode), f"{key}={mode}", others)
 
 
-def build_environment(config: Config) -> Any | None:
-    settings = config.env
-    if settings.id is None:
-        return None
-    factory = load_extern_object(settings.path, settings.name)
-    seed = derive_seed(config.trainer.seed, "environment")
-    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
-    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
-        given["max_walk"] = settings.max_walk
-    if settings.success != SuccessConfig():
-        given["success"] = settings.success
-    try:
-        return factory(settings.id, **given, **settings.kwargs)
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
-
-
-def data_settings(config: Config) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set."""
-    seed = config.data.seed
-    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
-
-
-def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
-    data, left_out = data_settings(config), frozenset()
+def build_train_loader(
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
+) -> PromptLoader:
+    left_out = frozenset()
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
         left_out = overlong_rows(dataset, tokenizer, data)
@@ -235,19 +226,10 @@ def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, envir
     return PromptLoader(dataset, data.train_batch_size, sampler, make_row=make_row, left_out=left_out)
 
 
-def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
-    """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
-    if data.custom_cls.path is None:
-        found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
-    else:
-        found = get_dataset_class(data)
-    return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
-
-
 def build_val_loader(
-    config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> PromptLoader | None:
-    data, left_out = data_settings(config), frozenset()
+    left_out = frozenset()
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)
@@ -264,27 +246,3 @@ def build_val_loader(
         drop_last=False,
         left_out=left_out,
     )
-
-
-def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
-    """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
-
-    Raises:
-        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
-    """
-    if environment is None or not config.env.val_episodes:
-        return None
-    if not isinstance(dataset, StateDataset):
-        raise ConfigError(
-            f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
-            "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
-            "(custom/env_dataset.py), or set env.val_episodes=0 and validate on single states (env.val_size)."
-        )
-    player = environment.clone()
-    dataset.check_sizes(map(partial(first_state, player), episode_seeds(config.env)[:64]), "validation episodes")
-    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
-
-
-def first_state(environment: Any, seed: int) -> Any:
-    environment.reset(seed)
-    return environment.state

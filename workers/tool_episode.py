@@ -1,11 +1,10 @@
 """Rows of data as episodes: the policy calls tools, and talks to a simulated user."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
-
-import asyncio
 
 from configs.schema import MultiTurnConfig
 from data.interactions import BaseInteraction, interaction_of, load_interactions

@@ -53,5 +53,7 @@ def seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The conversation from the other side: the policy's answers are a user's to the model that plays the user."""
     sides = {"user": "assistant", "assistant": "user"}
     return [
-        {"role": sides[message["role"]], "content": message["content"]} for message in messages if message["role"] in sides
+        {"role": sides[message["role"]], "content": message["content"]}
+        for message in messages
+        if message["role"] in sides
     ]

@@ -31,7 +31,9 @@ class ScriptedInteraction(BaseInteraction):
         settings = self.config | kwargs
         script, until = settings.get("script") or [], settings.get("until")
         if not isinstance(script, list) or not all(isinstance(line, str) for line in script):
-            raise ValueError(f"interaction_kwargs.script is {script!r}; it must be a list of what the user says in turn.")
+            raise ValueError(
+                f"interaction_kwargs.script is {script!r}; it must be a list of what the user says in turn."
+            )
         if until is not None and re.search(until, last_answer(messages)):
             return True, "", 1.0, {}
         said = self.said[instance_id]

@@ -49,7 +49,7 @@ class Search(BaseTool):
     """The documents that fit a query best.
 
     `config.corpus` names a .jsonl, .json or .parquet file with a row for each document: its text in the column
-    `config.text_key` (text), and, if there is one, its title in `config.title_key` (title). `config.top_k` (3) documents
+    `config.text_key` (text), and, if there is one, its title in `config.title_key` (title). `config.top_k` (3) of them
     are shown.
 
     Raises:

@@ -85,7 +85,9 @@ class Toolbox:
     async def finish(self) -> dict[str, float]:
         """What the whole episode earned, by name of the tools that were called."""
         return {
-            name: float(await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward"))))
+            name: float(
+                await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward")))
+            )
             for name, instance in self.instances.items()
         }
 
