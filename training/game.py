@@ -1,6 +1,6 @@
 """What episodes of an environment are played with: the environment, what the policy is shown, what its answers mean."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,10 +97,13 @@ def build_environment(config: Config) -> Any | None:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
 
-def data_settings(config: Config) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set."""
-    seed = config.data.seed
-    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
+def data_settings(config: Config, tools: Sequence[dict[str, Any]] = ()) -> DataConfig:
+    """The data section with its seed, which is derived from trainer.seed unless it is set, and with the schemas of
+    `tools`, for the chat template to describe in every prompt."""
+    seed, data = config.data.seed, config.data
+    template = ({"tools": list(tools)} if tools else {}) | data.apply_chat_template_kwargs
+    seed = derive_seed(config.trainer.seed, "data") if seed is None else seed
+    return replace(data, seed=seed, apply_chat_template_kwargs=template)
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
