@@ -21,7 +21,7 @@ from data.protocol import DataProto
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
-from training.game import Game, begin_episodes
+from training.game import ENVIRONMENT, Game, begin_episodes
 from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout
@@ -83,7 +83,7 @@ def starts(game: Game, seeds: list[int]) -> DataProto:
         "extra_info": [{"state": state} for state in states],
         "uid": [str(seed) for seed in seeds],
     }
-    return begin_episodes(DataProto.from_single_dict(rows))
+    return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
 
 
 def counting(*overrides: str, tokenizer: Any = TOKENIZER, max_turns: int = 8) -> tuple[Any, Game]:

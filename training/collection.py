@@ -9,7 +9,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
-from training.game import begin_episodes
+from training.game import begun
 from training.metric_utils import timer
 from training.reward import RewardManager, add_scores, reward_metrics
 from training.roles import Rollout, SamplingParams
@@ -83,4 +83,4 @@ class Collector:
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        return begin_episodes(prompts) if self.config.env.mode == "episode" else prompts
+        return begun(prompts, self.config)
