@@ -30,14 +30,18 @@ END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`."""
+    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`.
+
+    `episode`: whose next turn may follow this one, by a prompt that begins with this one's and its response. An engine
+    may keep what it has computed until then, or `forget` is called.
+    """
 
     id: int
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
-    episode: int | None = None  # whose next turn may follow, with a prompt that begins with this one and its response
+    episode: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,9 @@ class Rollout:
         """Drops requests, waiting or running; nothing comes back of them, and unknown ids are ignored."""
         for request_id in ids:
             self.waiting.pop(request_id, None)
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        """These episodes are over: drops what the engine keeps for their next turns, if it keeps anything."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
