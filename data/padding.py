@@ -19,7 +19,7 @@ from data.protocol import DataProto, object_array
 class Sample:
     """One training row: a prompt, and everything that came after it, from an answer or a whole episode.
 
-    The lists from `token_ids` to `rewards` have one entry a token of the response; `extend` alone makes them longer.
+    The lists from `token_ids` to `turns` have one entry a token of the response; `extend` alone makes them longer.
     """
 
     prompt_ids: list[int]
@@ -28,16 +28,22 @@ class Sample:
     log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, as drawn; 0 for the others
     weight_versions: list[int] = field(default_factory=list)  # of the weights that a token was sampled from
     rewards: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # of an episode, from 0; an observation is of the turn it follows
     end_reason: str | None = None
     extras: dict[str, Any] = field(default_factory=dict)  # further columns of the row
 
     def __post_init__(self) -> None:
-        lists = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards")
+        lists = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
         lengths = {name: len(vars(self)[name]) for name in lists}
         assert len(set(lengths.values())) == 1, f"the lists of a sample have one entry a token each, not {lengths}"
 
     def extend(
-        self, token_ids: Sequence[int], log_probs: Sequence[float] | None, policy: bool, weight_version: int = 0
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float] | None,
+        policy: bool,
+        weight_version: int = 0,
+        turn: int = 0,
     ) -> None:
         """Appends tokens, with rewards of 0; `log_probs` None: nobody sampled them."""
         count = len(token_ids)
@@ -48,6 +54,12 @@ class Sample:
         self.log_probs += log_probs
         self.weight_versions += [weight_version] * count
         self.rewards += [0.0] * count
+        self.turns += [turn] * count
+
+    def fail(self, end_reason: str) -> None:
+        """Has nothing learnt from it: its tokens stay to be looked at, as nobody's, and earn nothing."""
+        self.policy_mask, self.rewards = [0] * len(self.token_ids), [0.0] * len(self.token_ids)
+        self.end_reason = end_reason
 
 
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
@@ -84,6 +96,17 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
     return DataProto.from_dict(
         columns, {**objects, "end_reason": object_array([sample.end_reason for sample in samples])}
     )
+
+
+def collate_turns(samples: Sequence[Sample], width: int) -> dict[str, Tensor]:
+    """Columns of episodes beside those of `collate`, [B, R]: turn_ids int64 and token_level_scores float32, which holds
+    the rewards; R is `width`."""
+    lengths = torch.tensor([len(sample.token_ids) for sample in samples])
+    places = torch.arange(width) < lengths[:, None]
+    return {
+        "turn_ids": filled(places, [sample.turns for sample in samples], 0),
+        "token_level_scores": filled(places, [sample.rewards for sample in samples], 0.0),
+    }
 
 
 def filled(places: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
