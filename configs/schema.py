@@ -92,7 +92,22 @@ class EnvConfig(Frozen):
         "make_env", "Factory in that file: name(env_id, seed=…, max_turns=…, exclude_seeds=…, **kwargs)."
     )
     kwargs: dict[str, Any] = setting({}, "Passed on to the factory (and, by ours, to gymnasium).")
-    train_size: int = setting(10_000, "States an epoch draws from the environment.", ge=1)
+    mode: str = setting(
+        "step", "What a training prompt is: one state, answered once, or the start of a whole episode.",
+        choices=("step", "episode"),
+    )  # fmt: skip
+    history: str = setting(
+        "transcript",
+        "How an episode's turns are shown and learnt: all in one row, or each in a row and a prompt of its own.",
+        choices=("transcript", "turns"),
+    )
+    timeout: float | None = setting(
+        60.0, "Seconds that a reset or a step may take before its episode is given up; null: any.", gt=0
+    )
+    max_failed_fraction: float = setting(
+        0.5, "The run ends when more of a step's episodes than this share have failed.", ge=0, le=1
+    )
+    train_size: int = setting(10_000, "States (or starts of episodes) an epoch draws from the environment.", ge=1)
     val_size: int = setting(0, "States of the validation set (one answer each); 0: none.", ge=0)
     val_episodes: int = setting(0, "Whole episodes played at validation; 0: none.", ge=0)
     val_seed: int = setting(1_000_000, "Reset seed of the first validation episode; the others count up from it.", ge=0)
@@ -227,6 +242,13 @@ class SamplingConfig(Frozen):
 
 
 @dataclass
+class MultiTurnConfig(Frozen):
+    max_tokens_per_turn: int | None = setting(
+        None, "Most tokens of an answer in an episode; null: what is left of response_length.", ge=1
+    )
+
+
+@dataclass
 class RolloutConfig(Frozen):
     name: str = setting(
         "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
@@ -269,6 +291,7 @@ class RolloutConfig(Frozen):
         II("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), "Tokens a log-prob pass may hold.", ge=1
     )
     val_kwargs: SamplingConfig = group(SamplingConfig, "Sampling at validation, spelt out; nothing is inherited.")
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Episodes: several answers, each followed by what it led to.")
 
 
 @dataclass

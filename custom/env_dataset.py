@@ -85,6 +85,10 @@ class CustomEnvDataset(RLHFDataset):
         """The text that shows `state` to the policy."""
         return self.environment.state_to_text(state)
 
+    def turn_messages(self, state: EnvState) -> list[dict[str, Any]]:
+        """The messages that show `state` to the policy after an action, where it has all before it in view."""
+        return [{"role": "user", "content": state.text}]
+
     def expected_answer(self, state: EnvState) -> str | None:
         """The answer of an optimal player, where the environment can tell."""
         action = self.environment.get_action(state)

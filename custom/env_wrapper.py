@@ -113,6 +113,7 @@ def make_env(
     invalid_reward: float | None = None,
     success: SuccessConfig | Mapping[str, Any] | None = None,
     max_walk: int | None = None,
+    from_start: bool | None = None,
     **env_kwargs: Any,
 ) -> "TextEnv":
     """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
@@ -140,6 +141,7 @@ def make_env(
         "invalid_reward": invalid_reward,
         "success": success,
         "max_walk": max_walk,
+        "from_start": from_start,
     }
     settings |= {name: value for name, value in given.items() if value is not None}
     environment = TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)

@@ -114,6 +114,7 @@ class TextEnv:
     invalid_reward: float | None = None  # for an answer without a legal action; default: the worst of a legal one, or 0
     success: SuccessConfig | Mapping[str, Any] | None = None  # which episodes succeed; default: as info["success"] says
     max_walk: int = 20  # most random moves from a reset to a training state
+    from_start: bool = False  # training states are those in which episodes start, to be played from there
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
@@ -231,9 +232,12 @@ class TextEnv:
         """The i-th training state, fixed by (seed, i) and never terminal; with a `reset_seed`, of that seed's map.
 
         Where a transition table is deterministic: uniform among the states within reach of the reset in which some
-        action is better than another, by a shortest way there. Elsewhere: the end of a random walk.
+        action is better than another, by a shortest way there. Elsewhere: the end of a random walk. With `from_start`:
+        the start.
         """
         seed = self.train_seed(i) if reset_seed is None else reset_seed
+        if self.from_start:
+            return self.start_state(seed)
         env = self._world(self.layout(seed))
         return self._play(env, seed, self._plan(env, seed, np.random.default_rng((self.seed, i, 1))))
 

@@ -6,9 +6,7 @@ the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images
 """
 
 import logging
-import reprlib
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
+from data.chat import Prompt, encode_prompt, parse_prompt
 from data.import_utils import arguments_taken, load_extern_object
 from data.rows import Origin, Row, own_names, read_rows, with_labels
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | list[dict[str, Any]]
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
 
 
@@ -39,56 +37,6 @@ class OverlongPrompt(ValueError):
             "drop such prompts by data.filter_overlong_prompts=true, or cut them by data.truncation=left."
         )
         self.origin, self.length = origin, length
-
-
-def parse_prompt(value: Any) -> Prompt:
-    """A prompt column's value as a string, or as plain chat messages without the nulls parquet puts for absent keys.
-
-    Raises:
-        ValueError: it is neither a string nor a non-empty list of messages with a role and a content.
-    """
-    if isinstance(value, np.ndarray):  # what pandas makes of a list in a parquet file
-        value = value.tolist()
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"the prompt is {reprlib.repr(value)}; it must be a string or a list of chat messages.")
-    for message in value:
-        match message:
-            case {"role": str(), "content": str() | list()} | {"role": str(), "tool_calls": list()}:
-                pass
-            case _:
-                found = reprlib.repr(message)
-                raise ValueError(f"the prompt holds {found}; a chat message needs a 'role' and a 'content'.")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
-
-
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> list[int]:
-    """Token ids of a prompt, up to where the answer starts.
-
-    Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
-    `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
-    """
-    if isinstance(prompt, list) and tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
-    if isinstance(prompt, list):
-        prompt = _plain_chat(prompt)
-    return tokenizer(prompt)["input_ids"]
-
-
-def _plain_chat(messages: list[dict[str, Any]]) -> str:
-    _warn_of_plain_chat()
-    if not all(isinstance(message.get("content"), str) for message in messages):
-        raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
-    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
-
-
-@cache
-def _warn_of_plain_chat() -> None:
-    logger.warning(
-        "the tokenizer has no chat template: messages are written as 'role: content' lines. "
-        "Set actor_rollout_ref.model.custom_chat_template for another format, or give prompts as plain strings."
-    )
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

@@ -23,7 +23,8 @@ RUN_COLUMNS = frozenset((
     "uid", "dataset_position", "prompts", "responses", "ground_truths", "input_ids", "attention_mask", "position_ids",
     "response_mask", "rollout_log_probs", "end_reason", "token_level_scores", "token_level_rewards", "old_log_probs",
     "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
-    "rollout_is_weights", "drawn_row",
+    "rollout_is_weights", "drawn_row", "turn_ids", "episode", "episode_return", "success", "invalid_actions", "failure",
+    "__num_turns__", "tool_call_counts",
 ))  # fmt: skip
 
 

@@ -146,7 +146,8 @@ def episode_batch(
         parts: list[Sample] = []
         for place, turn in enumerate(episode or [Turn(1)]):
             if not parts or history == "turns":
-                parts.append(Sample([5, 6, 7], extras=extras, end_reason="terminated"))
+                end_reason = "terminated" if episode else "timeout"
+                parts.append(Sample([5, 6, 7], extras=extras, end_reason=end_reason))
                 rows.append([])
             length = turn.said + turn.told
             parts[-1].extend([10 + place] * turn.said, [-0.5] * turn.said, True, turn=place)
@@ -154,7 +155,7 @@ def episode_batch(
             parts[-1].extend([50 + place] * turn.told, None, False, turn=place)
             rows[-1] += torch.rand(length, len(names), generator=generator).tolist()
         if not episode:
-            parts[-1].fail("timeout")
+            parts[-1].fail()
         samples += parts
     width = max(len(sample.token_ids) for sample in samples)
     batch = collate(samples, 4, width, pad_token_id=0)

@@ -44,6 +44,8 @@ EXEMPT = {
         "custom/text_env.py": "names the state in which a user's environment raised",
         "data/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
+        "workers/deadlines.py": "hands on to whoever waits what the user's code raised in a thread",
+        "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
     },
     "print": {
         "configs/errors.py": "says on stderr why the run ended",

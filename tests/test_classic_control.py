@@ -15,11 +15,10 @@ from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import ENVIRONMENTS, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
-from data.protocol import DataProto
-from tests.batches import padded
+from tests.engines import Playing, Scripted
 from tests.runs import compose, learning_metrics, short_run
-from training.roles import SamplingParams
-from training.validation import Game, Validator
+from training.game import Game
+from training.validation import Validator
 
 TOKENIZER = build_tokenizer()
 SEEDS = range(1000, 1003)
@@ -84,18 +83,6 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ENVIRONMENTS, env_id, functions)
 
 
-class Player:
-    """A rollout whose answers are a function of the prompt's text."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        texts = [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in prompts.raw_prompt_ids]
-        answers = [[*TOKENIZER.encode(self.answer(text)), TOKENIZER.eos_token_id] for text in texts]
-        return prompts.union(padded([*prompts.raw_prompt_ids], answers, 64, 4, TOKENIZER.pad_token_id))
-
-
 def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     config = compose(
         "data.max_prompt_length=64", f"env.val_seed={SEEDS.start}", f"env.val_episodes={len(SEEDS)}",
@@ -104,7 +91,9 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     environment = make_env(env_id, **settings)
     dataset = CustomEnvDataset(environment, TOKENIZER, config.data, size=4)
     manager = CustomRewardManager(environment)
-    return Validator(config, TOKENIZER, Player(answer), manager, None, Game(environment, dataset, manager)).run(0)
+    game = Game(environment, dataset, manager)
+    playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
+    return Validator(config, TOKENIZER, playing, manager, None, game).run(0)
 
 
 def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:

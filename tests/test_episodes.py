@@ -1,7 +1,5 @@
 """Episodes of several rows: every estimator and every statistic counts them once, as if each were one row."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -92,12 +90,11 @@ def test_rows_without_the_column_are_an_episode_each():
     assert episodes.cut(column) is column
 
 
-def test_draws_that_number_their_episodes_alike_do_not_mix():
-    one = episode_batch([[[Turn(1), Turn(1)]]], "turns")
-    other = copy.deepcopy(one)
-    other.non_tensor_batch["uid"][:] = "another"
-    episodes = Episodes(DataProto.concat([one, other]))
-    assert episodes.of_row.tolist() == [0, 0, 1, 1] and episodes.last_row.tolist() == [1, 3]
+def test_rows_of_an_episode_need_not_be_neighbours():
+    batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
+    episodes = Episodes(batch)
+    assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
+    assert episodes.joined().batch["responses"].tolist() == [[10, 11], [10, 0]]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -68,7 +68,7 @@ def test_columns_equal_those_written_token_by_token(rows: list[Sample], left: in
 
 @given(samples(), st.integers(0, 3))
 def test_a_sample_has_one_entry_a_token_and_refuses_more_or_fewer(sample: Sample, count: int):
-    lists = [sample.policy_mask, sample.log_probs, sample.weight_versions, sample.rewards]
+    lists = [sample.policy_mask, sample.log_probs, sample.weight_versions, sample.rewards, sample.turns]
     assert {len(entries) for entries in lists} == {len(sample.token_ids)}
     before = [*sample.token_ids]
     with pytest.raises(AssertionError, match=f"{count} tokens with {count + 1} log-probs"):
@@ -82,7 +82,7 @@ def test_a_sample_by_hand():
     sample = Sample([1, 2])
     sample.extend([5, 6], [-0.5, -0.25], policy=True, weight_version=3)
     sample.extend([7], None, policy=False, weight_version=4)
-    assert sample == Sample([1, 2], [5, 6, 7], [1, 1, 0], [-0.5, -0.25, 0.0], [3, 3, 4], [0.0, 0.0, 0.0])
+    assert sample == Sample([1, 2], [5, 6, 7], [1, 1, 0], [-0.5, -0.25, 0.0], [3, 3, 4], [0.0, 0.0, 0.0], [0, 0, 0])
 
 
 def test_what_does_not_fit_or_has_other_extras_is_refused():

@@ -13,16 +13,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from configs.schema import DataConfig, DatasetClassConfig
-from data import rl_dataset
-from data.rl_dataset import (
-    RLHFDataset,
-    collate_fn,
-    create_rl_dataset,
-    encode_prompt,
-    get_dataset_class,
-    parse_prompt,
-    truncate,
-)
+from data import chat, rl_dataset
+from data.chat import encode_prompt, parse_prompt
+from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler, overlong_rows, row_maker
 
@@ -54,7 +47,7 @@ def tokenizer():
 @pytest.fixture
 def untemplated(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    rl_dataset._warn_of_plain_chat.cache_clear()
+    chat._warn_of_plain_chat.cache_clear()
     return tokenizer
 
 

@@ -322,7 +322,7 @@ class Fragile(Rollout):
 def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, EnginePump(engine, nullcontext), 100, 16, 8)
+    served = Served("tiny", tokenizer, EnginePump(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url:
         for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
             with pytest.raises(urllib.error.HTTPError) as refused:

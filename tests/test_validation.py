@@ -1,6 +1,7 @@
 """Validation: several answers a row scored by the user's function, and whole episodes in the real environment."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from tests import engines
 from tests.batches import padded
+from tests.engines import Playing
 from tests.runs import compose
+from training.game import Game
 from training.reports import validation_summary
 from training.reward import load_reward_manager
 from training.roles import SamplingParams
-from training.validation import Game, Validator, spread
+from training.validation import Validator, spread
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}
@@ -74,7 +78,7 @@ def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("
 
 def on_episodes(
     folder: Path,
-    rollout: Scripted,
+    answer: Callable[[str, int], str],
     *overrides: str,
     dataset_class: type = CustomEnvDataset,
     manager_class: type = CustomRewardManager,
@@ -89,7 +93,9 @@ def on_episodes(
     environment = make_env("FrozenLake-v1", max_turns=12, **MAPS, **env_kwargs)
     dataset = dataset_class(environment, TOKENIZER, config.data, size=4)
     manager = manager_class(environment)
-    return Validator(config, TOKENIZER, rollout, manager, None, Game(environment, dataset, manager))
+    game = Game(environment, dataset, manager)
+    playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
+    return Validator(config, TOKENIZER, playing, manager, None, game)
 
 
 def dumped(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -154,7 +160,7 @@ def optimal_answers() -> dict[str, str]:
 
 def test_an_optimal_player_wins_every_episode(tmp_path):
     answers = optimal_answers()
-    metrics = on_episodes(tmp_path, Scripted(lambda text, times: answers[text]), "trainer.log_val_generations=0").run(0)
+    metrics = on_episodes(tmp_path, lambda text, times: answers[text], "trainer.log_val_generations=0").run(0)
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
     assert metrics["val-aux/FrozenLake-v1/return/mean@1"] == 1.0
     assert metrics["val-aux/num_turns/min"] >= 6  # from corner to corner
@@ -164,19 +170,22 @@ def test_an_optimal_player_wins_every_episode(tmp_path):
 
 
 def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
-    rollout = Scripted(lambda text, times: "L")  # from the corner: stays where it is
-    metrics = on_episodes(tmp_path, rollout, "trainer.log_val_generations=0").run(0)
+    stays = lambda text, times: "L"  # noqa: E731  (from the corner, it stays where it is)
+    metrics = on_episodes(tmp_path, stays, "trainer.log_val_generations=0").run(0)
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 0.0
     assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
     assert {episode["end_reason"] for episode in dumped(tmp_path, 0)} == {"max_turns"}
     assert [len(episode["turns"]) for episode in dumped(tmp_path, 0)] == [12] * 6
-    assert len(rollout.calls) == 12, "one generation batch a turn, whatever the number of episodes"
 
 
 def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path):
     answers = optimal_answers()
-    rollout = Scripted(lambda text, times: answers[text] if times > 5 else "?")  # 6 episodes share no first state twice
-    validator = on_episodes(tmp_path, rollout, "trainer.log_val_generations=0", "env.val_episodes=1")
+    validator = on_episodes(
+        tmp_path,
+        lambda text, times: answers[text] if times > 5 else "?",
+        "trainer.log_val_generations=0",
+        "env.val_episodes=1",
+    )
     validator.run(0)
     [episode] = dumped(tmp_path, 0)
     assert [turn["response"] for turn in episode["turns"][:7]] == ["?"] * 6 + [answers[episode["input"]]]
@@ -184,7 +193,7 @@ def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path
 
 
 def test_printed_samples_are_a_short_transcript_and_the_turns_stay_in_the_dump(tmp_path, capsys):
-    on_episodes(tmp_path, Scripted(lambda text, times: "L"), "trainer.log_val_generations=2").run(4)
+    on_episodes(tmp_path, lambda text, times: "L", "trainer.log_val_generations=2").run(4)
     printed = capsys.readouterr().out
     assert "validation episodes at step 4 · 1 of 2" in printed and "2 of 2" in printed
     for text in ("P", "L · L · L", "max_turns", "return", "success"):
@@ -243,13 +252,12 @@ def test_episodes_show_the_users_prompt_and_read_answers_by_the_users_parser(tmp
     compass = dict(zip("LDRU", "WSEN", strict=True))
     answers = {f"Be quick.? {text}": compass[answer] for text, answer in optimal_answers().items()}
     parts = {"dataset_class": AskingDataset, "manager_class": CompassManager}
-    rollout = Scripted(lambda text, times: answers[text])
     overrides = ["trainer.log_val_generations=0", "data.max_prompt_length=40"]
-    metrics = on_episodes(tmp_path, rollout, *overrides, **parts).run(0)
+    metrics = on_episodes(tmp_path, lambda text, times: answers[text], *overrides, **parts).run(0)
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
     assert all(turn["prompt"].startswith("Be quick.? ") for turn in dumped(tmp_path, 0)[0]["turns"])
-    rollout = Scripted(lambda text, times: "R")  # a move to the environment, and none to this manager
-    on_episodes(tmp_path, rollout, *overrides, **parts).run(1)
+    # a move to the environment, and none to this manager
+    on_episodes(tmp_path, lambda text, times: "R", *overrides, **parts).run(1)
     assert len({turn["prompt"] for turn in dumped(tmp_path, 1)[0]["turns"]}) == 1
 
 
@@ -259,11 +267,12 @@ def growing_text(env: Any, cell: int) -> str:
 
 def lengths_of_prompts(folder: Path, *overrides: str) -> list[tuple[list[int], str]]:
     """(characters of each prompt, end reason) of the episodes of a lake whose text grows from 10 to 25 characters."""
-    rollout, text = Scripted(lambda text, times: "R" if times % 2 else "D"), {"observation_to_text": growing_text}
+    text = {"observation_to_text": growing_text}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENVIRONMENTS, "FrozenLake-v1", {**ENVIRONMENTS["FrozenLake-v1"], **text})
         settings = ("trainer.log_val_generations=0", "env.val_episodes=1", "data.max_prompt_length=17")
-        on_episodes(folder, rollout, *settings, *overrides, dataset_class=Unmeasured).run(0)
+        right_or_down = lambda text, times: "R" if times % 2 else "D"  # noqa: E731
+        on_episodes(folder, right_or_down, *settings, *overrides, dataset_class=Unmeasured).run(0)
     [episode] = dumped(folder, 0)
     return [len(turn["prompt"]) for turn in episode["turns"]], episode["end_reason"]
 
@@ -282,12 +291,11 @@ def test_a_prompt_that_outgrows_the_limit_ends_the_episode_or_is_cut_or_refused_
     whole = "data.filter_overlong_prompts=false"
     cut, end = lengths_of_prompts(tmp_path, whole, "data.truncation=left")
     assert end != "context_full" and len(cut) > len(fitting) and max(cut) <= 16
-    with pytest.raises(ValueError, match=r"reset\(seed=1000\) and 2 actions: .*max_prompt_length=17: raise"):
+    with pytest.raises(RuntimeError, match=r"reset\(seed=1000\) and 2 actions: .*max_prompt_length=17: raise"):
         lengths_of_prompts(tmp_path, whole)
 
 
-def test_an_episode_that_cannot_be_shown_at_all_has_no_turns(tmp_path):
+def test_episodes_of_which_none_can_be_shown_are_refused(tmp_path):
     overrides = ["trainer.log_val_generations=2", "data.max_prompt_length=8"]
-    metrics = on_episodes(tmp_path, Scripted(None), *overrides, dataset_class=Unmeasured).run(0)
-    assert metrics["val-core/FrozenLake-v1/return/mean@1"] == 0.0 and metrics["val-aux/num_turns/max"] == 0
-    assert {episode["end_reason"] for episode in dumped(tmp_path, 0)} == {"context_full"}
+    with pytest.raises(ValueError, match=r"none of 6 validation episodes can be shown.*max_prompt_length\. Raise it"):
+        on_episodes(tmp_path, lambda text, times: "L", *overrides, dataset_class=Unmeasured).run(0)

@@ -11,6 +11,7 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
 from training.episodes import greedy_scores
+from training.game import begin_episodes
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, add_scores, reward_metrics
@@ -84,4 +85,5 @@ class Collector:
         """The next prompts of the data, each under a uid of its own."""
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
-        return prompts.union(DataProto.from_single_dict({"uid": uids}))
+        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+        return begin_episodes(prompts) if self.config.env.mode == "episode" else prompts

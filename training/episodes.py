@@ -5,6 +5,7 @@ numbers of their rows (pure functions of a batch).
 """
 
 from collections import defaultdict
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 
 class Episodes:
-    """Which rows of a batch are one episode: those of one uid with the same `episode`; without that column, each row.
+    """Which rows of a batch are one episode: those with the same name in the column episode; without it, each row.
 
     Rows of an episode stand in the order of its turns, whatever stands between them.
 
@@ -28,9 +29,9 @@ class Episodes:
 
     def __init__(self, batch: DataProto) -> None:
         rows = range(len(batch))
-        keys = zip(batch.uid, batch.episode, strict=True) if "episode" in batch else rows
-        numbers: dict = {}
-        of_row = [numbers.setdefault(key, len(numbers)) for key in keys]
+        numbers: dict[Hashable, int] = {}
+        names = batch.episode if "episode" in batch else rows
+        of_row = [numbers.setdefault(name, len(numbers)) for name in names]
         last_row = dict(zip(of_row, rows, strict=True))  # of equal keys the last counts, at the place of the first
         self.batch = batch
         self.count = len(numbers)

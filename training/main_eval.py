@@ -26,10 +26,10 @@ from rich.table import Table
 from configs.errors import refusals
 from configs.loader import load_config, parse_arguments
 from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
+from data.chat import parse_prompt
 from data.files import replacing
 from data.import_utils import load_extern_object
 from data.protocol import DataProto, object_array
-from data.rl_dataset import parse_prompt
 from data.rows import Origin, Row, read_rows, with_labels
 from data.unknown_characters import prompt_text
 from training.reward import FunctionReward, RewardManager, view_scores

@@ -27,8 +27,9 @@ from configs.errors import late_refusals, refusals
 from configs.loader import load_config, parse_arguments
 from configs.schema import DataConfig
 from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
+from data.chat import Prompt, encode_prompt
 from data.protocol import DataProto, object_array
-from data.rl_dataset import Prompt, RLHFDataset, encode_prompt
+from data.rl_dataset import RLHFDataset
 from data.rows import Row
 from data.tokenizer import load_tokenizer
 from data.unfinished_table import unfinished_table

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import json
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -73,7 +74,7 @@ def load_served(config: ServerConfig) -> Served:
     return Served(
         name=served_name(config),
         tokenizer=tokenizer,
-        pump=EnginePump(standalone.engine, standalone.precision),
+        pump=EnginePump(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
         vocab_size=standalone.vocab_size,
         context=rollout.prompt_length + rollout.response_length,
         max_tokens=rollout.response_length,

@@ -1,7 +1,6 @@
 """Everything a run needs beside its workers: built, and checked, before any model is loaded."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig, SuccessConfig
-from data.import_utils import load_extern_object, load_modules, takes
+from configs.schema import Config
+from data.import_utils import load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
-from data.rl_dataset import create_rl_dataset, get_dataset_class
+from data.rl_dataset import create_rl_dataset
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
-from data.seeding import derive_seed, seed_everything
+from data.seeding import seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
@@ -25,10 +24,10 @@ from training.core_algos import (
     register_adv_est,
     register_policy_loss,
 )
+from training.game import Game, build_environment, build_game, data_settings, env_dataset
 from training.policy_loss import check_loss_signature
 from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
 from training.tracking import check_loggers
-from training.validation import ActionReader, Game, StateDataset, episode_seeds
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 
@@ -69,10 +68,15 @@ def prepare(config: Config) -> Parts:
         reward=reward,
         train_loader=train_loader,
         val_loader=val_loader,
-        game=build_game(config, environment, train_loader.dataset, reward),
+        game=build_game(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
         can_validate=has_validation(config),
         total_steps=total_steps,
     )
+
+
+def plays_episodes(config: Config) -> bool:
+    """Whether whole episodes of an environment are played, in training or in validation."""
+    return config.env.id is not None and (config.env.mode == "episode" or config.env.val_episodes > 0)
 
 
 def check_warmup(config: Config, total_steps: int) -> None:
@@ -201,29 +205,6 @@ def check_loss(config: Config, key: str) -> None:
     check_loss_signature(get_policy_loss_fn(mode), f"{key}={mode}", others)
 
 
-def build_environment(config: Config) -> Any | None:
-    settings = config.env
-    if settings.id is None:
-        return None
-    factory = load_extern_object(settings.path, settings.name)
-    seed = derive_seed(config.trainer.seed, "environment")
-    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
-    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
-        given["max_walk"] = settings.max_walk
-    if settings.success != SuccessConfig():
-        given["success"] = settings.success
-    try:
-        return factory(settings.id, **given, **settings.kwargs)
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
-
-
-def data_settings(config: Config) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set."""
-    seed = config.data.seed
-    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
-
-
 def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
     data, left_out = data_settings(config), frozenset()
     if environment is None:
@@ -233,15 +214,6 @@ def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, envir
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
     sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
     return PromptLoader(dataset, data.train_batch_size, sampler, make_row=make_row, left_out=left_out)
-
-
-def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
-    """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
-    if data.custom_cls.path is None:
-        found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
-    else:
-        found = get_dataset_class(data)
-    return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
 def build_val_loader(
@@ -264,27 +236,3 @@ def build_val_loader(
         drop_last=False,
         left_out=left_out,
     )
-
-
-def build_game(config: Config, environment: Any | None, dataset: Any, reward: RewardManager) -> Game | None:
-    """What validation episodes are played with: the training's dataset and, if it reads actions, its reward manager.
-
-    Raises:
-        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
-    """
-    if environment is None or not config.env.val_episodes:
-        return None
-    if not isinstance(dataset, StateDataset):
-        raise ConfigError(
-            f"env.val_episodes={config.env.val_episodes}: data.custom_cls.name={config.data.custom_cls.name} has no "
-            "encode_state(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
-            "(custom/env_dataset.py), or set env.val_episodes=0 and validate on single states (env.val_size)."
-        )
-    player = environment.clone()
-    dataset.check_sizes(map(partial(first_state, player), episode_seeds(config.env)[:64]), "validation episodes")
-    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
-
-
-def first_state(environment: Any, seed: int) -> Any:
-    environment.reset(seed)
-    return environment.state

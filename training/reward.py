@@ -70,9 +70,14 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
 def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """`batch` with token_level_scores and, named in meta_info["reward_extra_keys"], what the reward returned beside.
 
+    Episodes of an environment bring their scores.
+
     Raises:
         as `compute_reward`.
     """
+    if "token_level_scores" in batch and "turn_ids" in batch:
+        batch.meta_info["reward_extra_keys"] = []
+        return batch
     batch.batch["token_level_scores"], extra = compute_reward(batch, manager, tokenizer)
     batch.non_tensor_batch.update(extra)
     batch.meta_info["reward_extra_keys"] = sorted(extra)

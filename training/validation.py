@@ -1,18 +1,18 @@
 """Measuring the policy: answers to held-out prompts, and whole episodes in the real environment."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config, EnvConfig
+from configs.schema import Config
 from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
+from training.game import Game, begin_episodes, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import message_fields, print_samples, transcript
 from training.reward import RewardManager, add_scores, reward_view
@@ -20,68 +20,6 @@ from training.roles import Rollout, SamplingParams
 
 Metrics = dict[str, float]
 Row = dict[str, Any]
-
-
-@runtime_checkable
-class ActionReader(Protocol):
-    """Reads the action out of an answer: a reward manager of an environment, or the environment itself."""
-
-    def extract_action(self, text: str) -> Any | None:
-        """The action; None if `text` names none that is legal."""
-
-
-class Environment(ActionReader, Protocol):
-    """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
-
-    env_id: str
-    state: Any  # where the running episode is
-
-    def reset(self, seed: int) -> str:
-        """Starts an episode."""
-
-    def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Plays an action: observation, reward, terminated, truncated, info with `success` (None: unknown)."""
-
-    def clone(self) -> "Environment":
-        """An independent environment with the same settings."""
-
-
-@runtime_checkable
-class StateDataset(Protocol):
-    """Shows states to the policy (custom/env_dataset.py: CustomEnvDataset)."""
-
-    def encode_state(self, state: Any) -> list[int] | None:
-        """Token ids of the prompt that shows `state`; None if it is too long to be shown."""
-
-    def check_sizes(self, states: Iterable[Any], what: str) -> None:
-        """Raises ValueError for prompts that are too long and may not be cut."""
-
-
-@dataclass(frozen=True)
-class Game:
-    """What validation episodes are played with: what the policy is shown, and what its answers mean, as in training."""
-
-    environment: Environment
-    dataset: StateDataset
-    reader: ActionReader
-
-
-@dataclass
-class Episode:
-    """One episode: what was said, what it earned, and why it ended."""
-
-    seed: int
-    environment: Environment
-    turns: list[Row] = field(default_factory=list)
-    reward: float = 0.0
-    success: bool | None = None  # None: nobody says
-    end_reason: str | None = None
-
-    def play(self, prompt: str, answer: str, action: Any | None) -> None:
-        _, reward, _, _, info = self.environment.act(action)
-        self.turns.append({"prompt": prompt, "response": answer, "reward": reward})
-        self.reward += reward
-        self.success, self.end_reason = info["success"], info["end_reason"]
 
 
 class Validator:
@@ -148,47 +86,24 @@ class Validator:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
 
         `return` is the sum of an episode's rewards, `acc` whether it was a success. Where nobody says what a success is
-        there is no `acc`; where anyone does, an episode of which nothing was said is none.
+        there is no `acc`; where anyone does, an episode of which nothing was said is none. Those that failed count
+        nowhere.
         """
         if self.game is None:
             return {}, []
-        episodes = self.play([Episode(seed, self.game.environment.clone()) for seed in episode_seeds(self.config.env)])
-        columns = {"return": [episode.reward for episode in episodes]}
-        if any(episode.success is not None for episode in episodes):
-            columns = {"acc": [float(episode.success or False) for episode in episodes], **columns}
-        sources = [self.game.environment.env_id] * len(episodes)
-        turns = [len(episode.turns) for episode in episodes]
-        metrics = process_validation_metrics(sources, [str(episode.seed) for episode in episodes], columns)
-        return flatten_validation_metrics(metrics, num_turns=turns), [episode_row(one, step) for one in episodes]
-
-    def play(self, episodes: list[Episode]) -> list[Episode]:
-        """Plays all episodes side by side, one generation batch a turn, until each has ended.
-
-        One whose prompt is too long to be shown ends there, for context_full.
-        """
-        for episode in episodes:
-            episode.environment.reset(episode.seed)
-        turn = 0
-        while running := [episode for episode in episodes if episode.end_reason is None]:
-            self.play_turn(running, turn)
-            turn += 1
-        return episodes
-
-    def play_turn(self, episodes: list[Episode], turn: int) -> None:
-        """One answer in each of `episodes`."""
-        shown = []
-        for episode in episodes:
-            prompt_ids = self.game.dataset.encode_state(episode.environment.state)
-            if prompt_ids is None:
-                episode.end_reason = "context_full"
-            else:
-                shown.append((episode, prompt_ids))
-        if not shown:
-            return
-        batch = self.generate(DataProto.from_single_dict({"raw_prompt_ids": [ids for _, ids in shown]}), turn)
-        view = reward_view(batch, self.tokenizer)
-        for (episode, _), prompt, answer in zip(shown, view.prompts, view.responses, strict=True):
-            episode.play(prompt, answer, self.game.reader.extract_action(answer))
+        batch = self.generate(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
+        episodes = [batch.select_idxs(rows) for rows in rows_by_episode(batch)]
+        ended = [rows[-1:] for rows in episodes if rows.failure[0] is None]
+        if not ended:
+            raise RuntimeError(f"all {len(episodes)} validation episodes failed, the first by {batch.failure[0]}")
+        ends = DataProto.concat(ended)
+        columns = {"return": list(ends.episode_return)}
+        if any(success is not None for success in ends.success):
+            columns = {"acc": [float(success or False) for success in ends.success], **columns}
+        turns = ends.non_tensor_batch["__num_turns__"]
+        metrics = process_validation_metrics(ends.data_source, ends.uid, columns)
+        rows = [episode_row(one, self.tokenizer, step) for one in episodes]
+        return flatten_validation_metrics(metrics, num_turns=turns), rows
 
     def generate(self, prompts: DataProto, number: int) -> DataProto:
         """Responses as validation samples them; `number` counts the calls of one validation.
@@ -217,23 +132,62 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int)
     return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
 
 
-def episode_seeds(config: EnvConfig) -> range:
-    """The reset seeds of the validation episodes."""
-    return range(config.val_seed, config.val_seed + config.val_episodes)
+def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
+    """The starts of the episodes of these reset seeds, but of those whose prompts are too long to be shown."""
+    states = [game.environment.start_state(seed) for seed in seeds]
+    shown = [(state, ids) for state in states if (ids := game.dataset.encode_state(state)) is not None]
+    if not shown:
+        raise ValueError(
+            f"none of {len(states)} validation episodes can be shown: their prompts are longer than "
+            "data.max_prompt_length. Raise it, or cut them by data.filter_overlong_prompts=false data.truncation=left."
+        )
+    rows = {
+        "raw_prompt_ids": [ids for _, ids in shown],
+        "extra_info": [{"state": state} for state, _ in shown],
+        "data_source": [game.environment.env_id] * len(shown),
+        "uid": [str(state.seed) for state, _ in shown],
+    }
+    return begin_episodes(DataProto.from_single_dict(rows))
 
 
-def episode_row(episode: Episode, step: int) -> Row:
-    """An episode as one readable row; its score is its return."""
+def rows_by_episode(batch: DataProto) -> list[list[int]]:
+    """The rows of each episode, in the order of the episodes."""
+    rows: dict[str, list[int]] = {}
+    for row, episode in enumerate(batch.episode):
+        rows.setdefault(episode, []).append(row)
+    return list(rows.values())
+
+
+def episode_row(rows: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> Row:
+    """The rows of an episode as one readable row; its score is its return."""
+    turns = episode_turns(rows, tokenizer)
     return {
         "step": step,
-        "input": episode.turns[0]["prompt"] if episode.turns else "",
-        "output": " · ".join(turn["response"] for turn in episode.turns),
+        "input": turns[0]["prompt"] if turns else "",
+        "output": " · ".join(turn["response"] for turn in turns),
         "gts": None,
-        "score": episode.reward,
-        "success": episode.success,
-        "end_reason": episode.end_reason,
-        "turns": episode.turns,
+        "score": rows.episode_return[0],
+        "success": rows.success[0],
+        "end_reason": rows.end_reason[0],
+        "failure": rows.failure[0],
+        "turns": turns,
     }
+
+
+def episode_turns(rows: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """What the policy was shown in each turn, what it said, and what that earned, from the rows of an episode."""
+    turns: list[Row] = []
+    columns = ("responses", "attention_mask", "response_mask", "turn_ids", "token_level_scores")
+    for row, shown in enumerate(rows.raw_prompt_ids):
+        responses, attended, policy, turn_ids, scores = (rows.batch[name][row] for name in columns)
+        real = attended[-len(responses) :] == 1
+        for turn in turn_ids[real].unique().tolist():
+            own = real & (turn_ids == turn)
+            said = responses[own & (policy == 1)].tolist()
+            prompt, response = tokenizer.batch_decode([shown, said], skip_special_tokens=True)
+            turns.append({"prompt": prompt, "response": response, "reward": scores[own].sum().item()})
+            shown = responses[own & (policy == 0)].tolist()
+    return turns
 
 
 def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:

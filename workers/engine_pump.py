@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
 
 from training.roles import SamplingParams
 from workers.rollout import Completion, Request, Rollout
@@ -45,25 +47,60 @@ class Step:
     running: dict[int, tuple[list[int], list[float]]]
 
 
+class CallingThread(Executor):
+    """Runs what others submit in the thread that calls `run_until`, one after the other."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future: Future[Any] = Future()
+        self.calls.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def run_until(self, done: Future) -> Any:
+        """The result of `done`; what is submitted meanwhile is run, and what that raises ends the wait."""
+        done.add_done_callback(lambda _: self.calls.put(None))
+        while (call := self.calls.get()) is not None:
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                future.set_result(function())
+        return done.result()
+
+
 class EnginePump:
-    """Steps `engine` in a thread of its own whenever there are requests. For use within one event loop, which keeps all
-    books: the engine is called from that thread alone.
+    """Steps `engine` in one thread whenever there are requests. For use within one event loop, which keeps all books.
 
     Args:
         precision: makes the context that the engine is called in.
+        thread: of one thread, from which alone the engine is called.
     """
 
-    def __init__(self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]]) -> None:
-        self.engine, self.precision = engine, precision
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+    def __init__(
+        self, engine: Rollout, precision: Callable[[], AbstractContextManager[None]], thread: Executor
+    ) -> None:
+        self.engine, self.precision, self.thread = engine, precision, thread
         self.numbers = itertools.count()
         self.clients: dict[int, Client] = {}  # by request id
         self.joining: list[Request] = []
         self.leaving: list[int] = []
+        self.over: list[int] = []  # episodes
         self.pumping: asyncio.Task | None = None
 
+    async def complete(
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int | None = None
+    ) -> Completion:
+        """The response to a prompt, whole.
+
+        Raises:
+            ValueError, EngineError: as `answer`.
+        """
+        async with aclosing(self.answer(prompt_ids, sampling, seed, piecewise=False, episode=episode)) as pieces:
+            [whole] = [piece async for piece in pieces]
+        return Completion(0, whole.token_ids, whole.log_probs, whole.finish_reason, self.engine.weight_version)
+
     async def answer(
-        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool, episode: int | None = None
     ) -> AsyncIterator[Piece]:
         """The response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
 
@@ -71,7 +108,7 @@ class EnginePump:
             ValueError: the engine cannot answer it.
             EngineError: the engine raised.
         """
-        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
+        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise, episode)
         client = self.clients[request.id] = Client(request)
         self.joining.append(request)
         self._wake()
@@ -88,6 +125,11 @@ class EnginePump:
                 self.leaving.append(request.id)
                 self._wake()
 
+    def forget(self, episode: int) -> None:
+        """Tells the engine that this episode is over."""
+        self.over.append(episode)
+        self._wake()
+
     def _wake(self) -> None:
         if self.pumping is None:
             self.pumping = asyncio.get_running_loop().create_task(self._pump())
@@ -95,13 +137,16 @@ class EnginePump:
 
     async def _pump(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.joining or self.leaving or self.clients:
-            joining, leaving, self.joining, self.leaving = self.joining, self.leaving, [], []
+        while self.joining or self.leaving or self.over or self.clients:
+            joining, leaving, over = self.joining, self.leaving, self.over
+            self.joining, self.leaving, self.over = [], [], []
             seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
-            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, seen)
+            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, over, seen)
             self._deliver(step)
 
-    def _step(self, joining: Sequence[Request], leaving: Sequence[int], seen: dict[int, int]) -> Step:
+    def _step(
+        self, joining: Sequence[Request], leaving: Sequence[int], over: Sequence[int], seen: dict[int, int]
+    ) -> Step:
         """In the engine's thread."""
         refused = []
         with self.precision():
@@ -111,6 +156,7 @@ class EnginePump:
                 except ValueError as error:
                     refused.append((request.id, error))
             self.engine.abort(leaving)
+            self.engine.forget(over)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
             return Step(refused, finished, self.engine.tokens_so_far(seen))
 
@@ -134,7 +180,7 @@ class EnginePump:
         if pumping.cancelled():
             return
         if (error := pumping.exception()) is None:
-            if self.joining or self.leaving:  # they came after the last look
+            if self.joining or self.leaving or self.over:  # they came after the last look
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)

@@ -6,9 +6,10 @@ Actor and rollout share a process: the rollout samples from the actor's own weig
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
@@ -16,8 +17,10 @@ from data.import_utils import load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
+from training.game import AGENT_COLUMN, game_of_worker
 from training.mini_batches import first_policy_step
 from training.roles import SamplingParams
+from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
@@ -86,7 +89,7 @@ class ModelWorker:
         config = self.config.actor_rollout_ref.rollout
         with self.policy.autocast():  # an engine may try what it can do, in the precision that it will do it in
             engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
-        rollout = ColocatedRollout(engine, self.policy)
+        rollout = ColocatedRollout(self.config, self.tokenizer, engine, self.policy)
         if engine.own_weights:
             rollout.update_weights(0)
         return rollout
@@ -96,14 +99,24 @@ class ModelWorker:
 class ColocatedRollout:
     """A rollout engine beside the policy in training, whose precision it has, and whose weights or a copy of them."""
 
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
     engine: Rollout
     policy: TrainEngine
 
+    @cached_property
+    def agent_loop(self) -> AgentLoop:
+        game = game_of_worker(self.config, self.tokenizer) if self.config.env.id else None
+        return AgentLoop(self.config, self.tokenizer, self.engine, game)
+
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
-        """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch."""
+        """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch, or the
+        episodes that they begin."""
         with forked_rng(seed), self.policy.autocast():
             self.engine.wake_up()
             try:
+                if AGENT_COLUMN in prompts:
+                    return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
                 return generate_batch(self.engine, prompts, sampling, seed, first_row)
             finally:
                 self.engine.sleep()

@@ -37,6 +37,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
+    episode: int | None = None  # whose next turn may follow, with a prompt that begins with this one and its response
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,9 @@ class Rollout:
         missing = [request.id for request in requests if request.id not in done]
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
         return [done[request.id] for request in requests]
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        """These episodes are over: what was kept for their next turns, where the engine keeps anything, is dropped."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Samples from these weights from now on; whatever was cached under the old ones is dropped.

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from transformers import PreTrainedTokenizerBase
 
-from data.rl_dataset import encode_prompt, parse_prompt
+from data.chat import encode_prompt, parse_prompt
 from data.seeding import derive_seed
 from workers.engine_pump import EngineError, EnginePump
 from workers.openai_bodies import Answer, ChatBody, CompletionBody, Json, Part, error_body

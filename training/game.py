@@ -1,0 +1,149 @@
+"""What episodes of an environment are played with: the environment, what the policy is shown, what its answers mean."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.errors import ConfigError
+from configs.schema import Config, DataConfig, EnvConfig, SuccessConfig
+from data.chat import Message
+from data.import_utils import load_extern_object
+from data.protocol import DataProto
+from data.rl_dataset import get_dataset_class
+from data.seeding import derive_seed
+from training.reward import RewardManager, load_reward_manager
+
+STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
+
+
+AGENT_COLUMN = "agent_name"  # verl's: of rows that begin an episode, who plays it
+ENVIRONMENT = "environment"
+
+
+@runtime_checkable
+class ActionReader(Protocol):
+    """Reads the action out of an answer: a reward manager of an environment, or the environment itself."""
+
+    def extract_action(self, text: str) -> Any | None:
+        """The action; None if `text` names none that is legal."""
+
+
+class Environment(ActionReader, Protocol):
+    """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
+
+    env_id: str
+    state: Any  # where the running episode is
+
+    def reset(self, seed: int, actions: Any = ()) -> str:
+        """Starts an episode, with these actions played already."""
+
+    def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Plays an action: observation, reward, terminated, truncated, info with `success` (None: unknown), `invalid`
+        (actions so far that were not legal) and `end_reason`."""
+
+    def start_state(self, seed: int) -> Any:
+        """The state in which the episode of this reset seed starts."""
+
+    def clone(self) -> "Environment":
+        """An independent environment with the same settings."""
+
+
+@runtime_checkable
+class StateDataset(Protocol):
+    """Shows states to the policy (custom/env_dataset.py: CustomEnvDataset)."""
+
+    def encode_state(self, state: Any) -> list[int] | None:
+        """Token ids of the prompt that shows `state`; None if it is too long to be shown."""
+
+    def turn_messages(self, state: Any) -> list[Message]:
+        """The messages that show `state` to the policy after an action, in a transcript."""
+
+    def check_sizes(self, states: Iterable[Any], what: str) -> None:
+        """Raises ValueError for prompts that are too long and may not be cut."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """An environment, who shows its states to the policy, and who reads the policy's answers, as in training."""
+
+    environment: Environment
+    dataset: StateDataset
+    reader: ActionReader
+
+
+def build_environment(config: Config) -> Any | None:
+    """The environment that env.id names, by its factory; None: there is none.
+
+    Raises:
+        ConfigError: the factory refuses it.
+    """
+    settings = config.env
+    if settings.id is None:
+        return None
+    factory = load_extern_object(settings.path, settings.name)
+    seed = derive_seed(config.trainer.seed, "environment")
+    given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
+    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
+        given["max_walk"] = settings.max_walk
+    if settings.mode == "episode":
+        given["from_start"] = True
+    if settings.success != SuccessConfig():
+        given["success"] = settings.success
+    try:
+        return factory(settings.id, **given, **settings.kwargs)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
+
+
+def data_settings(config: Config) -> DataConfig:
+    """The data section with its seed, which is derived from trainer.seed unless it is set."""
+    seed = config.data.seed
+    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
+
+
+def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
+    """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
+    if data.custom_cls.path is None:
+        found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
+    else:
+        found = get_dataset_class(data)
+    return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
+
+
+def build_game(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> Game:
+    """The game around an environment; the reward manager reads the answers, if it can.
+
+    Raises:
+        ConfigError: the dataset cannot show a state, or prompts of first states are too long.
+    """
+    if not isinstance(dataset, StateDataset):
+        wanted = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
+        raise ConfigError(
+            f"{wanted}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
+            "turn_messages(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
+            "(custom/env_dataset.py), or train on single states (env.mode=step) and validate on them "
+            "(env.val_episodes=0, env.val_size)."
+        )
+    if seeds := episode_seeds(config.env)[:STARTS_CHECKED]:
+        dataset.check_sizes(map(environment.start_state, seeds), "validation episodes")
+    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+
+
+def game_of_worker(config: Config, tokenizer: PreTrainedTokenizerBase) -> Game:
+    """The game that the driver has checked, built anew from the config where episodes are played."""
+    environment = build_environment(config)
+    dataset = env_dataset(data_settings(config), environment, tokenizer, size=1)
+    reward = load_reward_manager(config.reward, tokenizer, environment)
+    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+
+
+def begin_episodes(prompts: DataProto) -> DataProto:
+    """`prompts` as rows that begin an episode of the environment."""
+    return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [ENVIRONMENT] * len(prompts)}))
+
+
+def episode_seeds(config: EnvConfig) -> range:
+    """The reset seeds of the validation episodes."""
+    return range(config.val_seed, config.val_seed + config.val_episodes)

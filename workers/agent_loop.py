@@ -1,0 +1,120 @@
+"""Rollouts of episodes: many at once, each at its own pace, over one engine.
+
+Episodes live in an event loop in a thread of its own, and their environments in further threads; the engine is stepped
+in the thread that asks, where its precision and its random state are set. A turn joins while others are generated, and
+its draws depend on its row and number alone.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import Config
+from data.chat import ChatFormat
+from data.padding import Sample, collate, collate_turns
+from data.protocol import DataProto, object_array
+from data.seeding import derive_seed
+from training.async_reward import loop_in_thread
+from training.game import Game
+from training.roles import SamplingParams
+from workers.engine_pump import CallingThread, EnginePump
+from workers.env_episode import EnvEpisode, Environments
+from workers.episodes import Episode, Limits, Row, play
+from workers.rollout import Completion, Rollout
+
+ATTEMPTS = 2  # at an episode whose other side raises
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy as the episode of row number `row` asks it, by draws of its own."""
+
+    pump: EnginePump
+    sampling: SamplingParams
+    seed: int
+    row: int
+
+    async def answer(self, prompt_ids: list[int], max_tokens: int, turn: int) -> Completion:
+        """At most `max_tokens` tokens behind a prompt that holds all turns before this one."""
+        sampling = replace(self.sampling, max_tokens=max_tokens)
+        seed = derive_seed(self.seed, "row", self.row, "turn", turn)
+        return await self.pump.complete(prompt_ids, sampling, seed, self.row)
+
+
+class AgentLoop:
+    """Plays the episodes that rows begin, over one engine.
+
+    Args:
+        config: the whole run's.
+        engine: of which nothing else is asked meanwhile.
+        game: what episodes of an environment are played with, where there is one.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: Game | None) -> None:
+        self.config, self.engine = config, engine
+        self.chat = ChatFormat(tokenizer, config.data.apply_chat_template_kwargs)
+        self.environments = Environments(game) if game else None
+        rollout = config.actor_rollout_ref.rollout
+        most = rollout.response_length
+        self.limits = Limits(response=most, answer=rollout.multi_turn.max_tokens_per_turn or most)
+
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
+        """The episodes that `prompts` begin: rows with the columns of a rollout and of episodes beside their own.
+
+        An episode is one row, or one for each turn, which are neighbours. Row i draws by `seed` and by `first_row` + i,
+        its place in the whole of which these prompts may be one worker's share.
+        """
+        thread = CallingThread()
+        pump = EnginePump(self.engine, nullcontext, thread)
+        rows = rows_of(prompts)
+        policies = [Policy(pump, sampling, seed, first_row + place) for place in range(len(rows))]
+        with loop_in_thread() as loop:
+            try:
+                episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(rows, policies), loop))
+            finally:
+                self.engine.abort([*pump.clients])
+        names = [f"{seed}-{policy.row}" for policy in policies]
+        return self.columns(prompts, episodes, names)
+
+    async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
+        return await asyncio.gather(*map(self.play_row, rows, policies))
+
+    async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
+        """The rows of an episode, tried again if the other side raised."""
+        for _ in range(ATTEMPTS):
+            episode = self.open(row)
+            try:
+                samples = await play(episode, policy.answer, self.chat, self.limits)
+            finally:
+                policy.pump.forget(policy.row)
+                await episode.close()
+            if samples[0].end_reason != "env_error":
+                break
+        return samples
+
+    def open(self, row: Row) -> Episode:
+        """The episode that a row begins."""
+        settings = self.config.env
+        apart = settings.mode == "step" or settings.history == "turns"
+        return EnvEpisode(row, self.environments, apart, settings.timeout)
+
+    def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
+        """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""
+        samples = [*chain.from_iterable(episodes)]
+        source = [place for place, episode in enumerate(episodes) for _ in episode]
+        rollout = self.config.actor_rollout_ref.rollout
+        batch = collate(samples, rollout.prompt_length, rollout.response_length, self.engine.pad_token_id)
+        batch.batch.update(collate_turns(samples, rollout.response_length))
+        batch.non_tensor_batch["episode"] = object_array([names[place] for place in source])
+        began = prompts.select_idxs(source)
+        began.non_tensor_batch["raw_prompt_ids"] = object_array([sample.prompt_ids for sample in samples])
+        return batch.union(began)
+
+
+def rows_of(prompts: DataProto) -> list[Row]:
+    """The object columns of each row."""
+    return [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]

@@ -1,0 +1,138 @@
+"""Episodes: the policy and somebody else take turns, and every token is kept as it was sampled.
+
+`play` is the whole of it, for training and for validation. Whom the policy talks to is an `Episode`: an environment
+(workers/env_episode.py), tools and a simulated user (workers/tool_episode.py), or one of the user's own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.errors import users_line
+from data.chat import ChatFormat, Message
+from data.padding import Sample
+from workers.deadlines import Overdue
+from workers.rollout import Completion
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an answer of the policy leads to.
+
+    The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
+    (the next turn is then a row of its own); neither is read where the episode is over.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+    reward: float = 0.0  # earned by the answer, and placed on its last token
+    end_reason: str | None = None  # None: it is the policy's turn
+    columns: Row = field(default_factory=dict)  # of the episode's rows, as they stand now: success, …
+
+
+class Episode(ABC):
+    """Whom the policy talks to.
+
+    Attributes:
+        prompt_ids: what the policy is shown first.
+        columns: of its rows, before any answer; a reply's go over them.
+    """
+
+    prompt_ids: list[int]
+    columns: Row
+
+    @abstractmethod
+    async def step(self, answer: str) -> Reply:
+        """What comes of an answer, as text without special tokens. May raise: the user's code is behind it."""
+
+    async def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Gives back what the episode holds."""
+
+
+class EpisodeFailed(Exception):
+    """An episode cannot go on; `end_reason` says how: env_error or timeout."""
+
+    def __init__(self, end_reason: str, text: str) -> None:
+        super().__init__(text)
+        self.end_reason = end_reason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most tokens of a response, of which a transcript is one, and of an answer in it."""
+
+    response: int
+    answer: int
+
+
+Answer = Callable[[list[int], int, int], Awaitable[Completion]]  # prompt, most tokens, turn → completion
+
+
+async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limits) -> list[Sample]:
+    """The rows of an episode, played to its end.
+
+    If the other side raises, or hangs, it ends there for env_error or timeout, and nothing is learnt from its rows.
+
+    Args:
+        answer: asks the policy.
+        chat: encodes what is said to the policy, and decodes what it says.
+    """
+    samples, columns, turn, end_reason = [Sample(episode.prompt_ids)], dict(episode.columns), 0, None
+    try:
+        while end_reason is None:
+            sample = samples[-1]
+            room = limits.response - len(sample.token_ids)
+            done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
+            sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
+            reply = await replied(episode, chat.text(done.token_ids))
+            sample.rewards[-1] += reply.reward
+            columns |= reply.columns
+            end_reason = reply.end_reason
+            if end_reason is None and reply.prompt_ids is not None:
+                samples.append(Sample(reply.prompt_ids))
+            elif end_reason is None:
+                told = chat.increment(reply.messages, done.finish_reason == "stop")
+                end_reason = go_on(sample, told, limits, turn)
+            turn += 1
+    except EpisodeFailed as failure:
+        return finished(samples, failure.end_reason, columns, turn, str(failure))
+    return finished(samples, end_reason, columns, turn)
+
+
+def go_on(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | None:
+    """Appends what the policy is told, or says why the episode ends: there is no room for that and an answer."""
+    if len(sample.token_ids) == limits.response:
+        return "max_tokens"
+    if len(sample.token_ids) + len(told) >= limits.response:
+        return "context_full"
+    sample.extend(told, None, policy=False, turn=turn)
+    return None
+
+
+async def replied(episode: Episode, text: str) -> Reply:
+    """What the episode replies to `text`; raises EpisodeFailed for whatever else it does."""
+    try:
+        return await episode.step(text)
+    except Overdue as error:
+        raise EpisodeFailed("timeout", str(error)) from error
+    except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
+        place = users_line(error)
+        where = f" (at {place})" if place else ""
+        raise EpisodeFailed("env_error", f"{type(error).__name__}: {error}{where}") from error
+
+
+def finished(
+    samples: list[Sample], end_reason: str, columns: Row, turns: int, failure: str | None = None
+) -> list[Sample]:
+    """The rows of an episode of so many turns that is over, each with the columns of the whole."""
+    for sample in samples:
+        sample.end_reason = end_reason
+        if failure is not None:
+            sample.fail()
+    total = float(sum(sum(sample.rewards) for sample in samples))
+    for sample in samples:
+        sample.extras = {**columns, "episode_return": total, "__num_turns__": turns, "failure": failure}
+    return samples
