@@ -156,9 +156,6 @@ class Rollout:
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
         return [done[request.id] for request in requests]
 
-    def forget(self, episodes: Iterable[int]) -> None:
-        """These episodes are over: what was kept for their next turns, where the engine keeps anything, is dropped."""
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Samples from these weights from now on; whatever was cached under the old ones is dropped.
 
