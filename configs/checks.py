@@ -6,6 +6,7 @@ from pathlib import Path
 from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
+from configs.multi_turn import check_multi_turn
 from configs.paths import find_path
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
@@ -18,6 +19,7 @@ def check_config(config: Config) -> None:
     check_batches(config)
     check_workers(config)
     check_engine(config.actor_rollout_ref.rollout)
+    check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
     check_policy(config)
     check_trainer(config)
     if not config.trainer.val_only:  # which only reads there

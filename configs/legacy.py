@@ -27,6 +27,9 @@ RENAMED = {
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "data.tool_config_path": "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "data.function_tool_path": "actor_rollout_ref.rollout.multi_turn.function_tool_path",
+    "actor_rollout_ref.rollout.tools": "actor_rollout_ref.rollout.multi_turn.tool_config_path",
 }
 
 OF_ALL_WORKERS = {
@@ -44,9 +47,12 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
 RENAMED_VALUES = {
     ("data.chat_template", "chatml"): ("actor_rollout_ref.model.custom_chat_template", CHATML),
     ("actor_rollout_ref.rollout.name", "naive"): ("actor_rollout_ref.rollout.name", "hf"),
+    ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent"): (f"{_MULTI_TURN}.enable", True),
     **{
         ("actor_rollout_ref.rollout.load_format", old): ("actor_rollout_ref.rollout.load_format", new)
         for old, new in (("dummy_dtensor", "dummy"), ("dummy_hf", "dummy"), ("dummy_megatron", "dummy"), ("hf", "auto"))
@@ -162,6 +168,10 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.scheduling_policy": _ENGINES,
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": _ENGINES,
     "actor_rollout_ref.rollout.skip_tokenizer_init": "engines take and return token ids",
+    f"{_MULTI_TURN}.use_inference_chat_template": "what follows an answer is appended, and never rendered anew",
+    f"{_MULTI_TURN}.tokenization_sanity_check_mode": "an answer's tokens are never encoded anew",
+    f"{_MULTI_TURN}.num_repeat_rollouts": "actor_rollout_ref.rollout.n says how often a row is played",
+    "data.need_tools_kwargs": "rows may say something about each tool, or nothing",
     "actor_rollout_ref.rollout.agent.num_workers": "the samples of a prompt are asked for together, in one loop",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "weights go over one by one",
     "algorithm.filter_groups.max_inflight_gen_batches": "draws follow one another",
@@ -204,13 +214,8 @@ ONLY_VALUE = {
     ),
     "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
-    "actor_rollout_ref.rollout.multi_turn.enable": (
-        (False,),
-        "multi-turn training is not part of this version; env.val_episodes validates on whole episodes.",
-    ),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
     "data.tokenizer": ((None,), "set actor_rollout_ref.model.tokenizer_path."),
-    "data.tool_config_path": ((None,), "tools are not part of this version."),
     "data.datagen.path": ((None,), "rows come from data.train_files, or from a dataset class (data.custom_cls)."),
     "actor_rollout_ref.model.hf_config_path": ((None,), "config.json is read from actor_rollout_ref.model.path."),
     "actor_rollout_ref.model.lora_adapter_path": ((None,), "LoRA is not part of this version: merge it first."),
@@ -238,9 +243,9 @@ ONLY_VALUE = {
     "actor_rollout_ref.rollout.quantization": ((None,), "rollouts are made by the policy's own weights."),
     "actor_rollout_ref.rollout.skip_rollout": ((False,), "rollouts are made anew at every step."),
     "actor_rollout_ref.rollout.trace.backend": ((None,), "trainer.rollout_data_dir keeps the rollouts."),
-    "actor_rollout_ref.rollout.agent.default_agent_loop": (
-        ("single_turn_agent",),
-        "training on several turns is not part of this version.",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": (
+        (None,),
+        f"write what the policy talks to as tools, or as a simulated user ({_MULTI_TURN}), or as an environment.",
     ),
     "actor_rollout_ref.rollout.checkpoint_engine.backend": (("naive",), "actor and engine share a process."),
     "reward.reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
@@ -254,6 +259,7 @@ _MANAGER = "reward.reward_manager.name"
 _NO_POOL = f"scoring in a pool of processes is not part of this version: take the manager back, and {_FUNCTION}."
 
 NO_EFFECT_VALUES = {
+    ("actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"): f"{_MULTI_TURN}.enable decides it",
     (_MANAGER, "naive"): "a reward function is called for each response",
     (_MANAGER, "batch"): "the signature of a reward function says whether it scores one response or a batch",
     (_MANAGER, "dapo"): "reward.reward_kwargs.overlong_buffer_cfg asks for the overlong penalty",

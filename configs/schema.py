@@ -243,6 +243,25 @@ class SamplingConfig(Frozen):
 
 @dataclass
 class MultiTurnConfig(Frozen):
+    enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
+    max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
+    max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
+    tool_config_path: str | None = setting(
+        None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema."
+    )
+    function_tool_path: str | None = setting(
+        None, "Python file whose functions are tools, by their hints and docstrings."
+    )
+    format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or a ToolParser of yours.")
+    max_parallel_calls: int = setting(1, "Calls of one answer that are run, side by side.", ge=1)
+    tool_timeout: float = setting(30.0, "Seconds that a tool or the simulated user may take for one call.", gt=0)
+    max_tool_response_length: int = setting(256, "Characters of a tool's answer; longer ones are cut.", ge=1)
+    tool_response_truncate_side: str = setting(
+        "middle", "Which part of a longer one is left out.", choices=("left", "middle", "right")
+    )
+    interaction_config_path: str | None = setting(
+        None, "Yaml of simulated users, verl's: a list `interaction` of name, class_name, config."
+    )
     max_tokens_per_turn: int | None = setting(
         None, "Most tokens of an answer in an episode; null: what is left of response_length.", ge=1
     )

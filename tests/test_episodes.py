@@ -17,7 +17,7 @@ from training.advantage import compute_advantage, kl_in_reward
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_files import episode_records, read_episodes
 from training.episodes import Episodes, greedy_scores
-from training.failures import check_failures
+from training.failures import check_failures, measured
 from training.feedback import sample_metrics
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
@@ -239,6 +239,12 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
         "3 of 6 episodes failed (2 by env_error, 1 by timeout), more than env.max_failed_fraction=0.4"
     )
     assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
+
+
+def test_what_is_measured_are_the_ends_of_the_episodes_that_did_not_fail():
+    batch = failing(None, "env_error", "timeout", None)
+    assert [*measured(batch).episode] == [0, 3] and measured(batch).batch["turn_ids"].tolist() == [[1], [1]]
+    assert len(measured(failing("timeout"))) == 0
 
 
 def test_any_failure_is_too_many_for_a_limit_of_zero_and_none_for_one():

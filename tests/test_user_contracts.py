@@ -445,9 +445,6 @@ def test_an_environment_of_a_file_with_a_dataset_and_a_reward_manager_of_the_use
 # Missing
 
 MISSING_KEYS = {
-    "tools": ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "unknown key"),
-    "tools, short": ("actor_rollout_ref.rollout.tools=tools.yaml", "unknown key"),
-    "multi-turn training": ("actor_rollout_ref.rollout.multi_turn.enable=true", "multi-turn training is not part"),
     "learned reward models": ("reward_model.enable=true", "reward models are not part"),
     "reward managers by name": ("reward_model.reward_manager=prime", "scoring in a pool of processes is not part"),
     "TensorRT-LLM": ("actor_rollout_ref.rollout.name=trtllm", "that engine is not part"),

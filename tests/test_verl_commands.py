@@ -172,12 +172,10 @@ def test_an_unknown_key_beside_them_is_still_refused(name):
     "override",
     [
         "reward.reward_model.enable=True",
-        f"{R}.multi_turn.enable=True",
         f"{R}.quantization=fp8",
-        f"{R}.agent.default_agent_loop=tool_agent",
+        f"{R}.agent.agent_loop_config_path=loops.yaml",
         f"{A}.optim.optimizer=SGD",
         f"{A}.tis_imp_ratio_cap=2",
-        "data.tool_config_path=tools.yaml",
         "global_profiler.tool=nsys",
     ],
 )

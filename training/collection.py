@@ -12,7 +12,7 @@ from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
 from training.episodes import greedy_scores
 from training.failures import check_failures
-from training.game import begin_episodes
+from training.game import begun
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, add_scores, reward_metrics
@@ -88,4 +88,4 @@ class Collector:
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        return begin_episodes(prompts) if self.config.env.mode == "episode" else prompts
+        return begun(prompts, self.config)

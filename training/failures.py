@@ -34,6 +34,12 @@ def check_failures(batch: DataProto, limit: float) -> None:
     )
 
 
+def measured(batch: DataProto) -> DataProto:
+    """The last row of each episode that did not fail, which says how the whole went."""
+    last_rows = Episodes(batch).last_row.tolist()
+    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in EPISODE_FAILURES])
+
+
 def place_of(cause: str) -> str:
     """Where a cause arose, if it ends in "(at file:line)": messages that differ then count as one; else all of it."""
     return cause.rpartition(" (at ")[2]

@@ -1,6 +1,6 @@
 """What episodes of an environment are played with: the environment, what the policy is shown, what its answers mean."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,8 +18,8 @@ from training.reward import RewardManager, load_reward_manager
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 
 
-AGENT_COLUMN = "agent_name"  # verl's: of rows that begin an episode, who plays it
-ENVIRONMENT = "environment"
+AGENT_COLUMN = "agent_name"  # verl's: what begins with a row
+SINGLE_TURN, TOOL_AGENT, ENVIRONMENT = "single_turn_agent", "tool_agent", "environment"
 
 
 @runtime_checkable
@@ -97,10 +97,13 @@ def build_environment(config: Config) -> Any | None:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
 
-def data_settings(config: Config) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set."""
-    seed = config.data.seed
-    return replace(config.data, seed=derive_seed(config.trainer.seed, "data") if seed is None else seed)
+def data_settings(config: Config, tools: Sequence[dict[str, Any]] = ()) -> DataConfig:
+    """The data section with its seed, which is derived from trainer.seed unless it is set, and with the schemas of
+    `tools`, for the chat template to describe in every prompt."""
+    seed, data = config.data.seed, config.data
+    template = ({"tools": list(tools)} if tools else {}) | data.apply_chat_template_kwargs
+    seed = derive_seed(config.trainer.seed, "data") if seed is None else seed
+    return replace(data, seed=seed, apply_chat_template_kwargs=template)
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
@@ -139,9 +142,25 @@ def game_of_worker(config: Config, tokenizer: PreTrainedTokenizerBase) -> Game:
     return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def begin_episodes(prompts: DataProto) -> DataProto:
-    """`prompts` as rows that begin an episode of the environment."""
-    return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [ENVIRONMENT] * len(prompts)}))
+def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
+    """`prompts` as rows that each begin an episode of this kind, where they do not say themselves what they begin."""
+    if AGENT_COLUMN in prompts:
+        return prompts
+    return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [agent] * len(prompts)}))
+
+
+def begun(prompts: DataProto, config: Config) -> DataProto:
+    """`prompts` as the run's rows begin: with an episode of its environment, with a conversation, or with an answer."""
+    if config.env.mode == "episode" and config.env.id is not None:
+        return begin_episodes(prompts, ENVIRONMENT)
+    if config.actor_rollout_ref.rollout.multi_turn.enable and config.env.id is None:
+        return begin_episodes(prompts, TOOL_AGENT)
+    return prompts
+
+
+def are_episodes(prompts: DataProto) -> bool:
+    """Whether any row begins more than a single answer."""
+    return AGENT_COLUMN in prompts and any(agent != SINGLE_TURN for agent in prompts.non_tensor_batch[AGENT_COLUMN])
 
 
 def episode_seeds(config: EnvConfig) -> range:

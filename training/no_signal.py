@@ -64,5 +64,6 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
 def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
     """The share of answers that were an action, as far as it is known, else 1, and the metrics that say so."""
     if metrics.get("num_turns/mean") and "invalid_actions/mean" in metrics:
-        return 1 - metrics["invalid_actions/mean"] / metrics["num_turns/mean"], "invalid_actions/mean, num_turns/mean"
+        invalid = metrics["invalid_actions/mean"] / metrics["num_turns/mean"]  # of parallel calls there may be more
+        return max(0.0, 1 - invalid), "invalid_actions/mean, num_turns/mean"
     return metrics.get("reward/valid_action/mean", 1.0), "reward/valid_action/mean"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.schema import Config
+from configs.schema import Config, DataConfig
 from data.import_utils import load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset
@@ -17,6 +17,7 @@ from data.seeding import seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
+from training.conversations import check_rows, tool_schemas
 from training.core_algos import (
     NEEDS_GROUPS,
     get_adv_estimator_fn,
@@ -57,10 +58,12 @@ def prepare(config: Config) -> Parts:
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     reward = load_reward_manager(config.reward, tokenizer, environment)
-    train_loader = build_train_loader(config, tokenizer, environment)
-    val_loader = build_val_loader(config, tokenizer, environment)
+    data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
+    train_loader = build_train_loader(config, data, tokenizer, environment)
+    val_loader = build_val_loader(config, data, tokenizer, environment)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
+        check_rows(config.actor_rollout_ref.rollout.multi_turn, loader, rows_looked_at(loader))
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     return Parts(
@@ -93,8 +96,7 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
     if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
         return
-    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
-    rows = [loader.row(position) for position in places[:: -(-len(places) // ROWS_LOOKED_AT)]]
+    rows = [loader.row(position) for position in rows_looked_at(loader)]
     labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]
     if all(label.get("ground_truth") is None for label in labels):
         columns = ", ".join(name for name, value in rows[0].items() if value is not None)
@@ -103,6 +105,12 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
             f"fills the columns {columns}. Put it into reward_model.ground_truth, or into a column ground_truth; or, "
             "if the reward does without, give the argument a default: ground_truth=None."
         )
+
+
+def rows_looked_at(loader: PromptLoader) -> list[int]:
+    """Positions of rows from all over the data."""
+    places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
+    return places[:: -(-len(places) // ROWS_LOOKED_AT)]
 
 
 def check_files_of_workers(config: Config) -> None:
@@ -205,8 +213,10 @@ def check_loss(config: Config, key: str) -> None:
     check_loss_signature(get_policy_loss_fn(mode), f"{key}={mode}", others)
 
 
-def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None) -> PromptLoader:
-    data, left_out = data_settings(config), frozenset()
+def build_train_loader(
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
+) -> PromptLoader:
+    left_out = frozenset()
     if environment is None:
         dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
         left_out = overlong_rows(dataset, tokenizer, data)
@@ -217,9 +227,9 @@ def build_train_loader(config: Config, tokenizer: PreTrainedTokenizerBase, envir
 
 
 def build_val_loader(
-    config: Config, tokenizer: PreTrainedTokenizerBase, environment: Any | None
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> PromptLoader | None:
-    data, left_out = data_settings(config), frozenset()
+    left_out = frozenset()
     if environment is not None and config.env.val_size:
         first = config.env.train_size  # states that no training epoch draws
         dataset = env_dataset(data, environment, tokenizer, size=config.env.val_size, first=first)

@@ -13,9 +13,8 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.episode_files import episode_records
-from training.episodes import Episodes
-from training.failures import check_failures
-from training.game import Game, begin_episodes, episode_seeds
+from training.failures import check_failures, measured
+from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import message_fields, print_samples
 from training.reward import RewardManager, add_scores, reward_view
@@ -64,13 +63,15 @@ class Validator:
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
-        """val_kwargs.n answers to each row of the validation set."""
+        """val_kwargs.n answers to each row of the validation set, or as many episodes, of which those that failed are out."""
         if self.loader is None:
             return {}, []
         batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
-        columns = {name: batch.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
-        columns["reward"] = total_scores(batch)
-        metrics = process_validation_metrics(batch.data_source, batch.uid, columns)
+        check_failures(batch, self.config.env.max_failed_fraction)
+        answers = measured(batch)
+        columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
+        columns["reward"] = total_scores(answers)
+        metrics = process_validation_metrics(answers.data_source, answers.uid, columns)
         rows = sample_rows(batch, self.tokenizer, step)
         chats = batch.non_tensor_batch.get("raw_prompt", [None] * len(rows))
         for row, messages in zip(rows, chats, strict=True):
@@ -82,7 +83,7 @@ class Validator:
         rollout = self.config.actor_rollout_ref.rollout
         prompts = DataProto.from_single_dict(rows)
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+        prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
         return add_scores(batch, self.reward, self.tokenizer)
 
@@ -97,14 +98,13 @@ class Validator:
             return {}, []
         batch = self.generate(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
         check_failures(batch, self.config.env.max_failed_fraction)
-        episodes, records = Episodes(batch), episode_records(batch, self.tokenizer, step)
-        ends = batch.select_idxs(episodes.last_row[episodes.completed()])
+        ends = measured(batch)
         columns = {"return": list(ends.episode_return)}
         if any(success is not None for success in ends.success):
             columns = {"acc": [float(success or False) for success in ends.success], **columns}
         turns = ends.non_tensor_batch["__num_turns__"]
         metrics = process_validation_metrics(ends.data_source, ends.uid, columns)
-        return flatten_validation_metrics(metrics, num_turns=turns), records
+        return flatten_validation_metrics(metrics, num_turns=turns), episode_records(batch, self.tokenizer, step)
 
     def generate(self, prompts: DataProto, number: int) -> DataProto:
         """Responses as validation samples them; `number` counts the calls of one validation.
@@ -153,7 +153,7 @@ def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
         "data_source": [game.environment.env_id] * len(shown),
         "uid": [str(state.seed) for state, _ in shown],
     }
-    return begin_episodes(DataProto.from_single_dict(rows))
+    return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
 
 
 def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:

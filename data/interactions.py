@@ -1,0 +1,110 @@
+"""Simulated users: who the policy talks to where a conversation has more than one question."""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from data.tool_files import load_named, read_entries
+
+SUFFIX = "Interaction"
+ENTRY_KEYS = {"name", "class_name", "config"}
+
+
+class BaseInteraction:
+    """A simulated user with verl's lifecycle: start_interaction, generate_response after each answer,
+    finalize_interaction.
+
+    One object serves all episodes at once; what belongs to an episode is kept by its `instance_id`.
+
+    Args:
+        config: of the yaml, with the interaction's name.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        self.name: str = self.config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begins a conversation: its id. `kwargs` are the row's extra_info.interaction_kwargs, at every call."""
+        return instance_id or str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """What the user says after the last of `messages`: (whether the conversation ends, text, score, more)."""
+        raise NotImplementedError(f"the interaction {self.name} defines no generate_response(instance_id, messages)")
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forgets the conversation; called at its end."""
+
+
+def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+    """The interactions of verl's yaml, by name: a list `interaction` of {name, class_name, config}; None: no file.
+
+    A class is named as a.b.Class or file.py:Class. Without a name, it is that of the class in lower case, less
+    "Interaction" at its end.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: a file, entry or class that cannot be used, or a name that comes
+            twice; names file, key and remedy.
+    """
+    interactions: dict[str, BaseInteraction] = {}
+    for number, entry in enumerate(read_entries(path, "interaction") if path else []):
+        where = f"{path}: interaction[{number}]"
+        if strangers := sorted(entry.keys() - ENTRY_KEYS):
+            raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(ENTRY_KEYS))}.")
+        found = load_named(entry.get("class_name"), f"{where}.class_name")
+        if not isinstance(found, type) or not issubclass(found, BaseInteraction):
+            raise ValueError(
+                f"{where}.class_name is {entry['class_name']}; it must be a subclass of "
+                "data.interactions.BaseInteraction."
+            )
+        name = entry.get("name") or default_name(found.__name__)
+        if name in interactions:
+            raise ValueError(
+                f"Duplicate interaction name '{name}' found in {path}: rows name an interaction by it. Give each a "
+                "`name` of its own."
+            )
+        try:
+            interactions[name] = found({**(entry.get("config") or {}), "name": name})
+        except (ValueError, AssertionError, KeyError, TypeError, OSError) as error:
+            raise ValueError(f"{where} ({entry['class_name']}): {type(error).__name__}: {error}") from error
+    return interactions
+
+
+def default_name(class_name: str) -> str:
+    return (class_name.removesuffix(SUFFIX) or class_name).lower()
+
+
+def interaction_of(
+    interactions: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any] | None
+) -> BaseInteraction | None:
+    """The interaction that a row's extra_info.interaction_kwargs names; None where there are no interactions at all.
+
+    Raises:
+        ValueError: the row names none, or one that is not there.
+    """
+    if not interactions:
+        return None
+    kwargs = (extra_info or {}).get("interaction_kwargs") or {}
+    known = ", ".join(interactions)
+    if "name" not in kwargs:
+        raise ValueError(
+            f"'name' key is required in interaction_kwargs: extra_info.interaction_kwargs.name of every row says who "
+            f"speaks to the policy, one of {known}; it holds {kwargs}."
+        )
+    if kwargs["name"] not in interactions:
+        raise ValueError(
+            f"extra_info.interaction_kwargs.name is {kwargs['name']!r}, and the interactions of actor_rollout_ref."
+            f"rollout.multi_turn.interaction_config_path are {known}."
+        )
+    return interactions[kwargs["name"]]
+
+
+def last_answer(messages: list[dict[str, Any]]) -> str:
+    """What the policy said last; "" if it has not spoken."""
+    answers = (message["content"] for message in reversed(messages) if message["role"] == "assistant")
+    return next(answers, "")

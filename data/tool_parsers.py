@@ -1,0 +1,190 @@
+"""Calls of tools in the text of an answer: found, read, and, where they are malformed, explained to the policy.
+
+A parser never raises, whatever the text is. `ToolParser.get_tool_parser(name)` finds one;
+`@ToolParser.register("mine")` above a subclass adds one of yours (actor_rollout_ref.model.external_lib names its file).
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from configs.errors import did_you_mean
+
+Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """What is in an answer: `text` around the calls, the calls in order, and a sentence for each that is malformed."""
+
+    text: str
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class ToolParser(ABC):
+    """A way to write calls of tools into a text."""
+
+    registry: ClassVar[dict[str, type["ToolParser"]]] = {}
+
+    @staticmethod
+    def register(name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
+        def add(parser: type["ToolParser"]) -> type["ToolParser"]:
+            ToolParser.registry[name] = parser
+            return parser
+
+        return add
+
+    @staticmethod
+    def get_tool_parser(name: str) -> "ToolParser":
+        """Raises ValueError if no parser has that name; lists those that there are."""
+        if name not in ToolParser.registry:
+            known = list(ToolParser.registry)
+            raise ValueError(
+                f"Unknown tool parser: {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}; one of yours "
+                f"stands under @ToolParser.register({name!r}) in a file of actor_rollout_ref.model.external_lib."
+            )
+        return ToolParser.registry[name]()
+
+    @abstractmethod
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        """What is in an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
+
+    @abstractmethod
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call as an answer writes it: for demonstrations."""
+
+
+@ToolParser.register("hermes")
+class HermesParser(ToolParser):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write calls; any number of them."""
+
+    BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        found = ParsedAnswer(self.BLOCK.sub("", answer).strip())
+        for content, end in self.BLOCK.findall(answer):
+            if end:
+                add_json_call(found, content, "arguments")
+            else:
+                found.errors.append("a call is not closed: </tool_call> is missing")
+        return found
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        content = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{content}\n</tool_call>"
+
+
+@ToolParser.register("llama3")
+class Llama3Parser(ToolParser):
+    """`{"name": …, "parameters": {…}}` as the whole answer, with or without <|python_tag|> before it, as Llama 3 does.
+
+    Several are separated by semicolons or white space. What follows a <|python_tag|> is a call in any case; without
+    one, an answer that begins with a brace and has no "name" in it is text.
+    """
+
+    TAG = "<|python_tag|>"
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        text, tag, content = answer.partition(self.TAG)
+        if not tag:
+            text, content = "", answer
+        content = content.strip()
+        if not tag and not (content.startswith("{") and '"name"' in content):
+            return ParsedAnswer(answer.strip())
+        found = ParsedAnswer(text.strip())
+        for part in json_objects(content):
+            add_json_call(found, part, "parameters")
+        return found
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+@ToolParser.register("plain")
+class PlainParser(ToolParser):
+    """`name(argument)` on a line of its own: a call in as few characters as there can be, for small models.
+
+    A tool with one parameter is given what stands between the parentheses, as it stands: `calc(12*7)`. One with more is
+    given JSON values in the order of its parameters, `move(3, "north")`, or an object, `move({"steps": 3})`.
+    """
+
+    CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\((.*)\)\s*")
+    BEGUN = re.compile(r"\s*([A-Za-z_][\w-]*)\(")
+
+    def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
+        text, found = [], ParsedAnswer("")
+        for line in answer.split("\n"):
+            begun = self.BEGUN.match(line)
+            if call := self.CALL.fullmatch(line):
+                self._add(found, call[1], call[2], schemas)
+            elif begun and begun[1] in schemas:
+                found.errors.append(f"the call of {begun[1]} must be a line of its own that ends in )")
+            else:
+                text.append(line)
+        return ParsedAnswer("\n".join(text).strip(), found.calls, found.errors)
+
+    def _add(self, found: ParsedAnswer, name: str, content: str, schemas: Schemas) -> None:
+        names = [*schemas[name]["function"]["parameters"]["properties"]] if name in schemas else []
+        whole = read_json(content)
+        values = read_json(f"[{content}]")
+        if isinstance(whole, dict) and names and whole.keys() <= set(names):
+            found.calls.append(ToolCall(name, whole))
+        elif len(names) < 2:  # none: the tool is unknown, or takes nothing
+            found.calls.append(ToolCall(name, {names[0]: content} if names else {}))
+        elif isinstance(values, list) and len(values) <= len(names):
+            found.calls.append(ToolCall(name, dict(zip(names, values, strict=False))))
+        else:
+            found.errors.append(f"write the call as {name}({', '.join(names)}), at most one JSON value for each")
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        values = list(arguments.values())
+        if len(values) == 1:
+            return f"{name}({values[0]})"
+        return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
+
+
+def add_json_call(found: ParsedAnswer, content: str, key: str) -> None:
+    """Adds the call that the JSON `content` is, its arguments under `key`, or what is wrong with it."""
+    call = read_json(content)
+    if call is None:
+        found.errors.append(f'a call is not valid JSON: write {{"name": …, "{key}": {{…}}}}')
+        return
+    name, arguments = (call.get("name"), call.get(key, {})) if isinstance(call, dict) else (None, {})
+    if isinstance(arguments, str):  # some models write the arguments as JSON in a text
+        arguments = read_json(arguments)
+    if isinstance(name, str) and isinstance(arguments, dict):
+        found.calls.append(ToolCall(name, arguments))
+    else:
+        found.errors.append(f'a call needs a "name", a text, and "{key}", an object')
+
+
+def json_objects(text: str) -> list[str]:
+    """The JSON objects of `text`, one after another; what is none ends the list, as its last part."""
+    parts, place = [], 0
+    decoder = json.JSONDecoder()
+    while rest := text[place:].lstrip("; \n\t\r,"):
+        try:
+            _, length = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*parts, rest]
+        parts.append(rest[:length])
+        place = len(text) - len(rest) + length
+    return parts or [""]
+
+
+def read_json(text: str) -> Any:
+    """What `text` is in JSON; None if it is none, or null."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

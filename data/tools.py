@@ -1,0 +1,232 @@
+"""Tools that a policy may call: what one is, verl's lifecycle of it, and plain functions as tools.
+
+A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
+the type hints and the docstring of a function. Files of tools are read by data/tool_files.py, calls by
+data/tool_parsers.py; workers/tools/toolbox.py answers them.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from data.function_schema import function_schema
+
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+class ToolSchema(dict):
+    """An OpenAI function schema: a dict whose keys can be read as attributes too, as verl's schema classes are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the schema has no {name!r}; it has {', '.join(self)}")
+        return ToolSchema(self[name]) if isinstance(self[name], dict) else self[name]
+
+    @classmethod
+    def model_validate(cls, schema: Mapping[str, Any]) -> "ToolSchema":
+        return cls(schema)
+
+    def model_dump(self, **kwargs: Any) -> dict[str, Any]:
+        """A plain dict of its own; pydantic's switches, as verl's code passes them, change nothing."""
+        return deepcopy(dict(self))
+
+
+@dataclass(frozen=True)
+class ToolResponse:
+    """What a tool gives back: a text, for the policy to read.
+
+    Raises:
+        ValueError: it holds images or videos, which are left out here.
+    """
+
+    text: str | None = None
+    image: list | None = None
+    video: list | None = None
+
+    def __post_init__(self) -> None:
+        if self.image or self.video:
+            raise ValueError("a ToolResponse holds an image or a video: the policy reads text here, so give `text`.")
+
+    def is_empty(self) -> bool:
+        return not self.text
+
+    def is_text_only(self) -> bool:
+        return bool(self.text)
+
+
+class BaseTool:
+    """A tool with verl's lifecycle: create, execute as often as it is called, calc_reward, release.
+
+    One object serves all episodes at once; what belongs to an episode is kept by its `instance_id`. An episode has one
+    instance, from its first call of the tool to its end.
+
+    Attributes:
+        config: the tool's `config` of the yaml.
+        tool_schema: in OpenAI's function format; name: the name in it.
+        blocks: whether `execute` computes or waits without `await`; it then runs in a thread of its own.
+
+    Raises:
+        ValueError: there is no schema, or it is none.
+    """
+
+    blocks = False
+    tool_schema: ToolSchema | None = None  # a class may bring its own
+
+    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
+        self.config = dict(config or {})
+        schema = self.get_openai_tool_schema() if tool_schema is None else tool_schema
+        if schema is None:
+            raise ValueError(
+                f"the tool {type(self).__name__} has no schema: give tool_schema in the yaml, or define "
+                "get_openai_tool_schema in the class."
+            )
+        self.tool_schema = checked_schema(schema)
+        self.name: str = self.tool_schema["function"]["name"]
+
+    def get_openai_tool_schema(self) -> Mapping[str, Any] | None:
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Makes the instance of an episode: its id. The row's create_kwargs arrive as `create_kwargs`."""
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Answers a call: (response, reward, metrics). `parameters` go with the schema."""
+        raise NotImplementedError(f"the tool {self.name} defines no execute(instance_id, parameters, **kwargs)")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """What the whole episode earned with this tool, beside the rewards of single calls."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forgets the instance: its episode is over."""
+
+
+class FunctionTool(BaseTool):
+    """A Python function, sync or async, as a tool; it can still be called as the function it is.
+
+    Raises:
+        ValueError: no docstring, or a parameter that no schema can describe; names it and the remedy.
+    """
+
+    def __init__(self, function: Callable, name: str | None = None) -> None:
+        self.function = function
+        self.blocks = not inspect.iscoroutinefunction(function)
+        super().__init__({}, function_schema(function, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        result = self.function(**parameters)
+        return as_response(await result if inspect.isawaitable(result) else result), 0.0, {}
+
+
+def function_tool(function: Callable | None = None, *, name: str | None = None) -> Any:
+    """Marks a function as a tool: `@function_tool`, or `@function_tool(name="calc")` for another name than its own."""
+    if function is None:
+        return lambda marked: FunctionTool(marked, name)
+    return FunctionTool(function, name)
+
+
+def as_response(result: Any) -> ToolResponse:
+    """What a function returned, as text: containers as JSON, None as "None"."""
+    if isinstance(result, ToolResponse):
+        return result
+    if isinstance(result, dict | list | tuple):
+        return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
+    return ToolResponse(text=str(result))
+
+
+def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
+    """`schema` with what may be left out ("parameters": none; "description": "").
+
+    Raises:
+        ValueError: it is not in OpenAI's function format; says what and where.
+    """
+    example = '{"type": "function", "function": {"name": …, "description": …, "parameters": {"type": "object", …}}}'
+    match schema:
+        case {"type": "function", "function": {"name": str(name)} as function} if NAME.fullmatch(name):
+            pass
+        case _:
+            raise ValueError(
+                f"the tool schema {json.dumps(schema, default=str)[:200]} is not in OpenAI's function format, with a "
+                f"name of letters, digits, _ and -: {example}."
+            )
+    empty = {"type": "object", "properties": {}, "required": []}
+    given = function.get("parameters") or {}
+    parameters = empty | ({"type": None} | given if given else {})
+    parameters["required"] = list(parameters["required"] or [])
+    where = f"the schema of the tool {name!r}: parameters"
+    if parameters["type"] != "object" or not isinstance(parameters["properties"], Mapping):
+        raise ValueError(f"{where} must have type: object, and properties, a mapping of names, not {parameters}.")
+    for key, described in parameters["properties"].items():
+        if not isinstance(described, Mapping) or described.get("type", "string") not in JSON_TYPES:
+            raise ValueError(
+                f"{where}.properties.{key} is {described}; it must be a mapping, with one of the types "
+                f"{', '.join(JSON_TYPES)}."
+            )
+    if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
+        raise ValueError(f"{where}.required names {unknown}, which properties does not: describe them there.")
+    function = {"name": name, "description": function.get("description") or "", "parameters": parameters} | {
+        key: value for key, value in function.items() if key not in ("name", "description", "parameters")
+    }
+    return ToolSchema(deepcopy({**schema, "function": function}))
+
+
+def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as the schema types them: a number written as text becomes one, and the reverse.
+
+    Raises:
+        ValueError: one is missing, unknown, of the wrong type or not among the allowed; a sentence for the policy.
+    """
+    parameters = schema["function"]["parameters"]
+    known = parameters["properties"]
+    if unknown := [name for name in arguments if name not in known]:
+        raise ValueError(f"there is no argument {unknown[0]!r}; the arguments are {', '.join(known) or 'none'}")
+    if missing := [name for name in parameters["required"] if name not in arguments]:
+        raise ValueError(f"the argument {missing[0]!r} is missing")
+    return {name: _as_typed(name, value, known[name]) for name, value in arguments.items()}
+
+
+def _as_typed(name: str, value: Any, described: Mapping[str, Any]) -> Any:
+    kind = described.get("type")
+    if kind is None or (value is None and described.get("nullable")):
+        return value
+    if isinstance(value, str) and kind != "string":
+        value = _from_text(value, kind)
+    elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, JSON_TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        raise ValueError(f"the argument {name!r} must be of type {kind}")
+    if "enum" in described and value not in described["enum"]:
+        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, described['enum']))}")
+    return value
+
+
+def _from_text(text: str, kind: str) -> Any:
+    """The value that `text` spells in JSON, if it is of that kind; else the text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, JSON_TYPES[kind]) else text

@@ -1,0 +1,135 @@
+"""Rows of data as episodes: the policy calls tools, and talks to a simulated user."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from configs.schema import MultiTurnConfig
+from data.interactions import BaseInteraction, interaction_of, load_interactions
+from data.tool_files import load_tools
+from data.tool_parsers import ParsedAnswer, ToolParser
+from workers.deadlines import by_deadline
+from workers.episodes import Episode, Reply
+from workers.tools.toolbox import Toolbox
+
+OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
+
+
+class ToolEpisodes:
+    """Makes an episode of each row; what tools and simulated users hold is shared by all.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: as `load_tools`, `load_interactions` and `get_tool_parser`.
+    """
+
+    def __init__(self, settings: MultiTurnConfig) -> None:
+        self.settings = settings
+        self.tools = load_tools(settings.tool_config_path, settings.function_tool_path)
+        self.parser = ToolParser.get_tool_parser(settings.format)
+        self.interactions = load_interactions(settings.interaction_config_path)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What prompts say of the tools."""
+        return [tool.tool_schema.model_dump() for tool in self.tools.values()]
+
+    def __call__(self, row: Mapping[str, Any]) -> "ToolEpisode":
+        """The episode of a row of the dataset; raises ValueError if it names no interaction where there are some."""
+        info = row.get("extra_info") or {}
+        toolbox = Toolbox(self.tools, self.parser, self.settings, info.get("tools_kwargs"))
+        return ToolEpisode(row, toolbox, interaction_of(self.interactions, info), self.settings)
+
+
+class ToolEpisode(Episode):
+    """One conversation about a row.
+
+    What an answer calls is run, and the policy goes on from the results. After an answer without a call, the simulated
+    user speaks; where there is none, the episode is over. At the limits of turns calls are not run any more, and the
+    user still scores the answer, but is not heard.
+
+    Attributes:
+        columns: tool_call_counts; invalid_actions, the calls among them that the policy got wrong; tool_failures, how
+            often each kind of failure; tool_rewards and turn_scores, one number a call and one a user's turn.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        toolbox: Toolbox,
+        interaction: BaseInteraction | None,
+        settings: MultiTurnConfig,
+    ) -> None:
+        self.prompt_ids = list(row["raw_prompt_ids"])
+        prompt = row["raw_prompt"]
+        self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+        self.toolbox, self.interaction, self.settings = toolbox, interaction, settings
+        self.interaction_kwargs = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
+        self.instance: str | None = None  # of the interaction, once it has begun
+        self.answers = self.replies = 0
+        self.counts: Counter[str] = Counter()
+        self.tool_rewards: list[float] = []
+        self.turn_scores: list[float] = []
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {
+            "tool_call_counts": self.counts["calls"],
+            "invalid_actions": sum(self.counts[kind] for kind in OF_THE_POLICY),
+            "tool_failures": {kind: count for kind, count in self.counts.items() if kind != "calls"},
+            "tool_rewards": list(self.tool_rewards),
+            "turn_scores": list(self.turn_scores),
+            "success": None,
+        }
+
+    async def step(self, answer: str) -> Reply:
+        self.answers += 1
+        self.messages.append({"role": "assistant", "content": answer})
+        parsed = self.toolbox.parse(answer)
+        if parsed.calls or parsed.errors:
+            return await self._ended("max_turns") if self.at_limit else await self._call(parsed)
+        if self.interaction is None:
+            return await self._ended(None)
+        return await self._talk(self.interaction)
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the policy is not to speak again."""
+        answers, replies = self.settings.max_assistant_turns, self.settings.max_user_turns
+        return bool((answers and self.answers >= answers) or (replies and self.replies >= replies))
+
+    async def close(self) -> None:
+        await self.toolbox.close()
+        if self.instance is not None:
+            instance, self.instance = self.instance, None
+            await self._in_time(self.interaction.finalize_interaction(instance))
+
+    async def _call(self, parsed: ParsedAnswer) -> Reply:
+        replies = await self.toolbox.respond(parsed)
+        self.counts += replies.counts
+        self.tool_rewards += replies.rewards
+        return self._told(replies.messages, sum(replies.rewards))
+
+    async def _talk(self, user: BaseInteraction) -> Reply:
+        kwargs = self.interaction_kwargs
+        if self.instance is None:
+            self.instance = await self._in_time(user.start_interaction(str(uuid4()), **kwargs))
+        said = user.generate_response(self.instance, list(self.messages), **kwargs)
+        is_over, text, score, _ = await self._in_time(said)
+        self.turn_scores.append(float(score))
+        if is_over or self.at_limit:
+            return await self._ended("terminated" if is_over else "max_turns", float(score))
+        return self._told([{"role": "user", "content": text}], float(score))
+
+    def _told(self, messages: list[dict[str, Any]], reward: float) -> Reply:
+        self.replies += 1
+        self.messages += messages
+        return Reply(messages=messages, reward=reward, columns=self.columns)
+
+    async def _ended(self, end_reason: str | None, reward: float = 0.0) -> Reply:
+        reward += sum((await self.toolbox.finish()).values())
+        return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
+
+    async def _in_time(self, work: Any) -> Any:
+        return await by_deadline(asyncio.ensure_future(work), self.settings.tool_timeout)

@@ -1,0 +1,165 @@
+"""The calls of one episode's answers: run side by side, each by its deadline, and told to the policy."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from configs.errors import users_line
+from configs.schema import MultiTurnConfig
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
+from data.tools import BaseTool, ToolResponse, as_response, checked_arguments
+from workers.deadlines import Overdue, by_deadline, in_thread
+
+logger = logging.getLogger(__name__)
+
+FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
+
+
+@dataclass
+class ToolReplies:
+    """What the calls of one answer brought.
+
+    Attributes:
+        messages: one of the role tool for each call, in their order, and for each that is malformed.
+        rewards: one a call; 0 for one that failed.
+        counts: "calls", and those among them that failed, by the kind of `FAILURES`.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str, name: str | None = None, reward: float = 0.0, failure: str | None = None) -> None:
+        self.messages.append({"role": "tool", **({"name": name} if name else {}), "content": text})
+        self.rewards.append(reward)
+        self.counts["calls"] += 1
+        if failure is not None:
+            self.counts[failure] += 1
+
+
+class Toolbox:
+    """The tools of one episode.
+
+    Args:
+        tools: by name; shared by all episodes.
+        tools_kwargs: of the row, by name of the tool: create_kwargs, execute_kwargs, calc_reward_kwargs,
+            release_kwargs.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, BaseTool],
+        parser: ToolParser,
+        settings: MultiTurnConfig,
+        tools_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tools, self.parser, self.settings = tools, parser, settings
+        self.schemas = {name: tool.tool_schema for name, tool in tools.items()}
+        self.tools_kwargs = tools_kwargs or {}
+        self.instances: dict[str, str] = {}  # by name of the tool
+        self.creating = asyncio.Lock()
+
+    def parse(self, answer: str) -> ParsedAnswer:
+        return self.parser.parse(answer, self.schemas)
+
+    async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
+        """What the calls of an answer bring, the first max_parallel_calls of them side by side.
+
+        Never raises for what a tool does: the policy reads what went wrong, and earns nothing by that call.
+        """
+        replies, most = ToolReplies(), self.settings.max_parallel_calls
+        calls, rest = parsed.calls[:most], parsed.calls[most:]
+        answers = await asyncio.gather(*map(self._answer, calls))
+        for call, (text, reward, failure) in zip(calls, answers, strict=True):
+            replies.add(self._cut(text), call.name, reward, failure)
+        for error in parsed.errors:
+            replies.add(f"Error: {error}", failure="malformed")
+        for call in rest:
+            replies.add(f"Error: not run, as only {most} may be called at once", call.name, failure="not_run")
+        return replies
+
+    async def finish(self) -> dict[str, float]:
+        """What the whole episode earned, by name of the tools that were called."""
+        return {
+            name: float(
+                await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward")))
+            )
+            for name, instance in self.instances.items()
+        }
+
+    async def close(self) -> None:
+        """Releases what was created."""
+        while self.instances:
+            name, instance = self.instances.popitem()
+            await self._in_time(self.tools[name].release(instance, **self._kwargs(name, "release")))
+
+    async def _answer(self, call: ToolCall) -> tuple[str, float, str | None]:
+        """(text for the policy, reward, kind of failure) of one call."""
+        if call.name not in self.tools:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(self.tools)}", 0.0, "unknown_tool"
+        try:
+            arguments = checked_arguments(self.schemas[call.name], call.arguments)
+        except ValueError as error:
+            return f"Error: {error}", 0.0, "bad_arguments"
+        try:
+            response, reward = await self._execute(call.name, arguments)
+        except Overdue:
+            return f"Error: no answer in {self.settings.tool_timeout:g} seconds", 0.0, "timeout"
+        except Exception as error:  # whatever the user's tool raises is an answer to the policy, and is counted
+            say_raised(call.name, type(error).__name__, str(error), users_line(error) or "")
+            return f"Error when executing tool: {error}", 0.0, "raised"
+        return response.text or "", reward, None
+
+    async def _execute(self, name: str, arguments: dict[str, Any]) -> tuple[ToolResponse, float]:
+        tool = self.tools[name]
+        async with self.creating:  # parallel calls share the instance
+            if name not in self.instances:
+                created = await self._in_time(tool.create(create_kwargs=self._kwargs(name, "create")))
+                self.instances[name] = created[0] if isinstance(created, tuple) else created
+        running = (tool, self.instances[name], arguments, self._kwargs(name, "execute"))
+        if tool.blocks:
+            result = await in_thread(execute_alone, *running, deadline=self.settings.tool_timeout)
+        else:
+            result = await self._in_time(execute(*running))
+        response, reward, _ = result
+        return as_response(response), float(reward or 0.0)
+
+    async def _in_time(self, work: Any) -> Any:
+        return await by_deadline(asyncio.ensure_future(work), self.settings.tool_timeout)
+
+    def _kwargs(self, name: str, step: str) -> dict[str, Any]:
+        return (self.tools_kwargs.get(name) or {}).get(f"{step}_kwargs") or {}
+
+    def _cut(self, text: str) -> str:
+        return truncated(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
+
+
+async def execute(tool: BaseTool, instance: str, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    return await tool.execute(instance, arguments, **kwargs)
+
+
+def execute_alone(tool: BaseTool, instance: str, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    """`execute` in an event loop of its own, for a tool that blocks."""
+    return asyncio.run(execute(tool, instance, arguments, kwargs))
+
+
+def truncated(text: str, limit: int, side: str) -> str:
+    """`text` with what exceeds `limit` characters left out on the named side: left, right or middle."""
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[-limit:]
+    if side == "right":
+        return text[:limit] + "...(truncated)"
+    half = limit // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+@cache
+def say_raised(name: str, kind: str, message: str, place: str) -> None:
+    """Warns once of what a tool raised: it goes to the policy, which is not who can mend it."""
+    logger.warning("the tool %s raised %s: %s%s", name, kind, message, f" ({place})" if place else "")
