@@ -63,7 +63,7 @@ class Validator:
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
-        """val_kwargs.n answers to each row of the validation set, or as many episodes, of which those that failed are out."""
+        """val_kwargs.n answers to each row of the validation set, or as many episodes; failed ones count nowhere."""
         if self.loader is None:
             return {}, []
         batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
