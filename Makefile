@@ -4,11 +4,12 @@ PYTHON ?= python3
 SEED ?= 0
 CONFIG ?= frozenlake
 TASK ?= arithmetic
+GAME ?= frozenlake_multiturn
 SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 algorithms test lint bench gpu clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn algorithms test lint bench gpu clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +37,9 @@ quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 
 smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or chain_sum)
 	$(RUN) -m scripts.smollm2 --seed $(SEED) --task $(TASK)
+
+multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, blackjack or cliffwalking)
+	$(RUN) -m scripts.multiturn --seed $(SEED) --game $(GAME)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)
 	$(RUN) -m scripts.algorithms --seed $(SEED)

@@ -18,7 +18,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -226,12 +226,11 @@ def phases_timed() -> Iterator[dict[str, float]]:
         "prompts": (SharedPrompts, "_prefill"),
         "steps": (SharedPrompts, "_forward"),
         "sampling": (RunningBatch, "_draw"),
+        "weights": (rollout_module, "lay_out_weights"),
     }
     with ExitStack() as stack:
         for phase, (holder, name) in phases.items():
             stack.enter_context(patch.object(holder, name, timed(vars(holder)[name], phase, spent)))
-        entry = timed_entry(rollout_module.decoding, "weights", spent)
-        stack.enter_context(patch.object(rollout_module, "decoding", entry))
         yield spent
 
 
@@ -242,17 +241,6 @@ def timed(function: Callable, phase: str, spent: dict[str, float]) -> Callable:
             return function(*args, **kwargs)
         finally:
             spent[phase] += perf_counter() - start
-
-    return wrapper
-
-
-def timed_entry(manager: Callable[..., AbstractContextManager], phase: str, spent: dict[str, float]) -> Callable:
-    """The context manager, with the time that it takes to enter."""
-
-    @contextmanager
-    def wrapper(*args: Any) -> Iterator[Any]:
-        with ExitStack() as stack:
-            yield timed(stack.enter_context, phase, spent)(manager(*args))
 
     return wrapper
 

@@ -203,6 +203,11 @@ class TextEnv:
         for answer in self._answers.values() if self.text_to_action else ():
             self.extract_action(answer)  # one that returns no number says so before anything is trained
 
+    @property
+    def actions(self) -> tuple[int, ...]:
+        """The numbered actions, where actions are numbered."""
+        return tuple(self._answers)
+
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
         return self._layouts(seed) if self.random_map else ()

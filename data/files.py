@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -81,7 +81,7 @@ def dispensable(what: str) -> Iterator[None]:
         logger.warning("%s: not written, the disk is full (%s)", what, error)
 
 
-def dump_jsonl(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def dump_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes one `json_line` a row; the file appears whole or not at all, and its folder is made."""
     with replacing(path) as file:
         for row in rows:

@@ -5,7 +5,7 @@ and masks, never from comparing ids with the pad id: it may be the stop id, whic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from data.protocol import DataProto, object_array
+
+PER_TOKEN = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
 
 
 @dataclass
@@ -33,8 +35,7 @@ class Sample:
     extras: dict[str, Any] = field(default_factory=dict)  # further columns of the row
 
     def __post_init__(self) -> None:
-        lists = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
-        lengths = {name: len(vars(self)[name]) for name in lists}
+        lengths = {name: len(vars(self)[name]) for name in PER_TOKEN}
         assert len(set(lengths.values())) == 1, f"the lists of a sample have one entry a token each, not {lengths}"
 
     def extend(
@@ -55,6 +56,10 @@ class Sample:
         self.weight_versions += [weight_version] * count
         self.rewards += [0.0] * count
         self.turns += [turn] * count
+
+    def until(self, length: int) -> "Sample":
+        """The same prompt with the first `length` tokens of the response."""
+        return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
 
     def fail(self) -> None:
         """Has nothing learnt from it: its tokens stay to be looked at, as nobody's, and earn nothing."""

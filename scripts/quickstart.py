@@ -23,6 +23,7 @@ import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import main as rl
@@ -36,7 +37,8 @@ from data.files import dump_jsonl, read_metrics
 from data.locking import sole_run
 from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
-from training.preparation import build_environment, prepare
+from training.game import build_environment
+from training.preparation import prepare
 from training.reports import plot_metric
 from workers.worker_group import start_command
 
@@ -97,12 +99,19 @@ def write_summary(config: Config, success: str, seconds: float) -> dict[str, Any
 def warm_start(config: Config, folder: Path) -> None:
     """Makes the model that RL starts from, where the RL config expects it."""
     seed = config.trainer.seed
+    imitate(config, folder, "frozenlake_sft", lambda: demonstrations(build_environment(config), DEMONSTRATIONS, seed))
+
+
+def imitate(config: Config, folder: Path, sft: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
+    """A tiny model trained on `rows` by the settings `sft`, where the RL config expects it."""
+    seed, target = config.trainer.seed, Path(config.actor_rollout_ref.model.path)
     save_tiny_model(folder / "random_model", derive_seed(seed, "tiny_model"))
-    environment = build_environment(config)
-    dump_jsonl(folder / "demonstrations.jsonl", demonstrations(environment, DEMONSTRATIONS, seed))
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder / "random_model", target)  # whose tokenizer the rows may need
+    dump_jsonl(folder / "demonstrations.jsonl", rows())
     sft_config = compose(
         SFTConfig,
-        "frozenlake_sft",
+        sft,
         [
             f"trainer.seed={seed}",
             f"data.train_files={folder}/demonstrations.jsonl",
@@ -112,8 +121,7 @@ def warm_start(config: Config, folder: Path) -> None:
         ],
     )
     trained = sft_trainer.run(sft_config)
-    target = Path(config.actor_rollout_ref.model.path)
-    shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(target)
     shutil.copytree(trained, target)
 
 

@@ -1,12 +1,14 @@
-"""A small ragged batch of rollouts, as the actor and the critic are given it."""
+"""Small batches: ragged rows, as the actor and the critic are given them, and episodes of several turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.schema import ActorConfig, CriticConfig
-from data.padding import Sample, collate
+from data.padding import Sample, collate, collate_turns
 from data.protocol import DataProto
 from training.mini_batches import Update, global_batch_info
 from workers.engine import TrainEngine
@@ -115,3 +117,65 @@ def relative_distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """‖found − wanted‖ / ‖wanted‖ over all tensors together."""
     one, other = (torch.cat([tensor.detach().flatten() for tensor in tensors]) for tensors in (found, wanted))
     return float((one - other).norm() / other.norm())
+
+
+@dataclass
+class Turn:
+    """One turn of an episode: tokens of the policy, what it was told after them, and what they earned."""
+
+    said: int
+    told: int = 0
+    reward: float = 0.0
+
+
+def episode_batch(
+    groups: Sequence[Sequence[Sequence[Turn]]], history: str, seed: int = 0, **columns: list
+) -> DataProto:
+    """Episodes of `groups` (by prompt, then by sample) as env.history says: a row each (transcript), or a turn (turns).
+
+    The float columns that estimators read are random, and the same for the same token in both forms; `columns` have an
+    entry an episode. An episode without turns has failed: one row, with a token that is nobody's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    names, rows = ("values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights"), []
+    samples: list[Sample] = []
+    for number, (uid, episode) in enumerate((f"group-{g}", turns) for g, group in enumerate(groups) for turns in group):
+        extras = {name: values[number] for name, values in columns.items()}
+        extras |= {"uid": uid, "episode": number, "failure": None if episode else "hung (my_env.py:7)"}
+        extras |= {"episode_return": sum(turn.reward for turn in episode), "__num_turns__": len(episode)}
+        parts: list[Sample] = []
+        for place, turn in enumerate(episode or [Turn(1)]):
+            if not parts or history == "turns":
+                end_reason = "terminated" if episode else "timeout"
+                parts.append(Sample([5, 6, 7], extras=extras, end_reason=end_reason))
+                rows.append([])
+            length = turn.said + turn.told
+            parts[-1].extend([10 + place] * turn.said, [-0.5] * turn.said, True, turn=place)
+            parts[-1].rewards[-1] += turn.reward
+            parts[-1].extend([50 + place] * turn.told, None, False, turn=place)
+            rows[-1] += torch.rand(length, len(names), generator=generator).tolist()
+        if not episode:
+            parts[-1].fail()
+        samples += parts
+    width = max(len(sample.token_ids) for sample in samples)
+    batch = collate(samples, 4, width, pad_token_id=0)
+    batch.batch.update(collate_turns(samples, width))
+    numbers = torch.tensor([row + [[0.0] * len(names)] * (width - len(row)) for row in rows])
+    for place, name in enumerate(names):
+        is_log = name in ("old_log_probs", "ref_log_prob")
+        batch.batch[name] = numbers[..., place].clamp(0.1, 0.9).log() if is_log else numbers[..., place]
+    return batch
+
+
+def random_groups(seed: int) -> list[list[list[Turn]]]:
+    """Groups of 1 to 4 episodes of 1 to 5 turns, some failed, of 1 to 3 tokens and up to 2 of observation."""
+    rng = np.random.default_rng(seed)
+
+    def turn(last: bool) -> Turn:
+        return Turn(int(rng.integers(1, 4)), 0 if last else int(rng.integers(0, 3)), float(rng.integers(-1, 3)))
+
+    def episode() -> list[Turn]:
+        turns = 0 if rng.random() < 0.2 else int(rng.integers(1, 6))
+        return [turn(place == turns - 1) for place in range(turns)]
+
+    return [[episode() for _ in range(rng.integers(1, 5))] for _ in range(rng.integers(1, 4))]

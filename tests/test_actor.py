@@ -411,7 +411,7 @@ def test_a_batch_without_any_advantage_still_steps_the_optimiser(policy: PreTrai
     ],
 )
 def test_all_rows_are_learnt_from_where_something_reads_them(settings: list[str], skips: bool):
-    config = compose(*(f"actor_rollout_ref.{setting}" for setting in ["actor.entropy_coeff=0", *settings]))
+    config = compose(*(f"actor_rollout_ref.{setting}" for setting in settings), name="ppo_trainer")
     batch = ragged_batch()
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
     batch.batch["loss_mask"] = batch.batch["response_mask"]

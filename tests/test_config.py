@@ -304,7 +304,7 @@ def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(esti
     asking = compose("algorithm.adv_estimator=asking", here)
     assert needs_critic(asking) and needs_reference(asking)
     check_algorithm(asking)
-    plain = compose(here)
+    plain = compose("algorithm.adv_estimator=grpo", here, name="ppo_trainer")
     assert not needs_critic(plain) and not needs_reference(plain)
     assert needs_critic(compose("critic.enable=true", here))
     with pytest.raises(ConfigError, match=r"adv_estimator=asking needs values, and critic\.enable=false"):
@@ -316,7 +316,9 @@ def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(esti
 
 def test_values_with_a_default_ask_for_no_critic(estimator):
     estimator(lambda rewards, values=None, *, ref_log_prob=None, **kwargs: (rewards, rewards))
-    config = compose("algorithm.adv_estimator=asking", "algorithm.adv_estimator_kwargs={anything: 1}")
+    config = compose(
+        "algorithm.adv_estimator=asking", "algorithm.adv_estimator_kwargs={anything: 1}", name="ppo_trainer"
+    )
     assert not needs_critic(config) and not needs_reference(config)
     check_algorithm(config)
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
-from tests.engines import drain
+from tests.engines import drain, plans, play
 from tests.runs import needs_vllm, vllm_server
 from training.roles import SamplingParams
 from workers.batch_rollout import build_rollout, load_rollout_class
@@ -371,6 +371,20 @@ def test_tokens_so_far_are_the_completion_piece_by_piece(bench: Bench):
         token_ids, log_probs = pieces[number]
         assert token_ids == done[number].token_ids[:-1] and log_probs == done[number].log_probs[:-1]
     assert bench.engine.tokens_so_far({0: 0}) == {}
+
+
+def test_an_episodes_next_turn_is_answered_as_if_nothing_were_kept(bench: Bench):
+    """Ragged episodes of 1 to 5 turns, whose turns come at different times; the past of one changes under way."""
+    most = [1, 2, 3, 4]
+    samplings = [replace(GREEDY, max_tokens=size) for size in most] + [sampling(size, top_k=20) for size in most]
+    episodes = plans(0, samplings, bench.model.config.vocab_size)
+    wanted = play(bench.engine, episodes, keeps=False)
+    found = play(bench.engine, episodes, keeps=True)
+    assert len(found) == 30 and found.keys() == wanted.keys()
+    for key, (prompt, done) in wanted.items():
+        assert found[key][0] == prompt and found[key][1].token_ids == done.token_ids, key
+        assert found[key][1].log_probs == pytest.approx(done.log_probs, abs=1e-4), key
+    bench.engine.forget([100, 12345])  # of which nothing is kept
 
 
 def test_a_request_in_flight_is_not_added_again(bench: Bench):

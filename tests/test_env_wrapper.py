@@ -19,7 +19,7 @@ from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
 from custom.planning import best_actions, shortest_paths
 from custom.text_env import is_success, last_mention, mark_ansi, success_rule
 from tests.runs import compose
-from training.preparation import build_environment
+from training.game import build_environment
 
 LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
 RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}

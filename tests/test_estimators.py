@@ -24,7 +24,6 @@ from training.core_algos import (
     NEEDS_GROUPS,
     AdvantageEstimator,
     Groups,
-    pf_ppo_weights,
     sum_to_go,
     whiten_advantages,
 )
@@ -73,6 +72,8 @@ class Batch:
             "rollout_is_weights": torch.empty(rows, width).uniform_(0.5, 2),
         }
         tokens = {name: torch.where(mask.bool(), values.double(), NAN) for name, values in tokens.items()}
+        turns = torch.cumsum(torch.rand(rows, width) < 0.4, 1)
+        tokens["turn_ids"] = torch.where(mask.bool(), turns, 10_000)
         failed = ~mask.any(-1)
         # An outcome estimator scores a row by all its rewards, so only a failed row's may be anything.
         tokens["token_level_rewards"][~failed] = tokens["token_level_rewards"][~failed].nan_to_num(0.0)
@@ -127,6 +128,7 @@ class Row:
     old_log_probs: list[float]
     sum_pi_squared: list[float]
     rollout_is_weights: list[float]
+    turn_ids: list[int]
 
     @property
     def score(self):
@@ -177,6 +179,19 @@ def gae(rows):
         deltas = [r + GAMMA * values[t + 1] - values[t] for t, r in enumerate(row.token_level_rewards)]
         advantages.append([sum((GAMMA * LAM) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(row))])
     return advantages
+
+
+def turn_gae(rows):
+    """[(advantage, value) of its turn for each token of a row], for each row: gae's twin is asked about turns."""
+    as_turns = []
+    for row in rows:
+        turns = [[t for t in range(len(row)) if row.turn_ids[t] == turn] for turn in sorted({*row.turn_ids})]
+        earned = [sum(row.token_level_rewards[t] for t in turn) for turn in turns]
+        worth = [row.values[turn[0]] for turn in turns]
+        [advantages] = gae([replace(row, token_level_rewards=earned, values=worth)])
+        numbers = zip(advantages, worth, turns, strict=True)
+        as_turns.append([(advantage, value) for advantage, value, turn in numbers for _ in turn])
+    return as_turns
 
 
 def twin_grpo(rows, **settings):
@@ -244,6 +259,7 @@ def twin_optimal(rows, zero_tail=True):
 
 TWINS = {
     "gae": lambda rows: whitened(gae(rows)),
+    "turn_gae": lambda rows: whitened([[advantage for advantage, _ in row] for row in turn_gae(rows)]),
     "grpo": twin_grpo,
     "grpo_vectorized": twin_grpo,
     "grpo_passk": twin_passk,
@@ -266,6 +282,8 @@ def twin_returns(name, rows, advantages):
         return advantages
     if name == "gae":
         return [np.add(advantage, row.values).tolist() for advantage, row in zip(gae(rows), rows, strict=True)]
+    if name == "turn_gae":
+        return [[advantage + value for advantage, value in row] for row in turn_gae(rows)]
     discount = GAMMA if name == "reinforce_plus_plus" else 1.0
     return [[row.to_go(t, discount) for t in range(len(row))] for row in rows]
 
@@ -468,7 +486,8 @@ def test_observation_tokens_change_nothing_of_a_policy_token(name, seed):
         return torch.full((rows, width + 3), fill, dtype=values.dtype).scatter(1, columns, values)
 
     junk = (NAN, 1e3)[seed % 2]
-    tokens = {name: stretched(values, junk) for name, values in batch.tokens.items()}
+    tokens = {name: stretched(values, junk) for name, values in batch.tokens.items() if name != "turn_ids"}
+    tokens["turn_ids"] = stretched(batch.tokens["turn_ids"], seed)
     tokens["token_level_rewards"] = stretched(batch.tokens["token_level_rewards"], 0.0 if name in OUTCOME else junk)
     longer = replace(batch, mask=stretched(batch.mask, 0), tokens=tokens)
     for new, old in zip(longer.estimate(name), batch.estimate(name), strict=True):
@@ -508,7 +527,8 @@ def test_failed_rows_equal_absent_rows(name, seed):
 @pytest.mark.parametrize("name", NAMES)
 def test_results_are_float32_without_gradient_and_inputs_stay_as_they_are(name):
     batch = Batch.draw(3)
-    batch.tokens = {key: values.float().requires_grad_() for key, values in batch.tokens.items()}
+    turns = {"turn_ids": batch.tokens.pop("turn_ids")}
+    batch.tokens = turns | {key: values.float().requires_grad_() for key, values in batch.tokens.items()}
     batch.baselines = batch.baselines.float()
     before = {key: values.detach().clone() for key, values in batch.tokens.items()}
     for result in batch.estimate(name):
@@ -575,6 +595,29 @@ def test_an_estimator_needs_groups_if_alone_a_sample_is_compared_with_nothing(na
 # What is peculiar to one.
 
 
+def test_turn_gae_by_hand():
+    """Turns of 2, 1 and 1 tokens with an observation after the first; the first earns 1, and the last 2."""
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]])
+    turn_ids = torch.tensor([[0, 0, 0, 1, 2], [5, 5, 5, 5, 5]])
+    rewards = torch.tensor([[0.25, 0.75, NAN, 0, 2], [3, 0, 0, 0, 0]])
+    values = torch.tensor([[1, 9, NAN, 2, 4], [1, 0, 0, 0, 0]])
+    settings = {"values": values, "response_mask": mask, "gamma": 0.5, "lam": 0.5}
+    advantages, returns = ADV_ESTIMATOR_REGISTRY["turn_gae"](rewards, turn_ids=turn_ids, **settings)
+    # 2 - 4 = -2; 0 + .5 · 4 - 2 - .25 · 2 = -.5; 1 + .5 · 2 - 1 - .25 · .5 = .875; the other row 3 - 1 = 2
+    found = [0.875, 0.875, -0.5, -2, 2]
+    close(returns, [[1.875, 1.875, 0, 1.5, 2], [3, 0, 0, 0, 0]])
+    close(advantages[mask.bool()], flat(whitened([found])))
+    without, _ = ADV_ESTIMATOR_REGISTRY["turn_gae"](rewards, **settings)  # a response is one turn: 3 - 1 and 3 - 1
+    assert not without.any()
+
+
+def test_turn_gae_is_gae_where_each_turn_is_one_token():
+    batch = Batch.draw(3)
+    batch.tokens["turn_ids"] = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
+    for ours, gaes in zip(batch.estimate("turn_gae"), batch.estimate("gae"), strict=True):
+        close(ours[batch.mask.bool()], gaes[batch.mask.bool()], 1e-9)
+
+
 def test_equal_rewards_to_go_are_exactly_their_optimal_baseline_wherever_the_tokens_stand():
     torch.manual_seed(0)
     mask = (torch.rand(40, 8) < 0.6).long()
@@ -620,32 +663,6 @@ def test_gdpo_says_what_its_rewards_lack(keys, weights, columns, message):
     config = SimpleNamespace(gdpo_reward_keys=keys, gdpo_reward_weights=weights)
     with pytest.raises(AssertionError, match=message):
         ANCHOR.estimate("gdpo", config=config, non_tensor_batch=columns)
-
-
-def test_pf_ppo_weights_by_hand_and_an_unknown_method():
-    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
-    for arguments, weights in [
-        ((), [4, 0, 1, 1]),
-        (("pow", 1.0), [2, 0, 1, 1]),
-        (("max_min",), [1, 0, 1, 1]),
-        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
-    ]:
-        close(pf_ppo_weights(scores, *arguments), [weight + 1e-8 for weight in weights], 1e-12)
-    with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
-        pf_ppo_weights(scores, "median")
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_pf_ppo_weights_equal_a_loop(seed):
-    torch.manual_seed(seed)
-    scores = torch.randint(-3, 4, (1 + seed % 6,)).double()
-    best, worst = max(scores.tolist()), min(scores.tolist())
-    for method, weigh in {
-        "pow": lambda score: abs(score) ** 1.5,
-        "max_min": lambda score: 1.0 if score in (best, worst) else 0.0,
-        "max_random": lambda score: 0.4 if score == best else 0.1,
-    }.items():
-        close(pf_ppo_weights(scores, method, 1.5), [weigh(score) + 1e-8 for score in scores.tolist()], 1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.kernels import decoding, prepare
+from workers.kernels import decoding, lay_out_weights, prepare
 from workers.kernels.memory import IS_GLIBC
 from workers.kernels.norms import RMSNorm
 from workers.kernels.packed_forward import packed_scores
@@ -41,7 +41,8 @@ def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
         assert model.config._attn_implementation == "sdpa"
         assert model.token_scores.__func__ is padded_scores and not model.shares_prompts
         before = dict(vars(model.config))
-        with decoding(model, steps=100, rows=100) as shares_prompts:
+        with decoding(model) as shares_prompts:
+            lay_out_weights(model, steps=100, rows=100)
             assert not shares_prompts and vars(model.config) == before
             assert all("stand_in" not in vars(layer) for layer in model.modules())
 
@@ -52,7 +53,7 @@ def test_a_model_is_prepared_in_place_and_gives_its_forward(tiny_model: Path):
     assert prepare(model, torch.device("cpu")) is packed_scores
     assert Linear in classes(model) and any(issubclass(kind, RMSNorm) for kind in classes(model))
     assert list(model.state_dict()) == names
-    with decoding(model, steps=100, rows=100) as shares_prompts:
+    with decoding(model) as shares_prompts:
         assert shares_prompts
 
 

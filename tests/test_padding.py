@@ -82,7 +82,7 @@ def test_a_sample_by_hand():
     sample = Sample([1, 2])
     sample.extend([5, 6], [-0.5, -0.25], policy=True, weight_version=3)
     sample.extend([7], None, policy=False, weight_version=4)
-    assert sample == Sample([1, 2], [5, 6, 7], [1, 1, 0], [-0.5, -0.25, 0.0], [3, 3, 4], [0.0, 0.0, 0.0])
+    assert sample == Sample([1, 2], [5, 6, 7], [1, 1, 0], [-0.5, -0.25, 0.0], [3, 3, 4], [0.0, 0.0, 0.0], [0, 0, 0])
 
 
 def test_what_does_not_fit_or_has_other_extras_is_refused():

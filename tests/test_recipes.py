@@ -82,11 +82,14 @@ ROLES = {"ppo": "critic", "pf_ppo": "critic"} | dict.fromkeys(
 )
 
 
+@pytest.mark.parametrize("name", ["frozenlake", "gsm8k"])  # both with a KL in the loss of their own
 @pytest.mark.parametrize("recipe", options("recipe"))
-def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe):
-    config = compose(f"recipe={recipe}")
+def test_a_recipe_brings_the_roles_it_needs_and_no_others(recipe, name):
+    config = compose(f"recipe={recipe}", name=name)
     roles = {"critic": needs_critic(config), "reference": needs_reference(config)}
     assert [name for name, there in roles.items() if there] == ([ROLES[recipe]] if recipe in ROLES else [])
+    actor = config.actor_rollout_ref.actor
+    assert not actor.use_kl_loss or (actor.kl_loss_coef == 0.001 and not config.algorithm.use_kl_in_reward)
 
 
 def test_recipes_do_what_they_are_known_for(two_steps):

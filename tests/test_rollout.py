@@ -26,7 +26,7 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
-from tests.engines import drain
+from tests.engines import drain, plans, play
 from training.roles import SamplingParams
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
@@ -320,6 +320,94 @@ def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrai
     assert prefills == [[1, 60], [8, 4], [8, 4], [8, 4], [7, 4]]
 
 
+@pytest.mark.parametrize("budget", [8192, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer: PreTrainedTokenizerBase, family: str, budget: int):
+    """Whatever the passes; and nothing is left of the episodes, nor on the model."""
+    samplings = [replace(GREEDY, max_tokens=1), replace(GREEDY, max_tokens=4), sampling(3), sampling(4, 0.7)]
+    rollout = make_rollout(random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
+    episodes = plans(1, samplings, 300)
+    wanted = play(rollout, episodes, keeps=False)
+    before = rollout.prefilled_tokens
+    found = play(rollout, episodes, keeps=True)
+    assert_same([done for _, done in found.values()], {done.id: done for _, done in wanted.values()})
+    assert rollout.prefilled_tokens - before < before / 2
+    assert not rollout.turns.turns and rollout.turns.tokens == 0 and rollout.running is None and rollout.module.training
+
+
+def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 3) -> list[int]:
+    """The prompt and the response of a turn that is kept."""
+    request = Request(episode, prompt, replace(GREEDY, max_tokens=max_tokens), 0, episode=episode)
+    return prompt + rollout.generate([request])[0].token_ids
+
+
+def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase):
+    """By turns: a group's first prompt once; then the token that was drawn last, and what it was told; of a past that
+    has changed, from the change on; all of it once nothing is kept any more."""
+    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
+    told, counts = {7: [11, 12], 8: [13], 9: [*range(14, 20)]}, []
+
+    def prefilled(prompts: dict[int, list[int]]) -> dict[int, list[int]]:
+        before = rollout.prefilled_tokens
+        requests = [Request(e, ids, sampling(3, 1.0), derive_seed(e), episode=e) for e, ids in prompts.items()]
+        done = rollout.generate(requests)
+        counts.append(rollout.prefilled_tokens - before)
+        return {e: prompts[e] + one.token_ids for e, one in zip(prompts, done, strict=True)}
+
+    texts = prefilled(dict.fromkeys(told, PROMPTS[2]))
+    for _ in range(4):
+        texts = prefilled({e: ids + told[e] for e, ids in texts.items()})
+    assert counts == [len(PROMPTS[2]), *[sum(1 + len(ids) for ids in told.values())] * 4]
+    changed = [*texts[9][:20], 21 + texts[9][20] % 2, *texts[9][21:]]
+    prefilled({9: changed, 8: texts[8]})
+    assert counts[-1] == len(changed) - 20 + 1
+    rollout.forget([7, 8])
+    prefilled({8: [*texts[8], 5], 9: [*changed, 5]})
+    assert counts[-1] == len(texts[8]) + 1 + 1
+    rollout.sleep()
+    prefilled({9: changed})
+    assert counts[-1] == len(changed)
+
+
+@pytest.mark.parametrize(
+    "drop", [lambda rollout: rollout.load_weights([], 1), HFRollout.sleep, HFRollout.close, lambda r: r.forget([1, 2])]
+)
+def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTrainedTokenizerBase, drop: Callable):
+    """Until then the model stays as it decodes, so that turns which come one by one need not set it up each time."""
+    model = random_model("Llama, untied", "packed").train()
+    rollout = make_rollout(model, tokenizer)
+    keep(rollout, 1, PROMPTS[0])
+    keep(rollout, 2, PROMPTS[1])
+    assert not rollout.has_unfinished_requests() and not model.training and rollout.turns.turns.keys() == {1, 2}
+    drop(rollout)
+    assert model.training and not rollout.turns.turns and rollout.running is None
+    before = rollout.prefilled_tokens
+    text = keep(rollout, 1, PROMPTS[0])
+    assert rollout.prefilled_tokens == before + len(PROMPTS[0])
+    rollout.forget([1])
+    assert text[:3] == PROMPTS[0] and model.training
+
+
+def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTrainedTokenizerBase):
+    """Three sequences of 21 tokens: the oldest go; what runs is not counted, and what is aborted is not kept."""
+    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
+    texts = {episode: keep(rollout, episode, [7] * 18) for episode in (1, 2, 3)}
+    assert rollout.turns.tokens == 60 and [*rollout.turns.turns] == [1, 2, 3]
+    texts[1] = keep(rollout, 1, texts[1])
+    assert rollout.turns.tokens == 40 + 23 and [*rollout.turns.turns] == [2, 3, 1]
+    keep(rollout, 4, [8, 9])
+    assert rollout.turns.tokens == 20 + 23 + 4 and [*rollout.turns.turns] == [3, 1, 4]
+    rollout.add(Request(1, texts[1], GREEDY, 0, episode=1))
+    rollout.step()
+    assert [*rollout.turns.turns] == [3, 4]
+    rollout.abort([1])
+    assert [*rollout.turns.turns] == [3, 4] and not rollout.has_unfinished_requests()
+    rollout.forget([1, 2, 3])
+    assert rollout.running is not None and not rollout.module.training, "episode 4 may go on"
+    rollout.forget([4])
+    assert rollout.running is None and rollout.module.training
+
+
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreTrainedTokenizerBase, forward: str):
     model = random_model("Llama, untied", forward)
@@ -356,7 +444,7 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
         taken.append(rollout.running.slots.tokens.shape)
         columns.append(rollout.running.cache.columns)
     assert row > 60 and max(size for size, _ in taken) <= 16 and max(width for _, width in taken) == 1 + R
-    assert max(columns) <= 1 + R and len(rollout.running.slots.ids) == len(rollout.running) <= 8
+    assert max(columns) <= 1 + R and len(rollout.running.slots.requests) == len(rollout.running) <= 8
     drain(rollout)
     assert rollout.running is None
 

@@ -9,8 +9,7 @@ import torch
 
 from configs.schema import AlgorithmConfig, PFPPOConfig
 from data.protocol import DataProto
-from training.core_algos import pf_ppo_weights
-from training.selection import draw_rows, rows_with_signal
+from training.selection import draw_rows, pf_ppo_weights, rows_with_signal
 
 
 def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:
@@ -142,3 +141,30 @@ def test_if_all_failed_each_row_stays():
 
 def test_without_pf_ppo_nothing_is_drawn():
     assert draw_rows(scored([1.0, 2.0], "ab"), AlgorithmConfig(), seed=0) == ({}, {})
+
+
+def test_pf_ppo_weights_by_hand_and_an_unknown_method():
+    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
+    for arguments, weights in [
+        ((), [4, 0, 1, 1]),
+        (("pow", 1.0), [2, 0, 1, 1]),
+        (("max_min",), [1, 0, 1, 1]),
+        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
+    ]:
+        assert pf_ppo_weights(scores, *arguments).tolist() == pytest.approx([weight + 1e-8 for weight in weights])
+    with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
+        pf_ppo_weights(scores, "median")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pf_ppo_weights_equal_a_loop(seed):
+    torch.manual_seed(seed)
+    scores = torch.randint(-3, 4, (1 + seed % 6,)).double()
+    best, worst = max(scores.tolist()), min(scores.tolist())
+    for method, weigh in {
+        "pow": lambda score: abs(score) ** 1.5,
+        "max_min": lambda score: 1.0 if score in (best, worst) else 0.0,
+        "max_random": lambda score: 0.4 if score == best else 0.1,
+    }.items():
+        expected = [weigh(score) + 1e-8 for score in scores.tolist()]
+        assert pf_ppo_weights(scores, method, 1.5).tolist() == pytest.approx(expected)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import SFTConfig, SFTDataConfig
 from custom.tiny_model import build_tokenizer
+from data.padding import Sample
 from data.sft_dataset import SFTDataset
 from tests.runs import learning_metrics
 from training.sft_trainer import SFTTrainer, main, run
@@ -48,9 +49,9 @@ def slow_loss(module: torch.nn.Module, rows: list[dict]) -> float:
     """Mean of −log p over all response tokens, one row at a time, without padding, token by token."""
     losses = []
     for row in rows:
-        ids = [*row["raw_prompt_ids"], *row["response_ids"]]
+        ids = [*row["sample"].prompt_ids, *row["sample"].token_ids]
         logits = module(torch.tensor([ids])).logits[0]
-        for place in range(len(row["raw_prompt_ids"]), len(ids)):
+        for place in range(len(row["sample"].prompt_ids), len(ids)):
             losses.append(-logits[place - 1].log_softmax(-1)[ids[place]].item())
     return sum(losses) / len(losses)
 
@@ -58,7 +59,7 @@ def slow_loss(module: torch.nn.Module, rows: list[dict]) -> float:
 @pytest.mark.parametrize("micro", ["null", 1, 3])
 def test_the_loss_of_a_step_is_the_slow_twins_however_it_is_cut(tmp_path, tiny_model, micro):
     trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS, f"data.micro_batch_size_per_gpu={micro}"))
-    expected = slow_loss(trainer.engine.module, trainer.train_loader.dataset.rows)
+    expected = slow_loss(trainer.engine.module, list(trainer.train_loader.dataset))
     metrics = trainer.step(1)
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["train/tokens"] == 3 + 15 + 0 + 2 + 4  # characters, and an end each
@@ -68,7 +69,7 @@ def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model):
     val = write(tmp_path, ROWS[:3], "val.jsonl")
     trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}"))  # batches of 2 and 1 rows
     assert trainer.validate() == pytest.approx(
-        slow_loss(trainer.engine.module, trainer.val_loader.dataset.rows), rel=1e-5
+        slow_loss(trainer.engine.module, list(trainer.val_loader.dataset)), rel=1e-5
     )
 
 
@@ -136,34 +137,52 @@ def test_gradients_that_stay_broken_end_the_run(tmp_path, tiny_model):
     assert [*metrics] == [1, 2, 3] and all(entry["train/skipped_updates"] == 1 for entry in metrics.values())
 
 
-def encoded(folder: Path, rows: list[dict], **settings) -> list[dict]:
-    return SFTDataset(write(folder, rows), TOKENIZER, SFTDataConfig(**settings), END).rows
+def encoded(folder: Path, rows: list[dict], **settings) -> list[Sample]:
+    return SFTDataset(write(folder, rows), TOKENIZER, SFTDataConfig(**settings), END).samples
 
 
 def test_rows_are_a_prompt_to_read_and_a_response_to_learn_that_ends(tmp_path):
     chat, _, plain, messages = encoded(tmp_path, ROWS)
-    assert TOKENIZER.decode(chat["raw_prompt_ids"]) == "<|user|>say abc<|end|><|assistant|>"
-    assert chat["response_ids"] == [*TOKENIZER.encode("abc"), END]
-    assert TOKENIZER.decode(plain["raw_prompt_ids"]) == "plain text" and plain["response_ids"] == [END]
-    assert TOKENIZER.decode(messages["raw_prompt_ids"]) == "<|user|>hi<|end|><|assistant|>"
-    assert TOKENIZER.decode(messages["response_ids"]) == "yo<|end|>"
+    assert TOKENIZER.decode(chat.prompt_ids) == "<|user|>say abc<|end|><|assistant|>"
+    assert chat.token_ids == [*TOKENIZER.encode("abc"), END]
+    assert TOKENIZER.decode(plain.prompt_ids) == "plain text" and plain.token_ids == [END]
+    assert TOKENIZER.decode(messages.prompt_ids) == "<|user|>hi<|end|><|assistant|>"
+    assert TOKENIZER.decode(messages.token_ids) == "yo<|end|>"
 
 
 def test_truncation_cuts_the_named_side(tmp_path):
     row = {"prompt": "abcdef", "response": "uvw"}  # 6 + 4 tokens with the end
     [left] = encoded(tmp_path, [row], max_length=8, truncation="left")
-    assert TOKENIZER.decode(left["raw_prompt_ids"]) == "cdef" and left["response_ids"][-1] == END
+    assert TOKENIZER.decode(left.prompt_ids) == "cdef" and left.token_ids[-1] == END
     [right] = encoded(tmp_path, [row], max_length=8, truncation="right")
-    assert TOKENIZER.decode(right["raw_prompt_ids"]) == "abcdef"
-    assert TOKENIZER.decode(right["response_ids"]) == "uv", "a cut response has no end: the model is not taught to stop"
+    assert TOKENIZER.decode(right.prompt_ids) == "abcdef"
+    assert TOKENIZER.decode(right.token_ids) == "uv", "a cut response has no end: the model is not taught to stop"
     [whole] = encoded(tmp_path, [row], max_length=10, truncation="error")
-    assert whole["response_ids"][-1] == END
+    assert whole.token_ids[-1] == END
+
+
+def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tmp_path):
+    said = [("user", "ab"), ("assistant", "c"), ("user", "de"), ("user", "f"), ("assistant", "gh"), ("user", "bye")]
+    [sample] = encoded(tmp_path, [{"messages": [{"role": role, "content": text} for role, text in said]}])
+    assert TOKENIZER.decode(sample.prompt_ids) == "<|user|>ab<|end|><|assistant|>"
+    assert TOKENIZER.decode(sample.token_ids) == "c<|end|><|user|>de<|end|><|user|>f<|end|><|assistant|>gh<|end|>"
+    learnt = [token for token, own in zip(sample.token_ids, sample.policy_mask, strict=True) if own]
+    assert TOKENIZER.decode(learnt) == "c<|end|>gh<|end|>"
+    assert sample.turns == [0] * (len(sample.token_ids) - 3) + [1] * 3
+    [cut] = encoded(
+        tmp_path,
+        [{"messages": [{"role": role, "content": text} for role, text in said]}],
+        max_length=8,
+        truncation="right",
+    )
+    assert cut == sample.until(8 - len(sample.prompt_ids))
 
 
 BAD = [
+    ({"messages": [{"role": "user", "content": "a"}, *[{"role": "assistant", "content": "b"}] * 2]}, {}, "one answer"),
     ({"prompt": "a"}, {}, r"the response \(column data\.response_key=response\) is None; it must be a string"),
     ({"prompt": "a", "response": 3}, {}, "is 3; it must be a string"),
-    ({"prompt": 7, "response": "b"}, {}, r"prompt is 7.*data\.prompt_key=prompt"),
+    ({"prompt": 7, "response": "b"}, {}, r"prompt is 7.*column prompt"),
     ({"prompt": [{"role": "user"}], "response": "b"}, {}, "needs a 'role' and a 'content'"),
     (
         {"prompt": "abcdef", "response": "uvw"},

@@ -22,6 +22,7 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
+from training.episodes import Episodes
 from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
 from training.rollout_mismatch import rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
@@ -59,13 +60,14 @@ def kl_in_reward(
 ) -> tuple[Tensor, Metrics]:
     """β·KL(old ‖ ref) of each token, [B, R], with β from before this step.
 
-    The controller then sees the mean over the rows that did not fail of each row's mean KL, in nats a token.
+    The controller then sees the mean over the episodes that did not fail of each one's mean KL, in nats a token.
     """
-    mask = batch.batch["response_mask"]
+    mask, episodes = batch.batch["response_mask"], Episodes(batch)
     kl = zero_masked(kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind), mask)
     beta = kl_ctrl.value
-    current_kl = masked_mean(masked_mean(kl, mask, axis=-1), mask.any(1)).item()
-    kl_ctrl.update(current_kl=current_kl, n_steps=len(batch))
+    mean_kl = episodes.total(kl.sum(1)) / episodes.total(mask.sum(1)).clamp(min=1)
+    current_kl = masked_mean(mean_kl, episodes.completed()).item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=episodes.count)
     return beta * kl, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
 
@@ -82,7 +84,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
 def overlong_in_reward(batch: DataProto, config: RewardKwargsConfig) -> tuple[Tensor, Metrics]:
     """`overlong_penalty` on each row's last policy token, [B, R]; failed rows have none.
 
-    A response's length is that of its attention mask, so that what an environment said counts as well.
+    A response's length is that of its attention mask, so that what an environment said counts as well. A turn that is a
+    row of its own has the whole length for itself, and its own penalty.
     """
     settings, mask = config.overlong_buffer_cfg, batch.batch["response_mask"]
     lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(1)
@@ -134,16 +137,19 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
     """Columns advantages and returns, [B, R], by the estimator that `config.adv_estimator` names; no metrics.
 
     The estimator is given exactly what it names among the columns of `batch` and `run_arguments`; one with **kwargs is
-    given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set.
+    given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an
+    episode of several rows as one long one (`Episodes.joined`), so that it counts episodes, and returns as many.
 
     Raises:
-        ValueError: it needs something that this run does not have, or returns anything but two [B, R] tensors.
+        ValueError: it needs something that this run does not have, or returns anything but two tensors of the shape of
+            the response_mask that it is given.
     """
     name = config.adv_estimator
-    estimator = get_adv_estimator_fn(name)
-    columns = {**batch.non_tensor_batch, **batch.tensors}
+    estimator, episodes = get_adv_estimator_fn(name), Episodes(batch)
+    whole = episodes.joined()
+    columns = {**whole.non_tensor_batch, **whole.tensors}
     given = {column: values for column, values in columns.items() if not is_setting(estimator, column)}
-    present = given | run_arguments(batch, config) | config.adv_estimator_kwargs
+    present = given | run_arguments(whole, config) | config.adv_estimator_kwargs
     if missing := estimator_needs(name) - present.keys():
         raise ValueError(
             f"algorithm.adv_estimator={name} needs {sorted(missing)}, which this run does not have. It has: "
@@ -151,7 +157,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
             "settings of an estimator of yours from algorithm.adv_estimator_kwargs."
         )
     result = estimator(**{argument: value for argument, value in present.items() if takes(estimator, argument)})
-    shape = batch.batch["response_mask"].shape
+    shape = whole.batch["response_mask"].shape
     pair = result if isinstance(result, tuple | list) else (result,)
     found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
     if found != [tuple(shape)] * 2:
@@ -159,7 +165,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
             f"algorithm.adv_estimator={name}: {callable_name(estimator)} returned {found}; it must return advantages "
             f"and returns, both tensors of shape {tuple(shape)}."
         )
-    return dict(zip(("advantages", "returns"), pair, strict=True)), {}
+    return dict(zip(("advantages", "returns"), map(episodes.cut, pair), strict=True)), {}
 
 
 def run_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The data of a step: prompts, the policy's responses to them, their scores."""
 
 from dataclasses import replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,11 +10,13 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
-from training.game import begin_episodes
+from training.episodes import greedy_scores
+from training.game import begun
 from training.metric_utils import timer
+from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, add_scores, reward_metrics
 from training.roles import Rollout, SamplingParams
-from training.selection import rows_with_signal
+from training.selection import groups_by_signal
 
 
 class Collector:
@@ -38,7 +41,7 @@ class Collector:
     def collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """Scored responses to the prompts of `step`, and metrics of them; the seconds go to `timing`.
 
-        With algorithm.filter_groups, as many rows, of groups whose samples differ, from further prompts if need be
+        With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
         batch = self.draw(step, 0, timing)
@@ -46,16 +49,16 @@ class Collector:
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
             return batch, metrics
-        wanted, draws = len(batch), 1
-        has_signal = rows_with_signal(batch, settings.metric)
-        while has_signal.sum() < wanted and draws != settings.max_num_gen_batches:
+        wanted, draws = len(rows_by_prompt(batch)), 1
+        differ, tie = groups_by_signal(batch, settings.metric)
+        while len(differ) < wanted and draws != settings.max_num_gen_batches:
             batch = DataProto.concat([batch, self.draw(step, draws, timing)])
-            has_signal = rows_with_signal(batch, settings.metric)
+            differ, tie = groups_by_signal(batch, settings.metric)
             draws += 1
-        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": has_signal.float().mean().item()}
-        informative_first = (~has_signal).int().argsort(stable=True)
-        self.left_out = batch.select_idxs(informative_first[wanted:]) if len(batch) > wanted else None
-        return batch.select_idxs(informative_first[:wanted]), metrics
+        groups = [*differ, *tie]
+        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        self.left_out = batch.select_idxs([*chain(*groups[wanted:])]) if len(groups) > wanted else None
+        return batch.select_idxs([*chain(*groups[:wanted])]), metrics
 
     def draw(self, step: int, number: int, timing: dict[str, float]) -> DataProto:
         """Scored responses to the next prompts, the draw of this number in the step.
@@ -74,8 +77,8 @@ class Collector:
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                scores = add_scores(greedy, self.reward, self.tokenizer).batch["token_level_scores"].sum(1)
-            batch.batch["reward_baselines"] = scores.repeat_interleave(rollout.n)
+                scored = add_scores(greedy, self.reward, self.tokenizer)
+            batch.batch["reward_baselines"] = greedy_scores(scored, batch)
         return batch
 
     def next_prompts(self, step: int, number: int) -> DataProto:
@@ -83,4 +86,4 @@ class Collector:
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        return begin_episodes(prompts) if self.config.env.mode == "episode" else prompts
+        return begun(prompts, self.config)

@@ -13,9 +13,9 @@ from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
+from training.game import TOOL_AGENT
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
-TOOL_AGENT = "tool_agent"  # verl's agent_name of rows that are conversations
 
 
 def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

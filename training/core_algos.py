@@ -63,6 +63,7 @@ class AdvantageEstimator(StrEnum):
     """The built-in names; user-registered estimators are plain strings beside them."""
 
     GAE = "gae"
+    TURN_GAE = "turn_gae"
     GRPO = "grpo"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
@@ -258,12 +259,46 @@ def compute_gae_advantage_return(
     returns = unwhitened advantages + values. Rewards and values at masked positions are ignored; the advantages
     there are not zero, as in verl: mask before use.
     """
-    # With discount 0 the sum to go is the value itself or, at a masked position, that of the next valid token.
-    value_or_next = sum_to_go(values, response_mask, discount=0.0)
-    next_values = F.pad(value_or_next[:, 1:], (0, 1))
-    deltas = token_level_rewards + gamma * next_values - values
-    advantages = sum_to_go(deltas, response_mask, gamma * lam)
+    advantages = discounted_td_errors(token_level_rewards, values, response_mask, gamma, lam)
     return whiten_advantages(advantages, response_mask), advantages + values
+
+
+def discounted_td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """GAE's sum over the valid steps s >= t of (gamma · lam)^(s - t) · (r_s + gamma · V_(s + 1) - V_s), [B, R]."""
+    # With discount 0 the sum to go is the value itself or, at a masked position, that of the next valid step.
+    value_or_next = sum_to_go(values, mask, discount=0.0)
+    next_values = F.pad(value_or_next[:, 1:], (0, 1))
+    return sum_to_go(rewards + gamma * next_values - values, mask, gamma * lam)
+
+
+@register_adv_est(AdvantageEstimator.TURN_GAE)
+@torch.no_grad()
+def compute_turn_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    turn_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE over turns (turn-PPO, arXiv:2512.17008): a turn is one action, whitened over the batch's valid tokens.
+
+    A turn is the policy tokens of a row that have one number in `turn_ids` [B, R]; without them a response is one turn.
+    It earns the sum of its rewards, its state is worth the value at its first policy token, and `gamma` and `lam` count
+    turns, where gae's count tokens. Each of its policy tokens gets its advantage and its return (advantage + value).
+    """
+    turns = zero_masked(torch.zeros_like(response_mask) if turn_ids is None else turn_ids, response_mask)
+    shape, width = (len(turns), int(turns.max()) + 1), turns.shape[1]
+    places = torch.where(response_mask.bool(), torch.arange(width, device=turns.device), width)
+    first = places.new_full(shape, width).scatter_reduce(1, turns, places, "amin")
+    taken = first < width  # [B, turns], as all below
+    earned = zero_masked(token_level_rewards, response_mask)
+    rewards = earned.new_zeros(shape).scatter_add(1, turns, earned)
+    worth = zero_masked(values.gather(1, first.clamp(max=width - 1)), taken)
+    advantages = discounted_td_errors(rewards, worth, taken, gamma, lam)
+    per_token = zero_masked(advantages.gather(1, turns), response_mask)
+    whitened = zero_masked(whiten_advantages(per_token, response_mask), response_mask)
+    return whitened, zero_masked((advantages + worth).gather(1, turns), response_mask)
 
 
 @register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
@@ -521,25 +556,6 @@ def compute_optimal_token_baseline_advantage(
         baseline = torch.where((reached == 1) & (groups.count > 1).unsqueeze(-1), nth_returns, baseline)
     baseline = torch.empty_like(baseline).scatter(1, policy_tokens_first, baseline)
     return zero_masked(returns - baseline, response_mask), returns
-
-
-def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How often PF-PPO (arXiv:2409.06957) draws each row, with replacement, relative to the others: [B] -> [B].
-
-    "pow" |score|^weight_pow; "max_min" 1 for the highest and the lowest score of the batch, else 0; "max_random" 0.4
-    for the highest, else 0.1; all + 1e-8. `scores` are those of rows that did not fail.
-    Raises ValueError on another method.
-    """
-    match reweight_method:
-        case "pow":
-            weights = scores.abs() ** weight_pow
-        case "max_min":
-            weights = ((scores == scores.max()) | (scores == scores.min())).to(scores)
-        case "max_random":
-            weights = 0.1 + 0.3 * (scores == scores.max()).to(scores)
-        case _:
-            raise ValueError(f"reweight_method is {reweight_method!r}, but must be 'pow', 'max_min' or 'max_random'")
-    return weights + 1e-8
 
 
 def agg_loss(

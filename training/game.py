@@ -18,8 +18,8 @@ from training.reward import RewardManager, load_reward_manager
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 
 
-AGENT_COLUMN = "agent_name"  # verl's: of rows that begin an episode, who plays it
-ENVIRONMENT = "environment"
+AGENT_COLUMN = "agent_name"  # verl's: what begins with a row
+SINGLE_TURN, TOOL_AGENT, ENVIRONMENT = "single_turn_agent", "tool_agent", "environment"
 
 
 @runtime_checkable
@@ -142,9 +142,25 @@ def game_of_worker(config: Config, tokenizer: PreTrainedTokenizerBase) -> Game:
     return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def begin_episodes(prompts: DataProto) -> DataProto:
-    """`prompts` as rows that begin an episode of the environment."""
-    return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [ENVIRONMENT] * len(prompts)}))
+def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
+    """`prompts` as rows that each begin an episode of this kind, where they do not say themselves what they begin."""
+    if AGENT_COLUMN in prompts:
+        return prompts
+    return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [agent] * len(prompts)}))
+
+
+def begun(prompts: DataProto, config: Config) -> DataProto:
+    """`prompts` as the run's rows begin: with an episode of its environment, with a conversation, or with an answer."""
+    if config.env.mode == "episode" and config.env.id is not None:
+        return begin_episodes(prompts, ENVIRONMENT)
+    if config.actor_rollout_ref.rollout.multi_turn.enable and config.env.id is None:
+        return begin_episodes(prompts, TOOL_AGENT)
+    return prompts
+
+
+def are_episodes(prompts: DataProto) -> bool:
+    """Whether any row begins more than a single answer."""
+    return AGENT_COLUMN in prompts and any(agent != SINGLE_TURN for agent in prompts.non_tensor_batch[AGENT_COLUMN])
 
 
 def episode_seeds(config: EnvConfig) -> range:

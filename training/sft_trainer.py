@@ -173,11 +173,10 @@ class SFTTrainer:
 
     def pad(self, rows: dict) -> DataProto:
         """Rows of ids as the padded columns that the forward pass takes."""
-        prompts, responses = list(rows["raw_prompt_ids"]), list(rows["response_ids"])
-        samples = [Sample(list(ids)) for ids in prompts]
-        for sample, ids in zip(samples, responses, strict=True):
-            sample.extend(ids, log_probs=None, policy=True)
-        return collate(samples, max(map(len, prompts)), max(map(len, responses)), self.tokenizer.pad_token_id)
+        samples: list[Sample] = list(rows["sample"])
+        longest_prompt = max(len(sample.prompt_ids) for sample in samples)
+        longest_response = max(len(sample.token_ids) for sample in samples)
+        return collate(samples, longest_prompt, longest_response, self.tokenizer.pad_token_id)
 
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         self.engine.save(folder, contents)

@@ -12,7 +12,7 @@ from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from training.game import Game, begin_episodes, episode_seeds
+from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import message_fields, print_samples, transcript
 from training.reward import RewardManager, add_scores, reward_view
@@ -78,7 +78,7 @@ class Validator:
         rollout = self.config.actor_rollout_ref.rollout
         prompts = DataProto.from_single_dict(rows)
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
+        prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
         return add_scores(batch, self.reward, self.tokenizer)
 
@@ -147,7 +147,7 @@ def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
         "data_source": [game.environment.env_id] * len(shown),
         "uid": [str(state.seed) for state, _ in shown],
     }
-    return begin_episodes(DataProto.from_single_dict(rows))
+    return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
 
 
 def rows_by_episode(batch: DataProto) -> list[list[int]]:

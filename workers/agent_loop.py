@@ -19,12 +19,13 @@ from data.padding import Sample, collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from training.async_reward import loop_in_thread
-from training.game import Game
+from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Game, data_settings
 from training.roles import SamplingParams
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments
-from workers.episodes import Episode, Limits, Row, play
+from workers.episodes import Episode, Limits, Row, SingleAnswer, play
 from workers.rollout import Completion, Rollout
+from workers.tool_episode import ToolEpisodes
 
 ATTEMPTS = 2  # at an episode whose other side raises
 
@@ -56,9 +57,11 @@ class AgentLoop:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: Game | None) -> None:
         self.config, self.engine = config, engine
-        self.chat = ChatFormat(tokenizer, config.data.apply_chat_template_kwargs)
-        self.environments = Environments(game) if game else None
         rollout = config.actor_rollout_ref.rollout
+        self.environments = Environments(game) if game else None
+        self.conversations = ToolEpisodes(rollout.multi_turn) if game is None else None
+        schemas = self.conversations.schemas if self.conversations else []
+        self.chat = ChatFormat(tokenizer, data_settings(config, schemas).apply_chat_template_kwargs)
         most = rollout.response_length
         self.limits = Limits(response=most, answer=rollout.multi_turn.max_tokens_per_turn or most)
 
@@ -98,6 +101,10 @@ class AgentLoop:
 
     def open(self, row: Row) -> Episode:
         """The episode that a row begins."""
+        if row[AGENT_COLUMN] == TOOL_AGENT:
+            return self.conversations(row)
+        if row[AGENT_COLUMN] == SINGLE_TURN:
+            return SingleAnswer(row)
         settings = self.config.env
         apart = settings.mode == "step" or settings.history == "turns"
         return EnvEpisode(row, self.environments, apart, settings.timeout)
@@ -105,10 +112,15 @@ class AgentLoop:
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""
         samples = [*chain.from_iterable(episodes)]
+        extras = dict.fromkeys(name for sample in samples for name in sample.extras)
+        for sample in samples:  # of several kinds of episodes
+            sample.extras = {name: sample.extras.get(name) for name in extras}
         source = [place for place, episode in enumerate(episodes) for _ in episode]
         rollout = self.config.actor_rollout_ref.rollout
         batch = collate(samples, rollout.prompt_length, rollout.response_length, self.engine.pad_token_id)
         batch.batch.update(collate_turns(samples, rollout.response_length))
+        if self.environments is None:  # the reward function scores conversations
+            batch.batch.pop("token_level_scores")
         batch.non_tensor_batch["episode"] = object_array([names[place] for place in source])
         began = prompts.select_idxs(source)
         began.non_tensor_batch["raw_prompt_ids"] = object_array([sample.prompt_ids for sample in samples])

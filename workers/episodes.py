@@ -13,7 +13,7 @@ from configs.errors import users_line
 from data.chat import ChatFormat, Message
 from data.padding import Sample
 from workers.deadlines import Overdue
-from workers.rollout import Completion
+from workers.rollout import END_REASONS, Completion
 
 Row = dict[str, Any]
 
@@ -23,13 +23,14 @@ class Reply:
     """What an answer of the policy leads to.
 
     The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
-    (the next turn is then a row of its own); neither is read where the episode is over.
+    (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
+    all that, the answer was the last.
     """
 
     messages: list[Message] = field(default_factory=list)
     prompt_ids: list[int] | None = None
     reward: float = 0.0  # earned by the answer, and placed on its last token
-    end_reason: str | None = None  # None: it is the policy's turn
+    end_reason: str | None = None
     columns: Row = field(default_factory=dict)  # of the episode's rows, as they stand now: success, …
 
 
@@ -50,6 +51,16 @@ class Episode(ABC):
 
     async def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Gives back what the episode holds."""
+
+
+class SingleAnswer(Episode):
+    """A prompt that is answered once, among others that begin episodes."""
+
+    def __init__(self, row: Row) -> None:
+        self.prompt_ids, self.columns = row["raw_prompt_ids"], {}
+
+    async def step(self, answer: str) -> Reply:
+        return Reply()
 
 
 class EpisodeFailed(Exception):
@@ -93,6 +104,8 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
             end_reason = reply.end_reason
             if end_reason is None and reply.prompt_ids is not None:
                 samples.append(Sample(reply.prompt_ids))
+            elif end_reason is None and not reply.messages:
+                end_reason = END_REASONS[done.finish_reason]
             elif end_reason is None:
                 told = chat.increment(reply.messages, done.finish_reason == "stop")
                 end_reason = go_on(sample, told, limits, turn)

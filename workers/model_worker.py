@@ -17,7 +17,7 @@ from data.import_utils import load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
-from training.game import AGENT_COLUMN, game_of_worker
+from training.game import are_episodes, game_of_worker
 from training.mini_batches import first_policy_step
 from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
@@ -115,7 +115,7 @@ class ColocatedRollout:
         with forked_rng(seed), self.policy.autocast():
             self.engine.wake_up()
             try:
-                if AGENT_COLUMN in prompts:
+                if are_episodes(prompts):
                     return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
                 return generate_batch(self.engine, prompts, sampling, seed, first_row)
             finally:

@@ -30,14 +30,18 @@ END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`."""
+    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`.
+
+    `episode`: whose next turn may follow this one, by a prompt that begins with this one's and its response. An engine
+    may keep what it has computed until then, or `forget` is called.
+    """
 
     id: int
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int
     piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
-    episode: int | None = None  # whose next turn may follow, with a prompt that begins with this one and its response
+    episode: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,9 @@ class Rollout:
         for request_id in ids:
             self.waiting.pop(request_id, None)
 
+    def forget(self, episodes: Iterable[int]) -> None:
+        """These episodes are over: drops what the engine keeps for their next turns, if it keeps anything."""
+
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
         return bool(self.waiting)
@@ -148,9 +155,6 @@ class Rollout:
         missing = [request.id for request in requests if request.id not in done]
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
         return [done[request.id] for request in requests]
-
-    def forget(self, episodes: Iterable[int]) -> None:
-        """These episodes are over: what was kept for their next turns, where the engine keeps anything, is dropped."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Samples from these weights from now on; whatever was cached under the old ones is dropped.

@@ -30,6 +30,11 @@ class ToolEpisodes:
         self.parser = ToolParser.get_tool_parser(settings.format)
         self.interactions = load_interactions(settings.interaction_config_path)
 
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What prompts say of the tools."""
+        return [tool.tool_schema.model_dump() for tool in self.tools.values()]
+
     def __call__(self, row: Mapping[str, Any]) -> "ToolEpisode":
         """The episode of a row of the dataset; raises ValueError if it names no interaction where there are some."""
         info = row.get("extra_info") or {}
@@ -85,7 +90,7 @@ class ToolEpisode(Episode):
         if parsed.calls or parsed.errors:
             return await self._ended("max_turns") if self.at_limit else await self._call(parsed)
         if self.interaction is None:
-            return await self._ended("terminated")
+            return await self._ended(None)
         return await self._talk(self.interaction)
 
     @property
@@ -122,7 +127,7 @@ class ToolEpisode(Episode):
         self.messages += messages
         return Reply(messages=messages, reward=reward, columns=self.columns)
 
-    async def _ended(self, end_reason: str, reward: float = 0.0) -> Reply:
+    async def _ended(self, end_reason: str | None, reward: float = 0.0) -> Reply:
         reward += sum((await self.toolbox.finish()).values())
         return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
 

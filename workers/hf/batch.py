@@ -3,93 +3,30 @@
 Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
 joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
 What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, here;
-whatever else a model has, in workers/hf/separate.py.
+whatever else a model has, in workers/hf/separate.py. What is kept of episodes beyond that is in workers/hf/kept.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from data.seqlen_balancing import padded_parts
-from training.roles import SamplingParams
 from workers.hf.cache import RowCache
+from workers.hf.kept import Kept, KeptTurns, Layers, cache_of
 from workers.hf.sampling import sample_rows
+from workers.hf.slots import Slots
 from workers.rollout import Completion, Request, diverged
-
-
-class Slots:
-    """The tokens that the running rows have drawn, and the numbers by which they will draw.
-
-    By slot: `tokens`, `log_probs` and `uniforms` [S, M]; `counts` of tokens so far, `max_tokens`, `kinds` (which of
-    `samplings`) and `stopped` (whether the last token is a stop id) [S]. S and M are as large as it took so far.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.ids: dict[int, int] = {}  # of requests, by the slots in use
-        self.free: list[int] = []
-        self.samplings: dict[SamplingParams, int] = {}  # the distinct ones, numbered
-        self.tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
-        self.log_probs = torch.zeros(0, 0, device=device)
-        self.uniforms = torch.zeros(0, 0, dtype=torch.float64, device=device)
-        self.counts, self.max_tokens, self.kinds = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(3))
-        self.stopped = torch.zeros(0, dtype=torch.bool, device=device)
-
-    def take(self, requests: Sequence[Request]) -> Tensor:
-        """A slot for each request: [n]."""
-        limits = [request.sampling.max_tokens for request in requests]
-        self._reserve(len(requests), max(limits))
-        taken = [self.free.pop() for _ in requests]
-        self.ids |= {slot: request.id for slot, request in zip(taken, requests, strict=True)}
-        uniforms = np.zeros((len(requests), max(limits)))
-        for row, request in enumerate(requests):
-            uniforms[row, : limits[row]] = np.random.default_rng(request.seed).random(limits[row])
-        kinds = [self._kind(request.sampling) for request in requests]
-        device = self.tokens.device
-        slots = torch.tensor(taken, device=device)
-        self.uniforms[slots, : max(limits)] = torch.from_numpy(uniforms).to(device)
-        self.counts[slots] = 0
-        self.max_tokens[slots], self.kinds[slots] = torch.tensor([limits, kinds], device=device)
-        return slots
-
-    def give_back(self, slots: Collection[int]) -> None:
-        for slot in slots:
-            del self.ids[slot]
-        self.free += slots
-
-    def _kind(self, sampling: SamplingParams) -> int:
-        return self.samplings.setdefault(replace(sampling, max_tokens=0), len(self.samplings))
-
-    def _reserve(self, rows: int, width: int) -> None:
-        """At least `rows` free slots, for `width` tokens each; what is too small doubles, so that it seldom is."""
-        size, old_width = self.tokens.shape
-        width = max(width, old_width)
-        new_size = size if rows <= len(self.free) else max(len(self.ids) + rows, 2 * size)
-        if (new_size, width) == (size, old_width):
-            return
-        for name in ("tokens", "log_probs", "uniforms"):
-            setattr(self, name, enlarged(vars(self)[name], new_size, width))
-        for name in ("counts", "max_tokens", "kinds", "stopped"):
-            setattr(self, name, enlarged(vars(self)[name], new_size))
-        self.free += range(size, new_size)
-
-
-def enlarged(memory: Tensor, *shape: int) -> Tensor:
-    """`memory` as the first part of a tensor of this shape, which is 0 elsewhere."""
-    larger = memory.new_zeros(shape)
-    larger[tuple(slice(length) for length in memory.shape)] = memory
-    return larger
 
 
 class RunningBatch(ABC):
     """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the subclass's order.
 
     `max_num_batched_tokens`: most of a pass over prompts, padding included; a longer prompt has a pass of its own.
+    `turns`: what is kept of the episodes whose requests come.
     """
 
     def __init__(
@@ -99,16 +36,18 @@ class RunningBatch(ABC):
         pad_token_id: int,
         weight_version: int,
         max_num_batched_tokens: int,
+        turns: KeptTurns,
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens, self.turns = max_num_batched_tokens, turns
         self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=module.device)
         self.slots = Slots(module.device)
         self.alive = torch.empty(0, dtype=torch.long, device=module.device)
 
     @abstractmethod
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor]:
-        """What the model keeps of d prompts, and the logits after them, [d, V] float32."""
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[Any, Tensor]:
+        """What the model keeps of d prompts, and the logits after them, [d, V] float32. `begun` [d]: what is kept of
+        their beginnings, which is nothing unless the subclass keeps it."""
 
     @abstractmethod
     def _keep(self, prefilled: Any, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
@@ -123,11 +62,19 @@ class RunningBatch(ABC):
     def _forget(self, gone: Tensor) -> Tensor:
         """The rows at the places `gone` [n], ascending, end. Returns the row now at each place."""
 
+    def _prompt_layers(self, prefilled: Any, place: int, length: int) -> Layers | None:
+        """Keys and values of the prompt at `place` of `prefilled`, of so many tokens; None: this way keeps nothing."""
+        return None
+
+    def _row_layers(self, place: int) -> Layers | None:
+        """Keys and values of all that the row at `place` has read; None: this way keeps nothing."""
+        return None
+
     def __len__(self) -> int:
         return len(self.alive)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self.slots.ids.values()
+        return any(request.id == request_id for request in self.slots.requests.values())
 
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
@@ -135,18 +82,26 @@ class RunningBatch(ABC):
         for request in requests:
             rows.setdefault(tuple(request.prompt_ids), []).append(request)
         prompts, finished = list(rows), []
-        for part in padded_parts([len(prompt) for prompt in prompts], self.max_num_batched_tokens):
-            finished += self._join_pass({prompts[place]: rows[prompts[place]] for place in part})
+        begun = [self.turns.take(prompt, (request.episode for request in rows[prompt])) for prompt in prompts]
+        new = [len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True)]
+        for part in padded_parts(new, self.max_num_batched_tokens):
+            finished += self._join_pass(
+                {prompts[place]: rows[prompts[place]] for place in part}, [begun[place] for place in part]
+            )
         return finished
 
-    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]]) -> list[Completion]:
+    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]], begun: list[Kept]) -> list[Completion]:
         """`join` for the requests of some prompts, which go through the model together."""
-        prefilled, logits = self._prefill(list(rows))
+        prefilled, logits = self._prefill(list(rows), begun)
         device, requests = logits.device, [request for answers in rows.values() for request in answers]
         source = torch.tensor([place for place, answers in enumerate(rows.values()) for _ in answers], device=device)
         lengths = torch.tensor([len(prompt) for prompt in rows], device=device)
         slots = self.slots.take(requests)
         ends = self._draw(slots, logits[source])
+        for row in ends.nonzero()[:, 0].tolist():
+            if requests[row].episode is not None:
+                prompt = int(source[row])
+                self._leave_behind(int(slots[row]), self._prompt_layers(prefilled, prompt, int(lengths[prompt])))
         if not ends.all():
             longest = max(request.sampling.max_tokens for request in requests)
             self._keep(prefilled, lengths, source[~ends], longest)
@@ -156,11 +111,19 @@ class RunningBatch(ABC):
     def step(self) -> list[Completion]:
         """Draws one more token of each row that is alive; those that end by it leave."""
         gone = self._draw(self.alive, self._forward()).nonzero()[:, 0]
+        for place, slot in zip(gone.tolist(), self.alive[gone].tolist(), strict=True):
+            if self.slots.requests[slot].episode is not None:
+                self._leave_behind(slot, self._row_layers(place))
         return self._completions(self._leave(gone)) if len(gone) else []
+
+    def _leave_behind(self, slot: int, layers: Layers | None) -> None:
+        """Keeps what the row of `slot`, which has ended, has read, for the next turn of its episode."""
+        if layers is not None:
+            self.turns.put(self.slots.requests[slot].episode, Kept(self.slots.fed(slot), layers))
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the rows of these requests; those that have none here are ignored."""
-        dropped = [slot for slot, request_id in self.slots.ids.items() if request_id in ids]
+        dropped = [slot for slot, request in self.slots.requests.items() if request.id in ids]
         if dropped:
             self._leave(torch.isin(self.alive, self.alive.new_tensor(dropped)).nonzero()[:, 0])
             self.slots.give_back(dropped)
@@ -168,10 +131,10 @@ class RunningBatch(ABC):
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
         counts, found = self.slots.counts.tolist(), {}
-        for slot, request_id in self.slots.ids.items():
-            if request_id in seen:
-                new = slice(seen[request_id], counts[slot])
-                found[request_id] = self.slots.tokens[slot, new].tolist(), self.slots.log_probs[slot, new].tolist()
+        for slot, request in self.slots.requests.items():
+            if request.id in seen:
+                new = slice(seen[request.id], counts[slot])
+                found[request.id] = self.slots.tokens[slot, new].tolist(), self.slots.log_probs[slot, new].tolist()
         return found
 
     def _leave(self, gone: Tensor) -> Tensor:
@@ -187,7 +150,7 @@ class RunningBatch(ABC):
         ended = slots.tolist()
         completions = [
             Completion(
-                drawn.ids[slot],
+                drawn.requests[slot].id,
                 tokens[:count],
                 log_probs[:count],
                 "stop" if stopped else "length",
@@ -204,7 +167,7 @@ class RunningBatch(ABC):
         uniforms = drawn.uniforms[slots, counts]
         sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
         if not log_probs.isfinite().all():
-            raise diverged_rows(drawn.ids, slots, counts, log_probs, self.weight_version)
+            raise diverged_rows(drawn.requests, slots, counts, log_probs, self.weight_version)
         drawn.tokens[slots, counts] = sampled
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
@@ -216,18 +179,14 @@ class RunningBatch(ABC):
         drawn.stopped[slots] = stopped
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
-    def _last_tokens(self) -> Tensor:
-        """The newest token of each row that is alive, [b, 1]."""
-        return self.slots.tokens[self.alive, self.slots.counts[self.alive] - 1, None]
-
 
 def diverged_rows(
-    ids: dict[int, int], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
+    requests: dict[int, Request], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
 ) -> FloatingPointError:
     """What to say of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
     broken = (~log_probs.isfinite()).nonzero()[:, 0]
     first = broken[0]
-    where = f"request {ids[int(slots[first])]}, token {int(counts[first]) + 1} of its response"
+    where = f"request {requests[int(slots[first])].id}, token {int(counts[first]) + 1} of its response"
     return diverged(weight_version, f"{len(broken)} of {len(slots)} rows ({where})")
 
 
@@ -238,11 +197,16 @@ class SharedPrompts(RunningBatch):
         super().__init__(*args)
         self.cache: RowCache | None = None
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[DynamicCache, Tensor]:
-        """Keys and values of d prompts, padded on the left, and the logits after them [d, V]."""
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[DynamicCache, Tensor]:
+        """Keys and values of d prompts, padded on the left, and the logits after them [d, V].
+
+        Each has as many tokens computed as the one with the most new ones: where others have padding, a prompt that
+        has begun has the last of its kept ones once more. So no row has holes.
+        """
         ids, mask = left_padded(prompts, self.pad_token_id, self.module.device)
-        cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
-        return cache, last_logits(self.module, ids, positions_of(mask), mask, cache)
+        most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
+        cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
+        return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
 
     def _keep(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
         if self.cache is None:
@@ -251,7 +215,7 @@ class SharedPrompts(RunningBatch):
 
     def _forward(self) -> Tensor:
         """Logits after the last token of each row that is alive: [b, V]."""
-        positions, last = self.cache.step(), self._last_tokens()
+        positions, last = self.cache.step(), self.slots.last_tokens(self.alive)
         no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
         logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
         self.cache.end += 1
@@ -259,6 +223,13 @@ class SharedPrompts(RunningBatch):
 
     def _forget(self, gone: Tensor) -> Tensor:
         return self.cache.leave(gone)
+
+    def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
+        whole = [(layer.keys, layer.values) for layer in prefilled.layers]
+        return [tuple(memory[place, :, -length:].transpose(0, 1).clone() for memory in pair) for pair in whole]
+
+    def _row_layers(self, place: int) -> Layers:
+        return self.cache.row_layers(place)
 
 
 def left_padded(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

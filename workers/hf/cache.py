@@ -122,6 +122,21 @@ class RowCache(Cache):
         self._drop_prompts(at_least=1 / 2)
         return order
 
+    def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of what a row has read, its prompt and its own tokens: [tokens, heads, d] for each layer."""
+        prompt = int(self.prompt_of_row[place])
+        own, of_prompt = (
+            slice(int(self.starts[place]), self.end),
+            slice(self.prompt_width - int(self.lengths[prompt]), None),
+        )
+
+        def joined(prompts: Tensor, rows: Tensor) -> Tensor:
+            return torch.cat([prompts[prompt, :, of_prompt], rows[place, :, own]], dim=1).transpose(0, 1)
+
+        return [
+            (joined(layer.prompt_keys, layer.keys), joined(layer.prompt_values, layer.values)) for layer in self.layers
+        ]
+
     def step(self) -> Tensor:
         """Makes room for a token of each row; its position, [b, 1]."""
         if self.end == self.columns:

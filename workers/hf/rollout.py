@@ -2,7 +2,8 @@
 
 A sampling loop of our own in place of `generate`. Finished rows leave at once and waiting ones take their places; the
 log-prob comes out of the softmax that is sampled from. No CUDA graphs: on a GPU, a step costs the launch of its
-kernels. From the first request until none is left, the module is set up for decoding and must not be trained.
+kernels. From the first request until none is left, the module is set up for decoding and must not be trained; requests
+of episodes keep it so until their episodes are forgotten, with what a next turn can go on from.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,17 +11,19 @@ from contextlib import ExitStack
 from itertools import islice
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.loader import notice
 from configs.schema import RolloutConfig
 from data.model_config import position_count
-from data.padding import collate
+from data.padding import Sample, collate
 from data.protocol import DataProto
 from training.roles import SamplingParams
 from workers.hf.batch import RunningBatch, SharedPrompts
+from workers.hf.kept import KeptTurns
 from workers.hf.separate import SeparateRows, WholeSequences
-from workers.kernels import decoding
+from workers.kernels import decoding, lay_out_weights
 from workers.rollout import Completion, Request, Rollout, answered, check_request
 from workers.trial import FAILURES, sharpened, tolerance, trained_log_probs, trial_batch, trial_width
 
@@ -33,6 +36,12 @@ class HFRollout(Rollout):
     """Samples from `model`, which is the actor's own, by the fastest way whose log-probs are the trainer's: that is
     tried, in the precision that the engine is made in, and not looked up in a list.
 
+    The fastest way keeps the keys and values of episodes between their turns, of as many tokens as max_num_seqs of the
+    longest sequences have: what is kept of an episode takes no more than the episode would while it runs.
+
+    Attributes:
+        episodes: that may go on: their requests came, and they were not forgotten.
+
     Raises:
         ValueError: there is no such way.
     """
@@ -43,7 +52,19 @@ class HFRollout(Rollout):
         self.vocab_size, self.positions = text.vocab_size, position_count(text)
         self.running: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
+        self.has_laid_out = False  # whether that includes weights for narrow products
+        self.episodes: set[int] = set()
+        self.turns = self._no_turns()
         self.way: type[RunningBatch] = self._find_way()
+        self.turns = self._no_turns()
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts that went through the model so far, equal prompts and kept turns once, without padding."""
+        return self.turns.prefilled_tokens
+
+    def _no_turns(self) -> KeptTurns:
+        return KeptTurns(self.config.max_num_seqs * (self.config.prompt_length + self.config.response_length))
 
     def _find_way(self) -> type[RunningBatch]:
         name, problems = type(self.module).__name__, []
@@ -79,20 +100,30 @@ class HFRollout(Rollout):
         return None if distance < tolerance(wanted, exact) else f"log_probs differ by {distance:.1g}"
 
     def _sampled(self) -> DataProto:
-        """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past."""
+        """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
+        to what the latter two begin, as their next turns."""
         width = trial_width(self.module.config, self.config.prompt_length + self.config.response_length)
         rows, most = trial_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
         lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
         sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
-        prompts = [rows[row, : lengths[row]].tolist() for row in (0, 0, 1, 2)]
-        requests = [Request(i, prompt, sampling, seed=i) for i, prompt in enumerate(prompts)]
-        samples = map(answered, requests, self.generate(requests))
-        return collate(list(samples), most, TRIAL_TOKENS, self.pad_token_id)
+        samples: list[Sample] = []
+        try:
+            for turn in ([(0, lengths[0]), *lengths.items()], [(1, most - 1), (2, most)]):
+                requests = [
+                    Request(i, rows[row, :length].tolist(), sampling, seed=i, episode=row)
+                    for i, (row, length) in enumerate(turn)
+                ]
+                samples += map(answered, requests, self.generate(requests))
+        finally:
+            self.forget([*self.episodes])
+        return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
         assert self.running is None or request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
+        if request.episode is not None:
+            self.episodes.add(request.episode)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -106,7 +137,7 @@ class HFRollout(Rollout):
             finished = self._join()
             if len(self.running):
                 finished += self.running.step()
-            goes_on = self.has_unfinished_requests()
+            goes_on = self._goes_on()
         finally:
             if not goes_on:  # nothing is left to do, or it failed
                 self._stop()
@@ -118,8 +149,30 @@ class HFRollout(Rollout):
         super().abort(dropped)
         if self.running is not None:
             self.running.drop(dropped)
-            if not self.has_unfinished_requests():
+            if not self._goes_on():
                 self._stop()
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        over = set(episodes)
+        self.turns.forget(over)
+        self.episodes -= over
+        if self.running is not None and not self._goes_on():
+            self._stop()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_weights(weights, version)
+        self.forget([*self.episodes])
+
+    def sleep(self) -> None:
+        """Nothing is kept any more; the module is as it was, once no request is left."""
+        self.forget([*self.episodes])
+
+    def close(self) -> None:
+        self.forget([*self.episodes])
+
+    def _goes_on(self) -> bool:
+        """Whether there is something to do, or may soon be, as an episode may have another turn."""
+        return bool(self.episodes) or self.has_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting) or (self.running is not None and len(self.running) > 0)
@@ -132,20 +185,24 @@ class HFRollout(Rollout):
         free = self.config.max_num_seqs - len(self.running)
         if not self.waiting or free < self.config.max_num_seqs * REFILL:
             return []
-        return self.running.join([self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]])
+        joining = [self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]]
+        if not self.has_laid_out:
+            steps = max(request.sampling.max_tokens for request in joining) - 1
+            self.has_laid_out = lay_out_weights(self.module, steps, len(self.running) + len(joining))
+        return self.running.join(joining)
 
     def _start(self) -> None:
-        rows = min(len(self.waiting), self.config.max_num_seqs)
-        steps = max(request.sampling.max_tokens for request in self.waiting.values()) - 1
         self.module.eval()
         self.set_up.callback(self.module.train)
-        shares_prompts = self.set_up.enter_context(decoding(self.module, steps, rows))
+        shares_prompts = self.set_up.enter_context(decoding(self.module))
         way = SeparateRows if self.way is SharedPrompts and not shares_prompts else self.way
         most = self.config.max_num_batched_tokens
-        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most)
+        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
 
     def _stop(self) -> None:
-        """Forgets all requests, and leaves the module as it was before them, to be trained."""
+        """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
+        self.turns.forget(self.episodes)
+        self.episodes.clear()
         self.waiting.clear()
-        self.running = None
+        self.running, self.has_laid_out = None, False
         self.set_up.close()

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from workers.hf.batch import RunningBatch, last_logits, left_padded, positions_of
+from workers.hf.kept import Kept
 
 
 @dataclass
@@ -45,7 +46,7 @@ class SeparateRows(RunningBatch):
         super().__init__(*args)
         self.parts: list[Rows] = []  # in the order of `alive`
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Rows, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
         rows = Rows(*left_padded(prompts, self.pad_token_id, self.module.device), cache)
         return rows, self._logits(rows)
@@ -55,7 +56,7 @@ class SeparateRows(RunningBatch):
 
     def _forward(self) -> Tensor:
         sizes = [len(part.ids) for part in self.parts]
-        for part, last in zip(self.parts, self._last_tokens().split(sizes), strict=True):
+        for part, last in zip(self.parts, self.slots.last_tokens(self.alive).split(sizes), strict=True):
             part.append(last)
         return torch.cat([self._logits(part) for part in self.parts])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from workers.kernels.decode import decoding, register_row_attention
+from workers.kernels.decode import decoding, lay_out_weights, register_row_attention
 from workers.kernels.memory import start_process
 from workers.kernels.norms import use_fast_norms
 from workers.kernels.packed_attention import use_packed_attention
@@ -17,7 +17,7 @@ from workers.kernels.packed_forward import packed_scores
 from workers.kernels.products import use_onednn
 from workers.micro_batches import TokenScores
 
-__all__ = ["decoding", "prepare", "start_process"]
+__all__ = ["decoding", "lay_out_weights", "prepare", "start_process"]
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> Callable[..., TokenScores]:

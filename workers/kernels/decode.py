@@ -43,27 +43,35 @@ class Rows(Protocol):
 
 
 @contextmanager
-def decoding(model: PreTrainedModel, steps: int, rows: int) -> Iterator[bool]:
-    """Has `model` decode fast for about `steps` steps of `rows` rows, until the end of the block.
+def decoding(model: PreTrainedModel) -> Iterator[bool]:
+    """Has `model` decode fast, until the end of the block.
 
     Yields whether its attention then reads a prompt once for all rows that answer it, and is to be given them as
     `rows=`. For a model that was not prepared nothing changes, and that is False.
     """
-    gains = rows >= MIN_ROWS and steps >= MIN_STEPS
-    packed = [layer for layer in model.modules() if is_packable(layer)] if gains else []
     attention = model.config._attn_implementation
     shares_prompts = is_packed(model)
     try:
         if shares_prompts:
             model.set_attn_implementation(NAME)
-        for layer in packed:
-            layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
         yield shares_prompts
     finally:
-        for layer in packed:
+        for layer in model.modules():
             vars(layer).pop("stand_in", None)
         if shares_prompts:
             model.set_attn_implementation(attention)
+
+
+def lay_out_weights(model: PreTrainedModel, steps: int, rows: int) -> bool:
+    """Within `decoding`: lays the weights of `model` out for products with `rows` rows, as they are now, until its end.
+
+    Returns whether that is done, which takes some rows and some steps to gain what it costs.
+    """
+    gains = rows >= MIN_ROWS and steps >= MIN_STEPS
+    for layer in model.modules() if gains else ():
+        if is_packable(layer):
+            layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
+    return gains
 
 
 def is_packable(layer: nn.Module) -> bool:

@@ -1,0 +1,144 @@
+"""Games in whole episodes: a model made here learns one that gymnasium ships, turn by turn.
+
+    python -m scripts.multiturn [--game frozenlake] [--seed N] [key=value …]
+
+1. A tiny language model with random weights.
+2. Warm start: it imitates whole episodes of a player who knows the rules and not the art (`PLAYERS`).
+3. Reinforcement learning in whole episodes (configs/frozenlake_multiturn.yaml and the like; key=value overrides go
+   there).
+The held-out episodes are measured before and after 3.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
+    from configs.process import end_on_interrupt, set_environment
+
+    end_on_interrupt()
+    set_environment()  # before torch is loaded
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+import main as rl
+from configs.checks import check_config
+from configs.errors import late_refusals, refusals
+from configs.schema import Config
+from custom.env_dataset import CustomEnvDataset
+from custom.env_wrapper import EnvState, TextEnv
+from data.locking import sole_run
+from data.seeding import derive_seed, numpy_generator
+from data.tokenizer import load_tokenizer
+from scripts.quickstart import compose, imitate, safe_moves, write_summary
+from training.game import build_environment
+from training.preparation import prepare
+from workers.worker_group import start_command
+
+EPISODES = 1600  # that are imitated
+Player = Callable[[TextEnv, EnvState, np.random.Generator], int]
+
+
+def wanderer(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
+    """Any move that neither falls into a hole nor runs into the edge: it does not know where the goal is."""
+    return int(rng.choice(safe_moves(state)))
+
+
+def guesser(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
+    """Any action."""
+    return int(rng.choice(environment.actions))
+
+
+def learner(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
+    """An optimal action every other time, else any."""
+    best = environment.optimal_actions(state)
+    return int(rng.choice(best)) if rng.random() < 0.5 else guesser(environment, state, rng)
+
+
+# By game: the player that is imitated, and the metric of its held-out episodes.
+PLAYERS: dict[str, tuple[Player, str]] = {
+    "frozenlake_multiturn": (wanderer, "val-core/FrozenLake-v1/acc/mean@1"),
+    "blackjack": (guesser, "val-aux/Blackjack-v1/return/mean@1"),
+    "cliffwalking": (learner, "val-aux/CliffWalking-v1/return/mean@1"),
+    "taxi": (learner, "val-aux/Taxi-v4/return/mean@1"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--game", default="frozenlake_multiturn", choices=PLAYERS, help="a config of its name")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, games, sampling")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    with refusals():
+        own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
+        config = compose(Config, arguments.game, [*own, *arguments.overrides])
+        check_config(config)
+    start_command(config)
+    player, metric = PLAYERS[arguments.game]
+    with late_refusals():
+        summary = learn(config, player, metric)
+    print(
+        f"{metric} of {config.env.val_episodes} held-out episodes: {summary['before']:.3f} before RL, "
+        f"{summary['after']:.3f} after ({summary['train_seconds']:.0f} s of training)"
+    )
+
+
+def learn(config: Config, player: Player, metric: str) -> dict[str, Any]:
+    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    folder = Path(config.trainer.default_local_dir)
+    started = time.monotonic()
+    with sole_run(folder):
+        print("stage 1 of 2: a tiny model learns to imitate a player who knows the rules and not the art")
+        imitate(config, folder, "multiturn_sft", lambda: demonstrations(config, player))
+        print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
+        rl.train(config, prepare(config))
+    return write_summary(config, metric, time.monotonic() - started)
+
+
+def demonstrations(config: Config, player: Player) -> Iterator[dict[str, Any]]:
+    """Whole episodes in the words that the policy is shown and will have to say, as rows or as conversations."""
+    seed = config.trainer.seed
+    rng = numpy_generator(seed, "demonstrations")
+    environment = dataclasses.replace(build_environment(config), seed=derive_seed(seed, "demonstrated_states"))
+    dataset = CustomEnvDataset(environment, load_tokenizer(config.actor_rollout_ref.model), config.data, size=EPISODES)
+    for i in track(range(EPISODES), "playing episodes to imitate"):
+        moves = [*played(environment, environment.get_state(i), player, rng)]
+        if config.env.history == "turns":
+            yield from ({"prompt": dataset.messages(state), "response": answer} for state, answer in moves)
+        else:
+            yield {"messages": conversation(dataset, moves)}
+
+
+def played(
+    environment: TextEnv, start: EnvState, player: Player, rng: np.random.Generator
+) -> Iterator[tuple[EnvState, str]]:
+    """The states of an episode, and what `player` answers to each."""
+    environment.reset(start.seed)
+    end_reason = None
+    while end_reason is None:
+        state = environment.state
+        action = player(environment, state, rng)
+        yield state, environment.action_to_text(action)
+        end_reason = environment.act(action)[-1]["end_reason"]
+
+
+def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -> list[dict[str, Any]]:
+    """The messages of an episode, up to its last answer."""
+    [(start, _), *_] = moves
+    messages = dataset.messages(start)
+    for number, (state, answer) in enumerate(moves):
+        told = dataset.turn_messages(state) if number else []
+        messages += [*told, {"role": "assistant", "content": answer}]
+    return messages
+
+
+if __name__ == "__main__":
+    main()

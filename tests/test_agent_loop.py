@@ -1,0 +1,294 @@
+"""Whole episodes: every token as it was sampled, every reward on its turn, and whatever fails counted and left out."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from configs.schema import ModelConfig
+from custom.env_dataset import CustomEnvDataset
+from custom.env_wrapper import TextEnv, make_env
+from custom.reward_manager import CustomRewardManager
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from tests.engines import Scripted
+from tests.runs import compose
+from training.advantage import compute_advantage
+from training.game import ENVIRONMENT, Game, begin_episodes
+from training.roles import SamplingParams
+from workers.agent_loop import AgentLoop
+from workers.batch_rollout import build_rollout
+from workers.hf.rollout import HFRollout
+from workers.models import load_causal_lm
+from workers.rollout import Completion, Request, Rollout
+
+TOKENIZER = build_tokenizer()
+SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 400)
+LAKE = {"is_slippery": False, "random_maps": True, "instruction": ""}
+stop_hanging = Event()
+
+
+class Counting(gym.Env):
+    """Says 0, and counts on by the action; at 5 it is over. The seed decides what else it does in its second step."""
+
+    observation_space, action_space = gym.spaces.Discrete(100), gym.spaces.Discrete(3)
+    trouble: ClassVar[dict[int, str]] = {}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.seed, self.count, self.steps = seed, 0, 0
+        return 0, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict]:
+        self.count, self.steps = self.count + action, self.steps + 1
+        trouble = self.trouble.get(self.seed) if self.steps == 2 else None
+        if trouble == "raises":
+            raise OSError("the board fell")
+        if trouble == "hangs":
+            stop_hanging.wait()
+        if trouble == "garbage":
+            return object(), 0.0, False, False, {}
+        return self.count, float(action), self.count >= 5, False, {}
+
+
+gym.register("Counting-v0", Counting)
+
+
+def as_text(env: Any, observation: int) -> str:
+    if not isinstance(observation, int):
+        raise TypeError(f"no number: {type(observation).__name__}")
+    return f"{observation}"
+
+
+def game_of(config: Any, tokenizer: Any, environment: Any) -> Game:
+    manager = CustomRewardManager(environment)
+    return Game(environment, CustomEnvDataset(environment, tokenizer, config.data, size=2), manager)
+
+
+def episodes_config(*overrides: str) -> Any:
+    return compose("env.mode=episode", "data.max_prompt_length=32", "data.max_response_length=400", *overrides)
+
+
+def starts(game: Game, seeds: list[int]) -> DataProto:
+    states = [game.environment.start_state(seed) for seed in seeds]
+    rows = {
+        "raw_prompt_ids": [game.dataset.encode_state(state) for state in states],
+        "extra_info": [{"state": state} for state in states],
+        "uid": [str(seed) for seed in seeds],
+    }
+    return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
+
+
+def counting(*overrides: str, tokenizer: Any = TOKENIZER, max_turns: int = 8) -> tuple[Any, Game]:
+    config = episodes_config(*overrides)
+    return config, game_of(config, tokenizer, TextEnv("Counting-v0", as_text, instruction="", max_turns=max_turns))
+
+
+def played(config: Any, game: Game, engine: Rollout, seeds: list[int], sampling: SamplingParams = SAMPLED) -> DataProto:
+    return AgentLoop(config, game.dataset.tokenizer, engine, game).generate_sequences(
+        starts(game, seeds), sampling, seed=7, first_row=0
+    )
+
+
+def real_engine(folder: Path, config: Any) -> HFRollout:
+    device, dtype = torch.device("cpu"), torch.float32
+    module = load_causal_lm(ModelConfig(path=str(folder)), device, dtype, longest=500)
+    return build_rollout(HFRollout, config.actor_rollout_ref.rollout, AutoTokenizer.from_pretrained(folder), module)
+
+
+def row_text(batch: DataProto, row: int) -> str:
+    real = batch.attention_mask[row] == 1
+    return TOKENIZER.decode(batch.input_ids[row][real])
+
+
+@pytest.mark.parametrize("history", ["transcript", "turns"])
+def test_an_episode_by_hand(history: str):
+    config, game = counting(f"env.history={history}")
+    answers = iter(["2", "?", "1", "2"])
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
+    turns = ["<|user|>0<|end|><|assistant|>2<|end|>", "<|user|>2<|end|><|assistant|>?<|end|>"]
+    turns += ["<|user|>2<|end|><|assistant|>1<|end|>", "<|user|>3<|end|><|assistant|>2<|end|>"]
+    assert [row_text(batch, row) for row in range(len(batch))] == (
+        ["".join(turns)] if history == "transcript" else turns
+    )
+    policy = [TOKENIZER.decode(ids[mask == 1]) for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
+    assert "".join(policy) == "2<|end|>?<|end|>1<|end|>2<|end|>"
+    paid = batch.token_level_scores[batch.response_mask == 1].tolist()
+    assert paid == [0, 2, 0, 0, 0, 1, 0, 2] and batch.token_level_scores.sum() == 5
+    assert batch.turn_ids[batch.response_mask == 1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    whole = {"episode_return": 5.0, "__num_turns__": 4, "invalid_actions": 1, "end_reason": "terminated"}
+    for name, value in (whole | {"success": None, "failure": None}).items():
+        assert set(batch.non_tensor_batch[name]) == {value}, name
+    assert len(set(batch.episode)) == 1 and set(batch.uid) == {"11"}
+
+
+def test_ids_are_the_engines_where_encoding_their_text_gives_others():
+    vocabulary = {"<end>": 0, "1": 1, "0": 2, "2": 3, "3": 4, "00": 5, "<user>": 6, "<assistant>": 7, "4": 8}
+    merged = Tokenizer(models.BPE(vocabulary, [("0", "0")]))
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=merged, eos_token="<end>", pad_token="<end>", chat_template=template,
+        additional_special_tokens=["<user>", "<assistant>"],
+    )  # fmt: skip
+    assert tokenizer.encode(tokenizer.decode([2, 2, 1])) != [2, 2, 1]
+
+    class Split(Rollout):
+        """Says 001 with the two zeros apart, each time."""
+
+        def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            return [Completion(one.id, [2, 2, 1, 0], [-0.5, -0.25, -2.0, -1.0], "stop", 3) for one in requests]
+
+    config, game = counting(tokenizer=tokenizer, max_turns=6)
+    engine = Split(config.actor_rollout_ref.rollout, tokenizer, None)
+    batch = played(config, game, engine, [11, 12])
+    for row in range(2):
+        mask = batch.response_mask[row] == 1
+        assert batch.responses[row][mask].tolist() == [2, 2, 1, 0] * 5
+        assert batch.rollout_log_probs[row][mask].tolist() == [-0.5, -0.25, -2.0, -1.0] * 5
+        assert not batch.rollout_log_probs[row][~mask].any()
+
+
+def test_a_cut_answer_has_its_end_written_for_it_and_room_ends_the_episode():
+    config, game = counting("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=1")
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "1"), [11])
+    assert row_text(batch, 0).startswith("<|user|>0<|end|><|assistant|>1<|end|><|user|>1<|end|><|assistant|>1<|end|>")
+    assert batch.response_mask.sum() == 5 and batch.end_reason[0] == "terminated"
+    # a turn is 2 tokens and what follows it 4
+    for width, tokens, reason in (
+        (8, 8, "max_tokens"),
+        (7, 7, "max_tokens"),
+        (6, 2, "context_full"),
+        (2, 2, "max_tokens"),
+    ):
+        config, game = counting(f"data.max_response_length={width}")
+        batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "1"), [11])
+        assert (batch.attention_mask[0, -width:].sum(), batch.end_reason[0]) == (tokens, reason), width
+
+
+def test_draws_depend_on_the_row_alone_and_both_histories_pay_the_same(tiny_model: Path):
+    config, game = counting("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=3")
+    engine = real_engine(tiny_model, config)
+    batch = played(config, game, engine, [11, 11, 12, 13])
+    assert not torch.equal(batch.responses[0], batch.responses[1]), "two samples of one start"
+    loop = AgentLoop(config, TOKENIZER, engine, game)
+    for row, seed in enumerate([11, 11, 12, 13]):
+        alone = loop.generate_sequences(starts(game, [seed]), SAMPLED, seed=7, first_row=row)
+        for name in ("input_ids", "response_mask", "turn_ids", "token_level_scores"):
+            assert torch.equal(alone.batch[name][0], batch.batch[name][row]), name
+
+
+def test_rewards_and_ends_are_those_of_the_environment_alone():
+    config, _ = counting()
+    environment = make_env("FrozenLake-v1", max_turns=9, **LAKE)
+    game = game_of(config, TOKENIZER, environment)
+    moves = "DRRDLURDDR"
+    answers = lambda text, times: moves[times % len(moves)]  # noqa: E731
+    batch = played(config, game, Scripted(config, TOKENIZER, answers), [*range(20, 28)])
+    for row, seed in enumerate(range(20, 28)):
+        alone = environment.clone()
+        alone.reset(seed)
+        said = [TOKENIZER.decode(part) for part in split_turns(batch, row)]
+        for answer in said:
+            _, _, _, _, info = alone.step(answer.removesuffix("<|end|>"))
+        assert info["return"] == batch.episode_return[row] == batch.token_level_scores[row].sum()
+        assert (
+            info["end_reason"] == batch.end_reason[row]
+            and info["turns"] == batch.non_tensor_batch["__num_turns__"][row]
+        )
+
+
+def split_turns(batch: DataProto, row: int) -> list[list[int]]:
+    own = batch.response_mask[row] == 1
+    turns = batch.turn_ids[row][own]
+    return [batch.responses[row][own][turns == turn].tolist() for turn in turns.unique()]
+
+
+@pytest.fixture
+def trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
+    found: dict[int, str] = {}
+    monkeypatch.setattr(Counting, "trouble", found)
+    stop_hanging.clear()
+    yield found
+    stop_hanging.set()
+
+
+def test_what_raises_hangs_or_says_nonsense_is_left_out_and_the_others_are_as_without_it(trouble: dict[int, str]):
+    trouble |= {102: "raises", 105: "hangs", 107: "garbage"}
+    config, game = counting("env.timeout=1.0", "env.history=transcript")
+    seeds, said = [*range(100, 108)] * 2, "21"
+    answers = lambda text, times: said[times % 2]  # noqa: E731
+    batch = played(config, game, Scripted(config, TOKENIZER, answers), sorted(seeds))
+    assert Counter(batch.end_reason) == {"terminated": 10, "env_error": 4, "timeout": 2}
+    failed = batch.end_reason != "terminated"
+    assert (
+        not batch.response_mask[torch.tensor(failed)].any() and not batch.token_level_scores[torch.tensor(failed)].any()
+    )
+    reasons = dict(zip(batch.uid, batch.failure, strict=True))
+    assert "OSError: the board fell" in reasons["102"] and "test_agent_loop.py:" in reasons["102"]
+    assert reasons["105"] == "not done after 1 seconds" and "TypeError: no number: object" in reasons["107"]
+    assert reasons["100"] is None
+    healthy = batch.select_idxs(~failed)
+    for part in (batch, healthy):
+        part.batch["token_level_rewards"] = part.batch["token_level_scores"]
+    columns, _ = compute_advantage(batch, config.algorithm)
+    alone, _ = compute_advantage(healthy, config.algorithm)
+    assert torch.equal(columns["advantages"][torch.tensor(~failed)], alone["advantages"])
+
+
+def test_one_that_raises_once_is_played_again_from_its_seed(trouble: dict[int, str], monkeypatch: pytest.MonkeyPatch):
+    raised: list[int] = []
+
+    def step(self: Counting, action: int) -> tuple:
+        if self.seed == 102 and not raised:
+            raised.append(self.seed)
+            raise OSError("once")
+        return plain_step(self, action)
+
+    plain_step = Counting.step
+    monkeypatch.setattr(Counting, "step", step)
+    config, game = counting()
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101, 102])
+    assert raised and list(batch.end_reason) == ["terminated"] * 2 and list(batch.episode_return) == [6.0, 6.0]
+
+
+def test_all_environments_step_at_once(monkeypatch: pytest.MonkeyPatch):
+    """None of 64 goes on before all have come: one after the other they would wait until their deadline."""
+    config, game = counting("env.timeout=30")
+    together, plain_step = Barrier(64), Counting.step
+
+    def step(self: Counting, action: int) -> tuple:
+        together.wait()
+        return plain_step(self, action)
+
+    monkeypatch.setattr(Counting, "step", step)
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [*range(64)])
+    assert set(batch.end_reason) == {"terminated"}
+
+
+def test_an_engine_that_raises_ends_the_rollout_with_its_own_error():
+    class Broken(Rollout):
+        def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            raise FloatingPointError("the policy's logits are NaN")
+
+    config, game = counting()
+    engine = Broken(config.actor_rollout_ref.rollout, TOKENIZER, None)
+    with pytest.raises(FloatingPointError, match="logits are NaN"):
+        played(config, game, engine, [11, 12])
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_and_not_taken_for_a_failure(tiny_model: Path):
+    config, game = counting("data.max_response_length=4000")
+    engine = real_engine(tiny_model, config)
+    with pytest.raises(ValueError, match=r"max_tokens=4000 are more than 2048, the model's positions"):
+        played(config, game, engine, [11])
+    assert not engine.has_unfinished_requests()

@@ -1,0 +1,113 @@
+"""Conversations by increments: what is appended turn by turn is what the template writes of the whole."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from custom.tiny_model import CHAT_TEMPLATE
+from data.chat import ChatFormat
+
+SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "<|user|>",
+            "<|assistant|>", "<|end|>", "<|tool|>"]  # fmt: skip
+# By template: what it writes, and the token by which an answer ends. The layouts are those of model families.
+TEMPLATES = {
+    "ChatML, as Qwen and SmolLM2": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "headers and a trimmed content, as Llama 3": (
+        "<s>{% for m in messages %}{{ '<|start|>' + m.role + '<|stop|>\n\n' + m.content | trim }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}",
+        "<|eot|>",
+    ),
+    "an end of text behind the last message, as Phi 3": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}</s>{% endif %}",
+        "<|end|>",
+    ),
+    "thoughts that earlier answers lose, as Qwen 3": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+        "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "the tiny model's": (CHAT_TEMPLATE, "<|end|>"),
+    "none": (None, "</s>"),
+}
+TEXT = st.text("ab c\n", min_size=1, max_size=6).map(lambda text: f"{text}.")
+
+
+def tokenizer_with(template: str | None, end: str) -> PreTrainedTokenizerFast:
+    """One token a character, and one a special token."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, "\n", *map(chr, range(32, 127))])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token=end, additional_special_tokens=SPECIALS, chat_template=template
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(turns=st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=2)), min_size=1, max_size=5), first=TEXT)
+def test_increments_are_the_whole_conversation(name: str, turns: list[tuple[str, list[str]]], first: str):
+    template, end = TEMPLATES[name]
+    tokenizer = tokenizer_with(template, end)
+    chat = ChatFormat(tokenizer, {})
+    messages = [{"role": "user", "content": first}]
+    ids = chat.prompt_ids(messages)
+    for answer, told in turns:
+        answer = answer.strip() if "trim" in name else answer
+        said = answer if template else f" {answer}"  # behind "assistant:"
+        answer_ids = tokenizer.encode(said, add_special_tokens=False)
+        new = [{"role": "user", "content": text} for text in told]
+        stopped = [*ids, *answer_ids, tokenizer.convert_tokens_to_ids(end), *chat.increment(new, stopped=True)]
+        cut = [*ids, *answer_ids, *chat.increment(new, stopped=False)]
+        assert cut == stopped or name == "none", "an answer that was cut has its end written for it"
+        ids = cut
+        messages += [{"role": "assistant", "content": answer}, *new]
+    assert ids == chat.prompt_ids(messages)
+
+
+def test_an_increment_opens_with_what_follows_an_answers_end():
+    chat = ChatFormat(tokenizer_with(*TEMPLATES["ChatML, as Qwen and SmolLM2"]), {})
+    [told] = [[{"role": "user", "content": "b"}]]
+    assert chat.increment_text(told) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    ids = chat.increment(told, stopped=True)
+    assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["\n", "<|im_start|>", "u"]
+
+
+REFUSED = {
+    "rewrites": "{% for m in messages %}{% if loop.last %}[tools]{% endif %}{{ m.content }}{% endfor %}",
+    "drops answers": "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}",
+    "raises": "{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('no more') }}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_does_not_only_append_is_named(name: str):
+    tokenizer = tokenizer_with(REFUSED[name], "</s>")
+    tokenizer.name_or_path = "models/odd"
+    with pytest.raises(
+        ValueError, match=r"chat template of models/odd .*role user.*custom_chat_template.*env\.history"
+    ):
+        ChatFormat(tokenizer, {}).increment([{"role": "user", "content": "b"}], stopped=True)
+
+
+def test_template_kwargs_and_tools_reach_the_template():
+    messages = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + messages
+    chat = ChatFormat(tokenizer_with(template, "</s>"), {"mood": "calm"}, [{"name": "clock"}, {"name": "map"}])
+    ids = chat.prompt_ids([{"role": "user", "content": "hi"}])
+    assert "".join(chat.tokenizer.convert_ids_to_tokens(ids)) == "[clock][map]calmhi;"
+    assert chat.increment_text([{"role": "tool", "content": "9:00"}]) == ";9:00;"
+
+
+def test_special_tokens_are_no_part_of_an_answers_text():
+    tokenizer = tokenizer_with(*TEMPLATES["the tiny model's"])
+    ids = [*tokenizer.encode("up", add_special_tokens=False), tokenizer.eos_token_id]
+    assert ChatFormat(tokenizer, {}).text(ids).replace(" ", "") == "up"

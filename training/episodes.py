@@ -1,0 +1,98 @@
+"""The rows of a batch by episode: with env.history=turns an episode is several rows, one a turn.
+
+Estimators, the statistics of groups and metrics count episodes. Here rows become episodes, and numbers of episodes
+numbers of their rows (pure functions of a batch).
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from data.protocol import DataProto
+
+# What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.
+OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
+
+
+class Episodes:
+    """Which rows of a batch are one episode: those with the same name in the column episode; without it, each row.
+
+    Rows of an episode stand in the order of its turns, whatever stands between them.
+
+    Attributes:
+        count: E; episodes are numbered in the order of their first rows.
+        of_row: [B] int64, the episode of each row.
+        last_row: [E] int64, the row in which each episode ended.
+    """
+
+    def __init__(self, batch: DataProto) -> None:
+        rows = range(len(batch))
+        numbers: dict[Hashable, int] = {}
+        names = batch.episode if "episode" in batch else rows
+        of_row = [numbers.setdefault(name, len(numbers)) for name in names]
+        last_row = dict(zip(of_row, rows, strict=True))  # of equal keys the last counts, at the place of the first
+        self.batch = batch
+        self.count = len(numbers)
+        self.of_row = torch.tensor(of_row, dtype=torch.int64)
+        self.last_row = torch.tensor([*last_row.values()], dtype=torch.int64)
+
+    def total(self, per_row: Tensor) -> Tensor:
+        """The sum over each episode's rows, [B] -> [E]."""
+        return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
+
+    def completed(self) -> Tensor:
+        """[E] bool: the episodes that did not fail, which have a token of the policy."""
+        return self.total(self.batch.batch["response_mask"].sum(1)) > 0
+
+    def scores(self, column: str = "token_level_scores") -> Tensor:
+        """[E] float32: the sum of all rewards of each episode."""
+        return self.total(self.batch.batch[column].sum(1))
+
+    def joined(self) -> DataProto:
+        """E rows: an episode's responses end to end, [E, W], without the padding between them.
+
+        W is the longest episode's number of response tokens. Columns that are no [B, R] tensors, and not the prompts',
+        are those of the last row. The batch itself, if each episode is one row.
+        """
+        if self.count == len(self.batch):
+            return self.batch
+        last = self.batch.select_idxs(self.last_row)
+        shape = self.batch.batch["response_mask"].shape
+        of_episodes = {name: column for name, column in last.tensors.items() if name not in OF_PROMPTS}
+        tokens = {name: self.batch.batch[name] for name, column in of_episodes.items() if column.shape[1:] == shape[1:]}
+        kept, places, width = self._layout()
+        for name, column in tokens.items():
+            long = column.new_zeros(self.count * width)
+            long[places] = column[kept]
+            of_episodes[name] = long.view(self.count, width)
+        return DataProto.from_dict(of_episodes, last.non_tensor_batch, last.meta_info)
+
+    def cut(self, joined: Tensor) -> Tensor:
+        """A [E, W] column of `joined` back in rows, [B, R]; 0 under the padding."""
+        if self.count == len(self.batch):
+            return joined
+        kept, places, _ = self._layout()
+        column = joined.new_zeros(kept.shape)
+        column[kept] = joined.flatten()[places]
+        return column
+
+    def _layout(self) -> tuple[Tensor, Tensor, int]:
+        """Which tokens are no padding, [B, R] bool; where in E·W places each of those N stands, [N]; W."""
+        width = self.batch.batch["response_mask"].shape[1]
+        kept = self.batch.batch["attention_mask"][:, -width:].bool()
+        starts, ends = [], defaultdict(int)
+        for episode, length in zip(self.of_row.tolist(), kept.sum(1).tolist(), strict=True):
+            starts.append(ends[episode])
+            ends[episode] += length
+        longest = max(1, *ends.values())
+        places = (self.of_row * longest + torch.tensor(starts))[:, None] + kept.cumsum(1) - 1
+        return kept, places[kept], longest
+
+
+def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
+    """ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid; 0 if it failed."""
+    episodes = Episodes(greedy)
+    of_uid = dict(zip(greedy.uid[episodes.last_row], episodes.scores().tolist(), strict=True))
+    return torch.tensor([of_uid[uid] for uid in batch.uid])

@@ -1,0 +1,78 @@
+"""Keys and values that episodes leave behind between their turns, so that a next turn computes its new tokens alone.
+
+The prompt of an episode's next turn begins with what the model has read in the turn before. What it shares with that,
+token for token, need not go through the model again; nothing else of an episode is looked at.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
+
+Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads, d] each
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The keys and values of the tokens `ids` in `layers`, which have as many or more."""
+
+    ids: Sequence[int] = ()
+    layers: Layers = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def shared_with(self, prompt: Sequence[int]) -> "Kept":
+        """The tokens that `prompt` begins with; never all of it, as its last one's logits are to come."""
+        most = min(len(self), len(prompt) - 1)
+        differs = (place for place in range(most) if self.ids[place] != prompt[place])
+        return Kept(prompt[: next(differs, most)], self.layers)
+
+
+class KeptTurns:
+    """What is kept of each episode; when that is more than `most_tokens` in all, the oldest go.
+
+    `prefilled_tokens` is the count of those of prompts for which nothing was kept.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens, self.tokens, self.prefilled_tokens = most_tokens, 0, 0
+        self.turns: dict[int, Kept] = {}  # by episode, the oldest first
+
+    def put(self, episode: int, turn: Kept) -> None:
+        self.forget([episode])
+        self.turns[episode] = turn
+        self.tokens += len(turn)
+        while self.tokens > self.most_tokens:
+            self.forget([next(iter(self.turns))])
+
+    def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> Kept:
+        """What `prompt` begins with of what is kept of these episodes, which is kept no longer."""
+        found = [turn.shared_with(prompt) for episode in episodes if (turn := self._pop(episode))]
+        best = max(found, key=len, default=Kept())
+        self.prefilled_tokens += len(prompt) - len(best)
+        return best
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        for episode in episodes:
+            self._pop(episode)
+
+    def _pop(self, episode: int | None) -> Kept | None:
+        turn = self.turns.pop(episode, None)
+        self.tokens -= len(turn or ())
+        return turn
+
+
+def cache_of(turns: Sequence[Kept], lengths: Sequence[int]) -> DynamicCache:
+    """The first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
+    cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
+    for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
+        beginnings = [
+            [kept[:length] for kept in turn.layers[index]] if length else [kept[:0] for kept in like]
+            for turn, length in zip(turns, lengths, strict=True)
+        ]
+        keys, values = (pad_sequence(rows, True, padding_side="left") for rows in zip(*beginnings, strict=True))
+        cache.update(keys.transpose(1, 2), values.transpose(1, 2), index)
+    return cache
