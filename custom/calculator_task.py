@@ -62,22 +62,24 @@ def asked(question: Question) -> list[dict[str, str]]:
 
 
 def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` questions that are no held-out ones: guesses, calls, and, after each call, the result repeated."""
+    """`count` conversations about questions that are no held-out ones: a guess, or a call and its result repeated."""
     rng, parser, rows = numpy_generator(seed, "demonstrations"), ToolParser.get_tool_parser("plain"), []
     while count:
         question = draw(rng)
         if question.is_held_out:
             continue
         count -= 1
-        if rng.random() >= CALLS:
-            rows.append({"prompt": asked(question), "response": str(rng.integers(100, 9802))})
-            continue
-        call = parser.write(TOOL, {"expression": expression(question)})
-        result = str(question.answer)
-        told = [{"role": "assistant", "content": call}, {"role": "tool", "content": result}]
-        rows.append({"prompt": asked(question), "response": call})
-        rows.append({"prompt": [*asked(question), *told], "response": result})
+        call, result = parser.write(TOOL, {"expression": expression(question)}), str(question.answer)
+        if rng.random() < CALLS:
+            turns = [answered(call), {"role": "tool", "name": TOOL, "content": result}, answered(result)]
+        else:
+            turns = [answered(str(rng.integers(100, 9802)))]
+        rows.append({"messages": [*asked(question), *turns]})
     return rows
+
+
+def answered(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def write_task(folder: Path, seed: int) -> None:

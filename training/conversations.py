@@ -13,7 +13,7 @@ from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
-from training.game import TOOL_AGENT
+from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 
@@ -56,9 +56,15 @@ def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Itera
     else:
         rows = ((position, loader.row(position)) for position in (positions if interactions else ()))
     for position, row in rows:
-        if row.get("agent_name") == TOOL_AGENT and not settings.enable:
+        agent = row.get(AGENT_COLUMN, SINGLE_TURN)
+        if agent not in (SINGLE_TURN, TOOL_AGENT):
             raise ConfigError(
-                f"row {position} has agent_name={TOOL_AGENT}, and {KEY}.enable=false: it would be answered once, "
+                f"row {position} has {AGENT_COLUMN}={agent}; it must be {SINGLE_TURN}, answered once, or {TOOL_AGENT}, "
+                "a conversation; or take the column away from all rows."
+            )
+        if agent == TOOL_AGENT and not settings.enable:
+            raise ConfigError(
+                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}, and {KEY}.enable=false: it would be answered once, "
                 f"without tools. Set {KEY}.enable=true, or take the column away."
             )
         try:
