@@ -1,8 +1,8 @@
-"""Turns of episodes in workers/hf: python -m benchmarks.multi_turn [--size S | --model FOLDER] [--turns T] [--apart]
+"""Turns of episodes in workers/hf: python -m benchmarks.multi_turn [--size S | --model FOLDER] [--turns T]
 
 Seconds of processor time that episodes take from their first prompt to their last answer, with their keys and values
 kept between turns, and with every turn's prompt computed anew; and the tokens prefilled. After a turn an episode is
-told some tokens, and its next turn comes at once, or, --apart, some steps later, another number for each: then rows
+told some tokens, and its next turn comes at once, or some steps later, another number for each: then rows
 join one by one. The two ways take turns, in the other order each round; a ratio is that of one round, and the table
 has medians. On one thread, processor time is what an idle host takes, and tells the two apart on a busy one.
 """
@@ -40,23 +40,31 @@ def main() -> None:
     arguments = read_arguments()
     start_process(arguments.threads)
     engine = start_engine(arguments)
+    print("| next turns come | turns | answer + told | anew, s | kept, s | ratio | tokens prefilled, anew | kept |")
+    print("|---" * 8 + "|")
+    for comes, pauses in (("at once", 1), ("at different times", LONGEST_PAUSE)):
+        seconds, prefilled = measure(engine, arguments, pauses)
+        ratios = [anew / kept for kept, anew in zip(seconds[True], seconds[False], strict=True)]
+        cells = [comes, arguments.turns, f"{arguments.answer} + {arguments.told}"]
+        cells += [f"{median(seconds[False]):.2f}", f"{median(seconds[True]):.2f}", f"{median(ratios):.2f}"]
+        cells += [f"{prefilled[False]:,}", f"{prefilled[True]:,}"]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print(f"load average {os.getloadavg()[0]:.1f}")
+
+
+def measure(
+    engine: HFRollout, arguments: argparse.Namespace, pauses: int
+) -> tuple[dict[bool, list[float]], dict[bool, int]]:
+    """Seconds of each round, and tokens prefilled in one, by whether anything is kept."""
     seconds, prefilled = defaultdict(list), {}
-    for round_ in range(arguments.repeats + 1):
-        for keeps in (True, False) if round_ % 2 else (False, True):
+    for seed in range(arguments.repeats + 1):
+        for keeps in (True, False) if seed % 2 else (False, True):
             before, start = engine.prefilled_tokens, process_time()
-            play(engine, arguments, keeps, round_)
-            if round_:  # the first warms up
+            play(engine, arguments, pauses, keeps, seed)
+            if seed:  # the first warms up
                 seconds[keeps].append(process_time() - start)
             prefilled[keeps] = engine.prefilled_tokens - before
-    ratios = [anew / kept for kept, anew in zip(seconds[True], seconds[False], strict=True)]
-    print("| episodes | turns | answer + told | anew, s | kept, s | ratio | tokens prefilled, anew | kept |")
-    print("|---" * 8 + "|")
-    print(
-        f"| {arguments.episodes} | {arguments.turns} | {arguments.answer} + {arguments.told} | "
-        f"{median(seconds[False]):.2f} | {median(seconds[True]):.2f} | {median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}) | {prefilled[False]:,} | {prefilled[True]:,} |"
-    )
-    print(f"load average {os.getloadavg()[0]:.1f}")
+    return seconds, prefilled
 
 
 def read_arguments() -> argparse.Namespace:
@@ -68,7 +76,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of the first turn (64)")
     parser.add_argument("--answer", type=int, default=8, help="tokens of each turn's answer (8)")
     parser.add_argument("--told", type=int, default=32, help="tokens that follow each answer (32)")
-    parser.add_argument("--apart", action="store_true", help="next turns come at different times")
     parser.add_argument("--repeats", type=int, default=3, help="rounds that are counted (3)")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -84,8 +91,8 @@ def start_engine(arguments: argparse.Namespace) -> HFRollout:
     return HFRollout(config, tokenizer, prepared(random_llama(arguments.size, tokenizer, seed=0)))
 
 
-def play(engine: HFRollout, arguments: argparse.Namespace, keeps: bool, seed: int) -> None:
-    """All episodes, side by side; `keeps`: the engine is told which they are."""
+def play(engine: HFRollout, arguments: argparse.Namespace, pauses: int, keeps: bool, seed: int) -> None:
+    """All episodes, side by side, whose turns come up to `pauses` steps later; `keeps`: the engine is told of them."""
     rng = random.Random(seed)
     vocabulary = min(engine.vocab_size, 500)
 
@@ -95,7 +102,7 @@ def play(engine: HFRollout, arguments: argparse.Namespace, keeps: bool, seed: in
     sampling = SamplingParams(True, 1.0, -1, 1.0, arguments.answer)
     engine.stop_ids = set()  # answers are as long as they may be
     texts = {episode: tokens(arguments.prompt_tokens) for episode in range(arguments.episodes)}
-    due, turns = {episode: rng.randrange(LONGEST_PAUSE) * arguments.apart for episode in texts}, dict.fromkeys(texts, 0)
+    due, turns = {episode: rng.randrange(pauses) for episode in texts}, dict.fromkeys(texts, 0)
     while texts:
         for episode in [episode for episode, left in due.items() if left == 0]:
             own = derive_seed(seed, episode, turns[episode])
@@ -108,7 +115,7 @@ def play(engine: HFRollout, arguments: argparse.Namespace, keeps: bool, seed: in
                 del texts[done.id]
                 continue
             texts[done.id] = [*texts[done.id], *done.token_ids, *tokens(arguments.told)]
-            due[done.id] = rng.randrange(LONGEST_PAUSE) * arguments.apart
+            due[done.id] = rng.randrange(pauses)
 
 
 if __name__ == "__main__":

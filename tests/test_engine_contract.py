@@ -29,6 +29,7 @@ from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
+from workers.vllm_rollout_spmd import BLOCK, vLLMRollout
 from workers.weight_probe import check_weights, probe_distance
 
 P, R = 40, 12
@@ -385,6 +386,27 @@ def test_an_episodes_next_turn_is_answered_as_if_nothing_were_kept(bench: Bench)
         assert found[key][0] == prompt and found[key][1].token_ids == done.token_ids, key
         assert found[key][1].log_probs == pytest.approx(done.log_probs, abs=1e-4), key
     bench.engine.forget([100, 12345])  # of which nothing is kept
+
+
+def test_vllm_computes_of_a_next_turn_what_follows_the_whole_blocks_of_the_past(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """By its prefix cache, which need not be told whose turn it is."""
+    if not isinstance(bench.engine, vLLMRollout):
+        pytest.skip("what it computes is not seen, or is in tests/test_rollout.py")
+    outputs, step = [], bench.engine.engine.step
+
+    def recorded() -> list:
+        outputs.extend(found := step())
+        return found
+
+    monkeypatch.setattr(bench.engine.engine, "step", recorded)
+    prompt, cached = PROMPTS[4], []
+    for turn in range(3):
+        [done] = bench.engine.generate([Request(turn, prompt, replace(GREEDY, max_tokens=3), 0, episode=1)])
+        cached.append((len(prompt), outputs[-1].num_cached_tokens))
+        prompt = [*prompt, *done.token_ids, 9]
+    assert BLOCK == 32 and cached == [(36, 0), (40, 32), (44, 32)]
 
 
 def test_a_request_in_flight_is_not_added_again(bench: Bench):
