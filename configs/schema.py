@@ -117,6 +117,16 @@ class EnvConfig(Frozen):
         "Most random moves from a reset to a training state, where no transition table leads there; null: 20.",
         ge=0,
     )
+    invalid_action: str | None = setting(
+        None,
+        "What an answer with no legal action does: use up a turn (retry) or end the episode; null: as its entry says.",
+        choices=("retry", "end"),
+    )
+    processes: int = setting(
+        0,
+        "Processes that episodes are played in, for environments that are slow, hang or crash; 0: in the run's own.",
+        ge=0,
+    )
     success: SuccessConfig = group(
         SuccessConfig, "When an episode is a success: if all that is set holds; nothing set: as the environment says."
     )

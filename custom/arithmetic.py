@@ -38,6 +38,15 @@ class Question:
         return math.prod(self.terms) if self.kind == "product" else sum(self.terms)
 
     @property
+    def worked_out(self) -> str:
+        """A sum term by term: "5 + 4 = 9, 9 - 2 = 7."."""
+        totals = [sum(self.terms[:count]) for count in range(1, len(self.terms) + 1)]
+        steps = zip(totals, self.terms[1:], totals[1:], strict=False)
+        return (
+            ", ".join(f"{Question(self.kind, (total, term)).expression} = {then}" for total, term, then in steps) + "."
+        )
+
+    @property
     def is_held_out(self) -> bool:
         return derive_seed(0, self.kind, *sorted(self.terms)) % HELD_OUT_OF == 0
 
@@ -63,15 +72,27 @@ def chain_sum(rng: np.random.Generator) -> Question:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked: questions, and how they are put, {} standing for the expression."""
+    """What is asked: questions, how they are put, {} standing for the expression, and turns before that show how."""
 
     draw: Callable[[np.random.Generator], Question]
     wording: str
+    examples: tuple[Question, ...] = ()  # worked out
+
+    def messages(self, question: Question) -> list[dict[str, str]]:
+        shown = [
+            message
+            for example in self.examples
+            for message in (
+                {"role": "user", "content": self.wording.format(example.expression)},
+                {"role": "assistant", "content": example.worked_out},
+            )
+        ]
+        return [*shown, {"role": "user", "content": self.wording.format(question.expression)}]
 
 
 TASKS = {
     "arithmetic": Task(two_terms, "What is {}?"),
-    "chain_sum": Task(chain_sum, "What is {}?"),
+    "chain_sum": Task(chain_sum, "What is {}?", (Question("chain_sum", (5, 4, -2)), Question("chain_sum", (8, -3, 6)))),
 }
 
 
@@ -97,7 +118,7 @@ def make_rows(task: str, split: str, seed: int, count: int) -> list[dict[str, An
     return [
         {
             "data_source": task,
-            "prompt": [{"role": "user", "content": TASKS[task].wording.format(question.expression)}],
+            "prompt": TASKS[task].messages(question),
             "reward_model": {"style": "rule", "ground_truth": str(question.answer)},
             "extra_info": {"split": split, "index": index, "kind": question.kind},
         }

@@ -1,17 +1,18 @@
 """Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
 
-To add one, write the two functions and an entry of `ENVIRONMENTS`, beside the shipped ones:
+An id runs without them too: custom/space_text.py writes out what it observes, and reads its actions. To do better,
+write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
     def my_action(text): return 1 if "yes" in text.lower() else None   # None: no legal action in this text
     ENVIRONMENTS["MyGame-v0"] = {"observation_to_text": my_text, "text_to_action": my_action}
 
 then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`: loading it registers the
-id. The same object gives single states (`get_state`, `compute_reward`) and whole episodes (`reset`, `step`): see
-custom/text_env.py.
+id. `make_text_env(id, my_text, my_action)` is entry and object in one. The object gives single states (`get_state`,
+`compute_reward`) and whole episodes (`reset`, `step`): see custom/text_env.py.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
@@ -19,11 +20,11 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.loader import notice
-from configs.schema import SuccessConfig
-from custom.text_env import EnvState, TextEnv, rendered
+from custom.process_env import ProcessEnv
+from custom.text_env import EnvState, TextEnv
 from data.import_utils import load_module
 
-__all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env"]
+__all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
 
 
 def grid_text(cells: str, columns: int, player: int) -> str:
@@ -50,12 +51,12 @@ def cliff_walking_text(env: Any, cell: int) -> str:
 def taxi_text(env: Any, observation: int) -> str:
     """The map with the taxi as T, and in words what T hides (a pad) and what the map never shows (who goes where)."""
     row, column, passenger, destination = env.decode(observation)
-    cells = env.desc.astype(str)
-    cells[1 + row, 1 + 2 * column] = "T"
+    cells = env.desc.astype(str)[1:-1, 1:-1]  # without its frame
+    cells[row, 2 * column] = "T"
     pads = dict(zip(env.locs, "RGYB", strict=True))
     taxi = f"on {pads[row, column]}" if (row, column) in pads else "on the road"
     rider = "in the taxi" if passenger == len(pads) else f"at {'RGYB'[passenger]}"
-    words = f"The taxi T is {taxi}. The passenger is {rider} and wants to go to {'RGYB'[destination]}."
+    words = f"Taxi {taxi}, passenger {rider}, to {'RGYB'[destination]}."
     return "\n".join(["".join(line) for line in cells] + [words])
 
 
@@ -98,56 +99,83 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "instruction": "Come closer to 21 than the dealer, without going over. Answer with one word: stick or hit.",
         "success": {"last_reward_above": 0.0},
     },
+    "CartPole-v1": {
+        "observation_names": ("position", "speed", "angle", "turning"),
+        "action_names": ("left|L", "right|R"),
+    },
+    "MountainCar-v0": {
+        "observation_names": ("position", "speed"),
+        "action_names": ("left|L", "coast|C", "right|R"),
+    },
+    "MountainCarContinuous-v0": {"observation_names": ("position", "speed")},
+    "Pendulum-v1": {"observation_names": ("cos", "sin", "speed")},
+    "Acrobot-v1": {
+        "observation_names": ("cos 1", "sin 1", "cos 2", "sin 2", "speed 1", "speed 2"),
+        "action_names": ("left|L", "coast|C", "right|R"),
+    },
 }
+
+
+SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs"}
 
 
 def make_env(
     env_id: str,
     seed: int = 0,
-    max_turns: int | None = None,
-    instruction: str | None = None,
     *,
     random_maps: bool = False,
-    exclude_seeds: Collection[int] = (),
-    reward: str | None = None,
-    invalid_reward: float | None = None,
-    success: SuccessConfig | Mapping[str, Any] | None = None,
-    max_walk: int | None = None,
-    from_start: bool | None = None,
-    **env_kwargs: Any,
-) -> "TextEnv":
+    processes: int = 0,
+    timeout: float | None = 60.0,
+    **settings: Any,
+) -> TextEnv | ProcessEnv:
     """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
 
-    `random_maps=True, size=4` gives every seed its own map. `env_kwargs` go to gymnasium (FrozenLake slips unless told
-    `is_slippery=False`); the other arguments are settings of `TextEnv`.
+    `random_maps=True, size=4` gives every seed its own map. `settings` that `TextEnv` has are its own, None being as
+    good as unset; the others go to gymnasium (FrozenLake slips unless told `is_slippery=False`). Episodes are played in
+    so many `processes` of their own (0: in this one), each step in at most `timeout` seconds.
     """
     module, _, name = env_id.rpartition(":")
     if module:
         load_module(module)  # registers the id, and may add the entry
-    settings = dict(ENVIRONMENTS.get(name, {}))
-    if strangers := settings.keys() - {setting.name for setting in fields(TextEnv)}:
-        able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name != "env_id")
+    entry, env_kwargs = dict(ENVIRONMENTS.get(name, {})), {}
+    if strangers := entry.keys() - SETTINGS:
+        able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
         raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(strangers)}: an entry may hold {able}")
-    random_map = settings.pop("random_map", None)
+    for key, value in settings.items():
+        if key not in SETTINGS:
+            env_kwargs[key] = value
+        elif value is not None:
+            entry[key] = value
+    random_map = entry.pop("random_map", None)
     if random_maps:
         if random_map is None or {"desc", "map_name"} & env_kwargs.keys():
             able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
             raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
-        settings["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
-    given = {
-        "max_turns": max_turns,
-        "instruction": instruction,
-        "reward": reward,
-        "invalid_reward": invalid_reward,
-        "success": success,
-        "max_walk": max_walk,
-        "from_start": from_start,
-    }
-    settings |= {name: value for name, value in given.items() if value is not None}
-    environment = TextEnv(env_id, **settings, env_kwargs=env_kwargs, seed=seed, exclude_seeds=exclude_seeds)
-    if environment.observation_to_text is rendered and environment.env_kwargs.get("render_mode") != "ansi":
+        entry["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
+    environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed)
+    if environment.writes_out and environment.observation_names is None:
+        shown = environment.start_state(0).text
         notice(
-            f"{env_id} has no text of its own, so the policy is shown str(observation): "
-            f"ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
+            f"{env_id} has no text of its own, so the policy is shown its observations written out: "
+            f"{shown!r}. ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
         )
-    return environment
+    return ProcessEnv(environment, processes, timeout) if processes else environment
+
+
+def make_text_env(
+    env_id: str,
+    obs_to_text: Callable[[Any, Any], str] | None = None,
+    text_to_action: Callable[[str], Any | None] | None = None,
+    **settings: Any,
+) -> TextEnv | ProcessEnv:
+    """`make_env` with these two functions, which become part of the id's entry of `ENVIRONMENTS`.
+
+    In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        load_module(module)
+    functions = {"observation_to_text": obs_to_text, "text_to_action": text_to_action}
+    given = {key: function for key, function in functions.items() if function is not None}
+    ENVIRONMENTS[name] = {**ENVIRONMENTS.get(name, {}), **given}
+    return make_env(env_id, **settings)

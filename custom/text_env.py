@@ -7,7 +7,6 @@ environments, and sharing one object between threads (take a `clone` for each).
 import copy
 import difflib
 import math
-import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,17 @@ import numpy as np
 
 from configs.schema import SuccessConfig
 from custom.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from custom.space_text import (
+    action_text,
+    check_observations,
+    how_to_answer,
+    last_mention,
+    mark_ansi,
+    native_action,
+    observation_text,
+    plain_action,
+    read_action,
+)
 from data.import_utils import load_module
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
@@ -32,43 +42,28 @@ class EnvState:
     """A state as plain data, to travel in a dataset row: playing `actions` after `reset(seed)` restores it exactly."""
 
     seed: int
-    actions: tuple[int, ...]
+    actions: tuple[Any, ...]  # plain, as custom/space_text.py has them
     text: str  # the observation, without the instruction
+    feedback: str = ""  # in a running episode: what is said of the last answer if it was no legal action
 
-
-def last_mention(names: Sequence[str], text: str) -> int | None:
-    """The index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
-
-    Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
-    """
-    words, pattern = _words(tuple(names))
-    found = pattern.findall(text.lower())
-    return words[found[-1]] if found else None
-
-
-@lru_cache(maxsize=64)
-def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
-    words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
-    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
-
-
-def mark_ansi(text: str) -> str:
-    """Turn ANSI-highlighted characters into [X], since they may be the only mark of the player; leave no escapes."""
-    marked = re.sub(r"(?:\x1b\[(?!0?m)[\d;]*m)+([^\x1b]+)(?:\x1b\[0?m)+", r"[\1]", text)
-    return re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?", "", marked)
-
-
-def rendered(env: Any, observation: Any) -> str:
-    """The text of an environment that brings none: its ansi rendering, or else plain `str`."""
-    return env.render() if env.render_mode == "ansi" else str(observation)
+    @property
+    def reply(self) -> str:
+        """What the player is told after an answer that led here: the feedback, if there is any, and the observation."""
+        return f"{self.feedback}\n{self.text}" if self.feedback else self.text
 
 
 def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
-    """`length` random actions of `env`, fixed by `seed`."""
+    """`length` random plain actions of `env`, fixed by `seed`."""
     env.action_space.seed(seed)
-    walk = [env.action_space.sample() for _ in range(length)]
-    return tuple(action.item() if isinstance(action, np.integer) else action for action in walk)
+    return tuple(plain_action(env.action_space, env.action_space.sample()) for _ in range(length))
+
+
+def observation_space(env: gym.Env) -> gym.Space:
+    """What `env` says of its observations; a space of anything if it says nothing."""
+    try:
+        return env.observation_space
+    except AttributeError:
+        return gym.Space()
 
 
 def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfig | None:
@@ -96,32 +91,37 @@ class TextEnv:
 
     Without an `invalid_reward`, an answer without a legal action costs no less than the worst legal one: it earns the
     lowest reward of the transition table, or else the lowest that a few random walks met, and never more than 0. Those
-    walks are played twice when the object is made: an environment that does not repeat itself is refused.
+    walks are played twice when the object is made: an environment that does not repeat itself is refused. One that is
+    not `repeatable` plays episodes from its resets; it is not tried out, and has no other states.
 
     Raises ValueError for settings that contradict each other or the environment, and for one that ignores its seeds;
     RuntimeError, naming the seed and the actions that led there, when the environment or `observation_to_text` raises.
     """
 
     env_id: str
-    observation_to_text: Callable[[Any, Any], str] = rendered
-    text_to_action: Callable[[str], int | None] | None = None  # default: `last_mention` of an action name
+    observation_to_text: Callable[[Any, Any], str] | None = None  # default: ansi rendering, or `observation_text`
+    text_to_action: Callable[[str], Any | None] | None = None  # default: `last_mention` of a name, or `read_action`
     _: KW_ONLY
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     instruction: str | None = None
     action_names: Sequence[str] | None = None  # by action: canonical answer, then synonyms after |; default: numbers
+    observation_names: Sequence[str] | None = None  # of the numbers of a flat observation, to go before each
     max_turns: int | None = None  # an episode's limit; default: the one registered with the id, or 100
     reward: str | None = None  # of compute_reward: "progress" (default where there is a transition table) or "env"
-    invalid_reward: float | None = None  # for an answer without a legal action; default: the worst of a legal one, or 0
+    invalid_action: str = "retry"  # an answer without a legal action uses up a turn, or does it "end" the episode
+    invalid_reward: float | None = None  # for such an answer; default: the worst of a legal one, or 0
+    invalid_feedback: str = "That was no legal action."  # goes before the observation that follows it; "": nothing
     success: SuccessConfig | Mapping[str, Any] | None = None  # which episodes succeed; default: as info["success"] says
     max_walk: int = 20  # most random moves from a reset to a training state
     from_start: bool = False  # training states are those in which episodes start, to be played from there
+    repeatable: bool = True  # whether a reset to the same seed and the same actions lead to the same state
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
 
     def __post_init__(self) -> None:
         self._build()
-        worst = self._try_out()
+        worst = self._try_out() if self.repeatable else 0.0
         if self.invalid_reward is None:
             self.invalid_reward = worst
 
@@ -129,18 +129,19 @@ class TextEnv:
         self._layouts = lru_cache(maxsize=1024)(lambda seed: tuple(sorted(self.random_map(seed).items())))
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
-        if self.observation_to_text is rendered and "ansi" in self._env.metadata.get("render_modes", ()):
-            self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
-            self._env = self._make(self._layout)
+        self._set_observations()
         self._world = lru_cache(maxsize=256)(self._make)  # environments to compute states in, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
         self._optimal = lru_cache(maxsize=1024)(self._find_optimal)  # all samples of a prompt ask for it
-        self._set_actions(self._env.action_space)
+        self._space = self._env.action_space
+        self._set_actions(self._space)
         if self.max_turns is None:
             self.max_turns = gym.spec(self._env.unwrapped.spec.id).max_episode_steps or 100
         self.success = success_rule(self.success)
         tabular = transition_table(self._env) is not None
         self.reward = self.reward or ("progress" if tabular else "env")
+        if self.invalid_action not in ("retry", "end"):
+            raise ValueError(f"invalid_action={self.invalid_action!r}: an illegal answer is a 'retry', or the 'end'")
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns}: an episode needs at least 1 turn")
         if self.reward not in ("progress", "env") or (self.reward == "progress" and not tabular):
@@ -182,16 +183,31 @@ class TextEnv:
             yield self._observe(env, observation), 0.0, False
             for action in actions:
                 played.append(action)
-                observation, reward, terminated, truncated, _ = env.step(action)
+                observation, reward, terminated, truncated, _ = env.step(native_action(env.action_space, action))
                 yield self._observe(env, observation), float(reward), bool(terminated or truncated)
                 if terminated or truncated:
                     return
+
+    def _set_observations(self) -> None:
+        """How observations become text where no function does it: rendered, or written out."""
+        renders = "ansi" in self._env.metadata.get("render_modes", ())
+        self._renders = self.observation_to_text is None and renders
+        self.writes_out = self.observation_to_text is None and not renders
+        if self._renders and self._env.render_mode != "ansi":
+            self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
+            self._env = self._make(self._layout)
+        if self.writes_out:
+            self._observed = observation_space(self._env)
+            try:
+                check_observations(self._observed, self.observation_names)
+            except ValueError as error:
+                raise ValueError(f"{self.env_id}: {error}") from error
 
     def _set_actions(self, space: gym.Space) -> None:
         self._answers: dict[int, str] = {}
         if not isinstance(space, gym.spaces.Discrete):
             if self.text_to_action is None:
-                raise ValueError(f"{self.env_id} has {space} for actions, not numbered ones: pass text_to_action")
+                self._set_reading(space)
             return
         numbers = range(int(space.start), int(space.start + space.n))
         self.action_names = tuple(self.action_names or map(str, numbers))
@@ -207,6 +223,13 @@ class TextEnv:
     def actions(self) -> tuple[int, ...]:
         """The numbered actions, where actions are numbered."""
         return tuple(self._answers)
+
+    def _set_reading(self, space: gym.Space) -> None:
+        try:
+            told = how_to_answer(space)
+        except ValueError as error:
+            raise ValueError(f"{self.env_id}: {error}: pass text_to_action, which makes one of an answer") from error
+        self.instruction = told if self.instruction is None else self.instruction
 
     def layout(self, seed: int) -> Layout:
         """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
@@ -243,6 +266,8 @@ class TextEnv:
         seed = self.train_seed(i) if reset_seed is None else reset_seed
         if self.from_start:
             return self.start_state(seed)
+        if not self.repeatable:
+            raise ValueError(f"{self.env_id} is not repeatable: it has no states but starts; set env.mode=episode")
         env = self._world(self.layout(seed))
         return self._play(env, seed, self._plan(env, seed, np.random.default_rng((self.seed, i, 1))))
 
@@ -288,7 +313,7 @@ class TextEnv:
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
         with self._blame(state.seed, [*state.actions, action]):
-            return float(env.step(action)[1])
+            return float(env.step(native_action(self._space, action))[1])
 
     def state_to_text(self, state: EnvState) -> str:
         """The prompt: the instruction, if there is one, and the observation."""
@@ -296,33 +321,40 @@ class TextEnv:
 
     def extract_action(self, text: str) -> int | None:
         """The action an answer asks for; None if it names none that is legal."""
-        if self.text_to_action is None:
+        if self.text_to_action is not None:
+            action = self.text_to_action(text)
+            action = None if action is None else self._plain(action, text)
+        elif self._answers:
             index = last_mention(self.action_names, text)
-            return None if index is None else [*self._answers][index]
-        action = self.text_to_action(text)
-        if action is not None and isinstance(self._env.action_space, gym.spaces.Discrete):
-            action = self._number(action, text)
+            action = None if index is None else [*self._answers][index]
+        else:
+            action = read_action(self._space, text)
         return action if self._is_legal(action) else None
 
     def _is_legal(self, action: Any) -> bool:
-        return action is not None and self._env.action_space.contains(action)
+        return action is not None and self._space.contains(native_action(self._space, action))
 
-    def _number(self, action: Any, text: str) -> int:
-        """The action that `text_to_action` returned, where actions are numbered: "0" and 0.0 are 0."""
+    def _plain(self, action: Any, text: str) -> Any:
+        """The action that `text_to_action` returned; where actions are numbered, "0" and 0.0 are 0."""
+        numbered = isinstance(self._space, gym.spaces.Discrete)
         try:
+            if not numbered:
+                return plain_action(self._space, action)
             number = float(action)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, KeyError):
             number = math.nan
-        if not number.is_integer():
-            raise ValueError(
-                f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} is a whole "
-                f"number in {self._env.action_space}, or None where the text names none"
-            )
-        return int(number)
+        if number.is_integer():
+            return int(number)
+        form = "is a whole number in" if numbered else "has the form of"
+        raise ValueError(
+            f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} {form} "
+            f"{self._space}, or None where the text names none"
+        )
 
-    def action_to_text(self, action: int) -> str:
+    def action_to_text(self, action: Any) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
-        answer = self._answers.get(action)
+        numbered = isinstance(self._space, gym.spaces.Discrete)
+        answer = self._answers.get(action) if numbered else action_text(self._space, action)
         if answer is None or self.extract_action(answer) != action:
             raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
         return answer
@@ -335,6 +367,7 @@ class TextEnv:
         state = self._restore(self._env, seed, actions)
         self._seed, self._actions, self._text = seed, list(actions), state.text
         self._turns, self._invalid, self._return, self._said, self._over = 0, 0, 0.0, None, False
+        self._feedback = ""
         return self.prompt
 
     @property
@@ -345,52 +378,65 @@ class TextEnv:
     @property
     def state(self) -> EnvState:
         """Where the running episode is now."""
-        return EnvState(self._seed, tuple(self._actions), self._text)
+        return EnvState(self._seed, tuple(self._actions), self._text, self._feedback)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play one answer: observation text, reward, terminated, truncated, info, as in gymnasium; see `act`."""
         return self.act(self.extract_action(text))
 
     def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one action, as read from an answer: what `step` returns.
+        """Play one plain action, as read from an answer: what `step` returns, the text being what the player is told.
 
-        None, or an action outside the action space, uses up a turn, earns `invalid_reward` and leaves the environment
-        as it is. `info` adds action, turns, invalid (answers so far), return (the sum of rewards so far), success and
-        end_reason: terminated, env_truncated, max_turns, None. Success is what the rule `success`
-        says of an episode that is over (before: False); without a rule what the environment said last, None: nothing.
+        None, or an action outside the action space, earns `invalid_reward` and leaves the environment as it is; it uses
+        up a turn, and the text begins with `invalid_feedback`, or it ends the episode, as `invalid_action` says.
+        `info` adds action, turns, invalid (answers so far), return (the sum of rewards so far), success and end_reason:
+        terminated, env_truncated, max_turns, None. Success is what the rule `success` says of an episode that is over
+        (before, or after an illegal end: False); without a rule what the environment said last, None: nothing.
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
-        reward, terminated, truncated, info = self.invalid_reward, False, False, {}
-        self._turns += 1
-        if not self._is_legal(action):
-            action = None
-            self._invalid += 1
+        legal, self._turns = self._is_legal(action), self._turns + 1
+        action = plain_action(self._space, action) if legal else None
+        if legal:
+            reward, terminated, truncated, info = self._step(action)
         else:
-            self._actions.append(action)
-            with self._blame(self._seed, self._actions):
-                observation, reward, terminated, truncated, info = self._env.step(action)
-                self._text = self._observe(self._env, observation)
+            reward, terminated, truncated, info = self.invalid_reward, self.invalid_action == "end", False, {}
+        self._invalid += not legal
+        self._feedback = "" if legal else self.invalid_feedback
         reasons = {"terminated": terminated, "env_truncated": truncated, "max_turns": self._turns >= self.max_turns}
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
-        self._return += float(reward)
+        self._return += reward
         self._said = info.get("success", self._said)
         info = {
             **info,
-            "success": self._succeeds(bool(terminated), float(reward)),
+            "success": self._succeeds(terminated, reward, legal or not terminated),
             "action": action,
             "turns": self._turns,
             "invalid": self._invalid,
             "return": self._return,
             "end_reason": reason,
         }
-        return self._text, float(reward), bool(terminated), self._over and not terminated, info
+        return self.state.reply, reward, terminated, self._over and not terminated, info
 
-    def _succeeds(self, terminated: bool, reward: float) -> bool | None:
+    def _step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
+        """Gives a legal action to the environment: reward, terminated, truncated, info."""
+        self._actions.append(action)
+        with self._blame(self._seed, self._actions):
+            given = native_action(self._space, action)
+            observation, reward, terminated, truncated, info = self._env.step(given)
+            self._text = self._observe(self._env, observation)
+        return float(reward), bool(terminated), bool(truncated), info
+
+    def _succeeds(self, terminated: bool, reward: float, fair: bool) -> bool | None:
         if self.success is None:
             return self._said
-        return self._over and is_success(self.success, terminated, reward, self._return)
+        return self._over and fair and is_success(self.success, terminated, reward, self._return)
+
+    def close(self) -> None:
+        """Give back what the running episode's environment holds; `reset` must not be called again."""
+        self._over = True
+        self._env.close()
 
     def clone(self) -> "TextEnv":
         """A fresh environment with the same settings, to play several episodes side by side."""
@@ -421,19 +467,24 @@ class TextEnv:
             raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
 
     def _observe(self, env: gym.Env, observation: Any) -> str:
-        text = self.observation_to_text(env.unwrapped, observation)
+        if self._renders:
+            text = env.render()
+        elif self.writes_out:
+            text = observation_text(self._observed, observation, self.observation_names)
+        else:
+            text = self.observation_to_text(env.unwrapped, observation)
         if not isinstance(text, str):
             raise TypeError(f"observation_to_text returned {text!r}, which is no text")
         return mark_ansi(text)
 
     def _play(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:
         """Reset and play `actions`, up to the one that would end the episode: the state reached."""
-        played: list[int] = []
+        played: list[Any] = []
         with self._blame(seed, played):
             observation, _ = env.reset(seed=seed)
             for action in actions:
                 played.append(action)
-                observation, _, terminated, truncated, _ = env.step(action)
+                observation, _, terminated, truncated, _ = env.step(native_action(self._space, action))
                 if terminated or truncated:
                     break
             else:

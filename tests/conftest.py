@@ -2,12 +2,17 @@
 
 import copy
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from configs.process import set_environment
+
+if TYPE_CHECKING:
+    from workers.server import Served
 
 
 def pytest_configure() -> None:
@@ -49,3 +54,21 @@ def wide_headed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "wide_headed"
     save_tiny_model(folder, seed=0, hidden_size=128, layers=2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> "Served":
+    """The tiny model behind a server's engine, which asks for a key."""
+    from tests.servers import KEY, compose
+    from training.main_server import load_served
+
+    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
+
+
+@pytest.fixture(scope="module")
+def address(served: "Served", tiny_model: Path) -> Iterator[str]:
+    """Where it is served."""
+    from tests.servers import compose, serving
+
+    with serving(served, compose(tiny_model)) as url:
+        yield url

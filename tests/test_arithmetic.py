@@ -51,6 +51,14 @@ def test_a_row_by_hand() -> None:
     assert row["data_source"] == "arithmetic" and row["extra_info"]["split"] == "val"
 
 
+def test_examples_are_worked_out_before_the_question() -> None:
+    assert Question("chain_sum", (5, 4, -2)).worked_out == "5 + 4 = 9, 9 - 2 = 7."
+    row = make_rows("chain_sum", "train", seed=0, count=1)[0]
+    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 2 + ["user"]
+    assert [message["content"] for message in row["prompt"][2:4]] == ["What is 8 - 3 + 6?", "8 - 3 = 5, 5 + 6 = 11."]
+    assert all(not example.is_held_out for task in TASKS.values() for example in task.examples)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_right_and_never_negative(task: str) -> None:
     for row in make_rows(task, "train", seed=1, count=500):

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from configs.schema import ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
-from tests.batches import padded
+from tests.batches import Turn, episode_batch, padded
 from tests.runs import compose, learning_metrics, short_run
 from tests.test_resume import run_until, state_files
 from training.collection import Collector
@@ -252,6 +253,30 @@ def test_a_group_differs_by_its_completed_samples_alone():
     batch, _ = collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER).collect(1, {})
     assert places(batch) == [1, 1, 1, 3, 3, 3]
     assert texts(batch) == ["2", "2", "3", "2", "", "3"]
+
+
+class Turning(Parrot):
+    """Its sample that is to say k is an episode of k + 1 turns, a row each, of which the last earns k."""
+
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        said = super().generate_sequences(prompts, sampling, seed)
+        turns = [[Turn(1)] * int(text) + [Turn(1, 0, float(text))] for text in texts(said)]
+        batch = episode_batch([turns], "turns")
+        rows = batch.episode.astype(int)
+        batch.non_tensor_batch |= {name: column[rows] for name, column in prompts.non_tensor_batch.items()}
+        batch.non_tensor_batch["episode"] = np.array([f"{seed}-{row}" for row in rows], dtype=object)
+        return batch
+
+
+def test_groups_count_however_many_rows_their_episodes_have():
+    rows = rows_of(TIE, ("2", "0"), ("0", "3"), ("4", "4"))
+    parts = collector(rows, FILTER, rollout=Turning())
+    batch, metrics = parts.collect(1, {})
+    assert Counter(places(batch)) == {1: 3 + 1, 2: 1 + 4} and Counter(places(parts.left_out)) == {0: 2 + 2, 3: 5 + 5}
+    assert metrics == {"train/num_gen_batches": 2, "group/kept_frac": 0.5}
+    remax = collector(rows_of(("1", "2"), ("0", "3"), greedy="31"), REMAX, rollout=Turning())
+    batch, _ = remax.collect(1, {})
+    assert batch.batch["reward_baselines"].tolist() == [3] * 5 + [1] * 5
 
 
 def test_the_metric_may_be_a_number_beside_the_score():

@@ -18,11 +18,16 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from custom.env_dataset import CustomEnvDataset
+from custom.env_wrapper import make_env
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from tests.engines import drain, plans, play
-from tests.runs import needs_vllm, vllm_server
+from tests.runs import compose, needs_vllm, vllm_server
+from training.game import Game
 from training.roles import SamplingParams
+from training.validation import episode_prompts
+from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -33,6 +38,7 @@ from workers.weight_probe import check_weights, probe_distance
 
 P, R = 40, 12
 CPU = torch.device("cpu")
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=3"
 ENGINES = ["hf", pytest.param("vllm", marks=needs_vllm), pytest.param("openai", marks=needs_vllm)]
 CONFIG = {"prompt_length": P, "response_length": R, "max_num_seqs": 64}
 PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [*range(10, 46)]]
@@ -385,6 +391,33 @@ def test_an_episodes_next_turn_is_answered_as_if_nothing_were_kept(bench: Bench)
         assert found[key][0] == prompt and found[key][1].token_ids == done.token_ids, key
         assert found[key][1].log_probs == pytest.approx(done.log_probs, abs=1e-4), key
     bench.engine.forget([100, 12345])  # of which nothing is kept
+
+
+def played(engine: Rollout, tokenizer: PreTrainedTokenizerBase, seeds: list[int], first_row: int = 0) -> DataProto:
+    """Episodes of FrozenLake on random maps, greedy where the engine's stop ids are none: each turn is cut."""
+    sizes = f"data.max_prompt_length={P}", f"data.max_response_length={R}"
+    config = compose("env.mode=episode", "env.history=turns", *sizes, MULTI_TURN)
+    environment = make_env("FrozenLake-v1", is_slippery=False, random_maps=True, instruction="", max_turns=6)
+    dataset = CustomEnvDataset(environment, tokenizer, config.data, size=1)
+    game = Game(environment, dataset, environment)
+    sampled = sampling() if first_row else GREEDY
+    return AgentLoop(config, tokenizer, engine, game).generate_sequences(
+        episode_prompts(game, seeds), sampled, seed=5, first_row=first_row
+    )
+
+
+def test_greedy_episodes_are_those_of_the_hf_engine_and_sampled_ones_do_not_depend_on_their_company(
+    bench: Bench, tokenizer: PreTrainedTokenizerBase
+):
+    twin = build_rollout(load_rollout_class("hf"), RolloutConfig(**CONFIG), tokenizer, bench.model)
+    twin.stop_ids = set()
+    found, expected = (played(engine, tokenizer, [*range(30, 38)]) for engine in (bench.engine, twin))
+    assert len(found) == 48
+    for name in ("input_ids", "response_mask", "token_level_scores"):
+        assert torch.equal(found.batch[name], expected.batch[name]), name
+    together = played(bench.engine, tokenizer, [*range(30, 34)], first_row=100)
+    alone = played(bench.engine, tokenizer, [32], first_row=102)
+    assert torch.equal(alone.responses, together.responses[together.uid == "32"])
 
 
 def test_a_request_in_flight_is_not_added_again(bench: Bench):

@@ -17,7 +17,8 @@ from configs.errors import ConfigError
 from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
 from custom.planning import best_actions, shortest_paths
-from custom.text_env import is_success, last_mention, mark_ansi, success_rule
+from custom.space_text import last_mention, mark_ansi
+from custom.text_env import is_success, success_rule
 from tests.runs import compose
 from training.game import build_environment
 
@@ -183,7 +184,7 @@ def test_states_of_a_lake_are_all_its_cells_on_the_way_and_equally_often():
 
 def test_states_of_a_taxi_have_the_passenger_aboard_as_well_as_waiting():
     env = make_env("Taxi-v4")
-    aboard = Counter("is in the taxi" in env.get_state(i).text for i in range(200))
+    aboard = Counter("in the taxi" in env.get_state(i).text for i in range(200))
     assert min(aboard[True], aboard[False]) > 20
 
 
@@ -261,19 +262,15 @@ def test_taxi_shows_the_taxi_in_every_state_and_no_two_states_look_alike():
     assert len(set(texts)) == 500
     for state, text in enumerate(texts):
         row, column, _, _ = env.decode(state)
-        rows = text.split("\n")[:7]
-        assert rows[1 + row][1 + 2 * column] == "T" and "".join(rows).count("T") == 1
+        rows = text.split("\n")[:5]
+        assert rows[row][2 * column] == "T" and "".join(rows).count("T") == 1
 
 
 def test_taxi_says_in_words_what_the_map_cannot_show():
     env = gym.make("Taxi-v4").unwrapped
     to_text = ENVIRONMENTS["Taxi-v4"]["observation_to_text"]
-    assert to_text(env, env.encode(4, 3, 2, 1)).endswith(
-        "| | : | : |\n|Y| : |T: |\n+---------+\nThe taxi T is on B. The passenger is at Y and wants to go to G."
-    )
-    assert to_text(env, env.encode(2, 2, 4, 0)).endswith(
-        "The taxi T is on the road. The passenger is in the taxi and wants to go to R."
-    )
+    assert to_text(env, env.encode(4, 3, 2, 1)).endswith(" | : | : \nY| : |T: \nTaxi on B, passenger at Y, to G.")
+    assert to_text(env, env.encode(2, 2, 4, 0)).endswith("Taxi on the road, passenger in the taxi, to R.")
 
 
 def test_blackjack_speaks_in_sentences():
@@ -377,8 +374,8 @@ def test_cliff_and_taxi_moves_go_where_they_say():
         (2, 0),
     ]
     taxi = make_env("Taxi-v4")
-    seed = next(seed for seed in range(500) if taxi.start_state(seed).text[3 * 12 + 5] == "T")  # the middle: row 3
-    for word, cell in (("south", 4 * 12 + 5), ("north", 2 * 12 + 5), ("east", 3 * 12 + 7), ("west", 3 * 12 + 3)):
+    seed = next(seed for seed in range(500) if taxi.start_state(seed).text[2 * 10 + 4] == "T")  # the middle: row 2
+    for word, cell in (("south", 3 * 10 + 4), ("north", 1 * 10 + 4), ("east", 2 * 10 + 6), ("west", 2 * 10 + 2)):
         taxi.reset(seed)
         assert taxi.step(word)[0][cell] == "T"
 
@@ -518,7 +515,9 @@ def test_an_invalid_answer_costs_a_turn_and_changes_nothing():
     env = make_env("Taxi-v4", max_turns=4)
     prompt = env.reset(5)
     text, reward, terminated, truncated, info = env.step("What is a taxi?")
-    assert prompt.endswith(text) and (reward, terminated, truncated) == (-10.0, False, False)
+    feedback, _, shown = text.partition("\n")
+    assert feedback == "That was no legal action." and prompt.endswith(f"\n\n{shown}") and env.prompt == prompt
+    assert (reward, terminated, truncated) == (-10.0, False, False)
     assert info == {"success": False, "action": None, "turns": 1, "invalid": 1, "return": -10.0, "end_reason": None}
     assert env.step("pickup")[4]["invalid"] == 1
     env.step("?")
@@ -618,7 +617,7 @@ def test_an_environment_without_an_entry_is_rendered_or_printed(monkeypatch):
     lake = make_env("FrozenLake-v1", is_slippery=False)
     assert lake.reset(0) == "Answer with one of: 0, 1, 2, 3.\n\n\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     assert lake.step("action 1")[0] == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\n"
-    assert make_env("Lock-v0", instruction="").reset(0) == "(0, 0)"
+    assert make_env("Lock-v0", instruction="").reset(0) == "0, 0"
 
 
 def test_the_environments_own_truncation_is_told_from_ours():
@@ -652,8 +651,6 @@ def test_unfit_settings_are_refused_with_a_remedy():
         make_env("FrozenLak-v1")
     with pytest.raises(ValueError, match="Please use `Taxi-v4`"):
         make_env("Taxi-v3")
-    with pytest.raises(ValueError, match=r"Box.*pass text_to_action"):
-        make_env("Steering-v0")
     with pytest.raises(ValueError, match="random_maps=True works for FrozenLake-v1,"):
         make_env("Taxi-v4", random_maps=True)
     with pytest.raises(ValueError, match="without desc or map_name"):
@@ -832,3 +829,46 @@ def test_an_environment_is_named_by_the_file_that_registers_it(tmp_path):
         make_env(f"{file}:No-v0")
     with pytest.raises(FileNotFoundError, match="there is no file"):
         make_env("./nowhere.py:No-v0")
+
+
+def test_an_illegal_answer_may_end_the_episode_and_such_an_end_is_no_success():
+    env = make_env("CliffWalking-v1", invalid_action="end", invalid_reward=-3.0)  # terminated is success there
+    env.reset(0)
+    env.step("up")
+    text, reward, terminated, truncated, info = env.step("fly")
+    assert (reward, terminated, truncated) == (-3.0, True, False) and text.startswith("That was no legal action.\n")
+    assert info["end_reason"] == "terminated" and info["success"] is False and info["return"] == -4.0
+    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
+        env.step("up")
+    assert last_info(make_env("Lock-v0", invalid_action="end"), "?")["success"] is None  # nobody says
+    pole = make_env("CartPole-v1", invalid_action="end", success={"terminated": False})
+    assert last_info(pole, "?")["success"] is False
+    with pytest.raises(ValueError, match="invalid_action='punish'"):
+        make_env("Lock-v0", invalid_action="punish")
+
+
+def test_what_is_said_of_an_illegal_answer_is_a_setting_and_no_part_of_the_state():
+    env = make_env(**LAKE, invalid_feedback="No.")
+    prompt = env.reset(0)
+    assert env.step("?")[0] == "No.\nPFFF\nFHFH\nFFFH\nHFFG" == env.state.reply
+    assert env.state.text == "PFFF\nFHFH\nFFFH\nHFFG" and env.prompt == prompt
+    assert env.step("R")[0] == "SPFF\nFHFH\nFFFH\nHFFG" == env.state.reply
+    silent = make_env(**LAKE, invalid_feedback="")
+    silent.reset(0)
+    assert silent.step("?")[0] == "PFFF\nFHFH\nFFFH\nHFFG"
+
+
+def test_what_does_not_repeat_itself_may_play_episodes_but_has_no_other_states():
+    env = make_env("Unseeded-v0", repeatable=False)
+    assert env.reset(0) != env.reset(0) and env.step("1")[4]["turns"] == 1 and env.invalid_reward == 0.0
+    with pytest.raises(ValueError, match=r"Unseeded-v0 is not repeatable: .* env\.mode=episode"):
+        env.get_state(0)
+
+
+def test_the_first_message_has_the_instruction_and_later_ones_the_observation_alone():
+    for config in (LAKE, {"env_id": "CliffWalking-v1"}, {"env_id": "Taxi-v4"}, {"env_id": "Blackjack-v1"}):
+        env = make_env(**config)
+        first, answer = env.reset(3), env.action_to_text(1)
+        told = env.step(answer)[0]
+        assert first.startswith(env.instruction) and env.instruction not in told and len(told) <= 100
+        assert env.clone().reset(3) == first  # members of a group share the seed, and differ by their answers

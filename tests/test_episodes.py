@@ -1,15 +1,26 @@
 """Episodes of several rows: every estimator and every statistic counts them once, as if each were one row."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from configs.schema import AlgorithmConfig
+from data.files import dump_jsonl
+from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from tests.batches import Turn, episode_batch, random_groups
+from training import show_episodes
 from training.advantage import compute_advantage, kl_in_reward
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
+from training.episode_files import episode_records, read_episodes
 from training.episodes import Episodes, greedy_scores
+from training.failures import check_failures, measured
+from training.feedback import sample_metrics
+from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
+from training.reward import reward_metrics
 from training.selection import draw_rows, groups_by_signal, rows_with_signal
 
 HISTORIES = ("transcript", "turns")
@@ -132,3 +143,228 @@ def test_a_greedy_episodes_return_is_the_baseline_of_every_row_of_its_prompt(his
     greedy = episode_batch([[[Turn(1, 1, 0.5), Turn(1, 0, 0.25)]], [[]]], history)
     expected = [0.75 if uid == "group-0" else 0.0 for uid in batch.uid]
     assert greedy_scores(greedy, batch).tolist() == expected
+
+
+def metrics_of(batch: DataProto) -> dict[str, float]:
+    for name in ("advantages", "returns"):
+        batch.batch[name] = batch.batch["values"]
+    return {**compute_data_metrics(batch), **compute_group_metrics(batch), **compute_episode_metrics(batch)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_count_episodes_but_for_lengths(seed):
+    count = sum(map(len, random_groups(seed)))
+    columns = {"data_source": ["lake", "maze"] * count, "success": [True, None, False] * count}
+    transcript, turns = both(seed, **columns)
+    whole, cut = metrics_of(transcript), metrics_of(turns)
+    shared = {name for name in whole if not re.match("(response|prompt)_length|episode/tokens/prompt", name)}
+    assert whole.keys() == cut.keys() and {"critic/score/mean", "num_turns/mean"} < shared
+    assert {name: cut[name] for name in shared} == pytest.approx({name: whole[name] for name in shared}, rel=1e-4)
+    assert cut["response_length/max"] < whole["response_length/max"]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_episode_metrics_by_hand(history):
+    """Four episodes in two environments; one failed, and of one nobody says whether it was a success."""
+    groups = [[[Turn(2, 3, 0.5), Turn(1, 0, 1.0)], []], [[Turn(1, 2), Turn(2, 1), Turn(3)], [Turn(4, 0, -1.0)]]]
+    columns = {"data_source": ["lake", "lake", "maze", "maze"], "success": [True, False, False, None]}
+    counts = {"invalid_actions": [0, 9, 2, 1], "tool_call_counts": [1, 9, 2, 3]}
+    metrics = compute_episode_metrics(episode_batch(groups, history, **columns, **counts))
+    prompts = {"transcript": 3.0, "turns": 6.0}[history]  # three tokens each; two, three and one rows
+    assert metrics == {
+        "episode/lake/return/mean": 1.5,
+        "episode/lake/success/mean": 1.0,
+        "episode/lake/num_turns/mean": 2.0,
+        "episode/lake/tool_calls/mean": 1.0,
+        "episode/lake/invalid_actions/mean": 0.0,
+        "episode/maze/return/mean": -0.5,
+        "episode/maze/success/mean": 0.0,
+        "episode/maze/num_turns/mean": 2.0,
+        "episode/maze/tool_calls/mean": 2.5,
+        "episode/maze/invalid_actions/mean": 1.5,
+        "episode/tokens/policy/mean": 13 / 3,
+        "episode/tokens/observation/mean": 2.0,
+        "episode/tokens/prompt/mean": prompts,
+    }
+
+
+def test_rows_that_are_no_episodes_have_no_metrics_of_episodes():
+    batch = both(0)[0]
+    batch.pop(non_tensor_batch_keys=["episode"])
+    assert compute_episode_metrics(batch) == {}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_the_reward_says_and_samplers_hear_is_of_episodes(history):
+    """Episodes of three, one and no turns."""
+    groups = [[[Turn(1, 1, 1.0), Turn(2, 0, -0.5), Turn(1, 0, 2.0)], [Turn(2, 0, 1.0)], []]]
+    batch = episode_batch(groups, history, acc=[0.0, 1.0, 7.0], dataset_position=[4, 5, 6])
+    batch.meta_info["reward_extra_keys"] = ["acc"]
+    batch.batch["advantages"] = (
+        torch.arange(1.0, 4.0).repeat_interleave(2)[: batch.batch["values"].shape[1]].expand_as(batch.batch["values"])
+    )
+    assert reward_metrics(batch) == {
+        "reward/acc/mean": 0.5,
+        "reward/acc/std": 0.5,
+        "reward/acc/min": 0,
+        "reward/acc/max": 1,
+    }
+    found = sample_metrics(batch)
+    assert found["reward"].tolist() == [2.5, 1, 0] and found["length"].tolist() == [4, 2, 0]
+    assert [*found["acc"]] == [0, 1, 7] and found["loss"][1:].tolist() == [-1, 0]
+
+
+# Failures
+
+
+def failing(*reasons: str | None, cause: str = "KeyError: {} (at my_env.py:7)") -> DataProto:
+    """An episode for each of `reasons`; None: it did not fail. Each cause has a number of its own."""
+    groups = [[[Turn(1), Turn(1)] if reason is None else [] for reason in reasons]]
+    batch = episode_batch(groups, "turns")
+    for number, reason in enumerate(reasons):
+        if reason is not None:
+            batch.end_reason[batch.episode == number] = reason
+            batch.failure[batch.episode == number] = cause.format(number)
+    return batch
+
+
+def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_cause():
+    batch = failing("env_error", "env_error", "timeout", None, None, "aborted")
+    batch.failure[batch.episode == 2] = "no answer within env.timeout=5 seconds (at other.py:3)"
+    check_failures(batch, 0.5)  # three of six are no more than a half, though there are eight rows
+    with pytest.raises(RuntimeError) as raised:
+        check_failures(batch, 0.4)
+    message = str(raised.value)
+    assert message.startswith(
+        "3 of 6 episodes failed (2 by env_error, 1 by timeout), more than env.max_failed_fraction=0.4"
+    )
+    assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
+
+
+def test_what_is_measured_are_the_ends_of_the_episodes_that_did_not_fail():
+    batch = failing(None, "env_error", "timeout", None)
+    assert [*measured(batch).episode] == [0, 3] and measured(batch).batch["turn_ids"].tolist() == [[1], [1]]
+    assert len(measured(failing("timeout"))) == 0
+
+
+def test_any_failure_is_too_many_for_a_limit_of_zero_and_none_for_one():
+    check_failures(failing(None, None), 0.0)
+    check_failures(failing("timeout", "timeout"), 1.0)
+    with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\."):
+        check_failures(failing(None, "env_error", cause="boom"), 0.0)
+
+
+def test_rows_that_are_no_episodes_cannot_fail_as_such():
+    check_failures(DataProto.from_single_dict({"end_reason": ["timeout"]}), 0.0)
+
+
+# Files, and what is seen
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("A") + number) for number in ids)
+
+    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in rows]
+
+
+def written(path: Path, batch: DataProto) -> Path:
+    dump_jsonl(path, episode_records(batch, Letters(), step=3))
+    return path
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_file_of_episodes_gives_the_batch_back_to_the_bit(history, seed, tmp_path):
+    batch = episode_batch(random_groups(seed), history, seed)
+    batch.batch["rollout_log_probs"] = torch.where(batch.response_mask.bool(), batch.batch["old_log_probs"], 0.0)
+    episodes = read_episodes(written(tmp_path / "3.jsonl", batch))
+    samples = [sample for rows in episodes for sample in rows]
+    width = batch.batch["responses"].shape[1]
+    again = collate(samples, 4, width, pad_token_id=0)
+    again.batch.update(collate_turns(samples, width))
+    for name, column in again.tensors.items():
+        assert torch.equal(column, batch.batch[name]), name
+    assert [*again.end_reason] == [*batch.end_reason] and [*again.uid] == [*batch.uid]
+    assert len(episodes) == Episodes(batch).count
+
+
+def test_a_record_says_what_was_shown_said_and_earned():
+    batch = episode_batch([[[Turn(2, 1, 0.5), Turn(1, 2, 1.0)]]], "transcript", success=[True], reset_seed=[77])
+    [record] = episode_records(batch, Letters(), step=3)
+    shown = ["FGH", "".join(map(chr, [ord("A") + 50])), "".join(map(chr, [ord("A") + 51] * 2))]
+    assert record["turns"] == [
+        {"prompt": shown[0], "response": "KK", "reward": 0.5},
+        {"prompt": shown[1], "response": "L", "reward": 1.0},
+        {"prompt": shown[2], "response": "", "reward": 0.0},
+    ]
+    about = {"step": 3, "input": "FGH", "output": "KK · L · ", "score": 1.5, "success": True, "reset_seed": 77}
+    assert record.items() >= about.items() and record["end_reason"] == "terminated"
+    assert record["rows"] == [
+        {
+            "prompt_ids": [5, 6, 7],
+            "token_ids": [10, 10, 50, 11, 51, 51],
+            "policy_mask": [1, 1, 0, 1, 0, 0],
+            "log_probs": [-0.5, -0.5, 0, -0.5, 0, 0],
+            "rewards": [0, 0.5, 0, 1, 0, 0],
+            "turns": [0, 0, 0, 1, 1, 1],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda record: record["rows"][0]["policy_mask"].pop(), "line 2: its rows are broken: the lists of a sample"),
+        (lambda record: record["rows"][0].pop("turns"), "line 2: its rows are broken: 'turns'"),
+        (lambda record: record.pop("rows"), "line 2: this is no episode: it has no rows of tokens, but .*'step'"),
+    ],
+)
+def test_a_file_that_was_changed_is_refused_by_its_line(spoil, says, tmp_path):
+    records = episode_records(episode_batch([[[Turn(2)], [Turn(1)]]], "turns"), Letters(), step=3)
+    spoil(records[1])
+    dump_jsonl(tmp_path / "3.jsonl", records)
+    with pytest.raises(ValueError, match=says):
+        read_episodes(tmp_path / "3.jsonl")
+
+
+@pytest.mark.parametrize(("line", "says"), [("{", "line 2: this is not JSON"), ("[1]", "line 2: .*, not list")])
+def test_a_line_that_is_no_object_is_refused(line, says, tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"{{}}\n{line}\n")
+    with pytest.raises(ValueError, match=says):
+        read_episodes(tmp_path / "x.jsonl")
+
+
+def test_the_terminal_shows_turns_rewards_and_which_tokens_are_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    batch = episode_batch([[[Turn(2, 3, 0.25), Turn(1, 0, 1.0)], []]], "transcript", success=[True, None])
+    file = str(written(tmp_path / "3.jsonl", batch))
+    show_episodes.main([file])
+    output = capsys.readouterr().out
+    assert "1 of 2" in output and "2 of 2" in output
+    assert "\x1b[2mFGH" in output and "\x1b[1mKK" in output and "\x1b[2msss" in output  # dim, bold, dim
+    assert re.search(r"0\.25.*1\.00.*return.*1\.25.*terminated.*timeout.*hung \(my_env.py:7\)", output, re.DOTALL)
+    show_episodes.main([file, "--row", "1"])
+    assert "1 of 1" in (output := capsys.readouterr().out) and "hung" in output and "terminated" not in output
+    for arguments in ([file, "--row", "2"], [file + "x"]):
+        with pytest.raises(SystemExit):
+            show_episodes.main(arguments)
+    said = capsys.readouterr().err
+    assert "has 2 lines, counted from 0" in said and "there is no file" in said
+
+
+def test_plain_rows_of_a_file_are_shown_as_well(tmp_path, capsys):
+    dump_jsonl(tmp_path / "1.jsonl", [{"step": 1, "input": "1+1=", "output": "2", "score": 1.0}])
+    show_episodes.main([str(tmp_path / "1.jsonl")])
+    assert re.search(r"input.*1\+1=.*output.*2.*score.*1\.00", capsys.readouterr().out, re.DOTALL)
+
+
+def test_a_long_episode_loses_its_middle():
+    turns = [{"turn": number} for number in range(50)]
+    assert show_episodes.shortened(turns, None) == [*enumerate(turns)]
+    assert show_episodes.shortened(turns[:8], 8) == [*enumerate(turns[:8])]
+    short = show_episodes.shortened(turns, 8)
+    assert [number for number, _ in short] == [0, 1, 2, 3, 42, 46, 47, 48, 49] and short[4] == (42, None)

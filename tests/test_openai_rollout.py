@@ -20,8 +20,7 @@ from transformers import AutoTokenizer
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from tests.runs import files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
-from tests.test_server import KEY, compose, serving
-from training.main_server import load_served
+from tests.servers import KEY
 from training.roles import SamplingParams
 from workers import openai_client
 from workers.batch_rollout import build_rollout
@@ -44,17 +43,6 @@ def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: object
     )
     module = load_causal_lm(ModelConfig(path=str(folder)))
     return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), module)
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model: Path) -> Served:
-    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
-
-
-@pytest.fixture(scope="module")
-def address(served: Served, tiny_model: Path) -> Iterator[str]:
-    with serving(served, compose(tiny_model)) as url:
-        yield url
 
 
 @contextmanager

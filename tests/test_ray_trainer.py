@@ -339,6 +339,7 @@ OF_PPO = {
     *("critic/vf_explained_var", "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"),
     *("critic/lr", "actor/kl_loss", "actor/kl_coef", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"),
 }
+GRPO = ["actor_rollout_ref.actor.use_kl_loss=false"]
 PPO = [
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=true",
@@ -349,7 +350,7 @@ PPO = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "extra"), [([], set()), (PPO, OF_PPO)], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(("overrides", "extra"), [(GRPO, set()), (PPO, OF_PPO)], ids=["grpo", "ppo"])
 def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path, tiny_model, overrides, extra):
     main.run(compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=3")))
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

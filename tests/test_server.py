@@ -8,68 +8,32 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
 from time import sleep
 
 import openai
 import pytest
 import torch
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
 from data.import_utils import load_extern_object
 from tests.runs import ROOT, needs_vllm, vllm_server
-from training.main_server import bound_socket, load_served, main, server_environment, vllm_command
+from tests.servers import KEY, compose, serving
+from training.main_server import main, server_environment, vllm_command
 from training.roles import SamplingParams
 from workers.engine_pump import EnginePump
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
-from workers.server import Served, build_app
+from workers.server import Served
 from workers.shared_weights import SharedWeights
 from workers.token_text import TokenText, held_back
 
-KEY = "a secret"
 CHAT = [{"role": "user", "content": "say abc"}]
-
-
-def compose(model: Path, *overrides: str) -> ServerConfig:
-    settings = [f"model.path={model}", "server.port=0", "server.served_model_name=tiny", *overrides]
-    lengths = ["data.max_prompt_length=40", "data.max_response_length=24"]
-    return load_config(Arguments("server", CONFIG_DIR, settings + lengths, print_config=False), ServerConfig)
-
-
-@contextmanager
-def serving(served: Served, config: ServerConfig) -> Iterator[str]:
-    """A server in a thread of this process; its address."""
-    listener = bound_socket(config.server)
-    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
-    thread = Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not server.started:
-            sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model: Path) -> Served:
-    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
-
-
-@pytest.fixture(scope="module")
-def address(served: Served, tiny_model: Path) -> Iterator[str]:
-    with serving(served, compose(tiny_model)) as url:
-        yield url
 
 
 @pytest.fixture

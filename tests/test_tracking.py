@@ -463,13 +463,6 @@ def test_a_plot_says_what_it_shows_and_marks_every_validation(tmp_path, monkeypa
     assert validations.get_marker() == "o" and validations.get_xdata().tolist() == [0, 10, 20, 30]
 
 
-def test_a_long_episode_loses_its_middle():
-    assert reports.transcript(["L"] * 20) == " · ".join(["L"] * 20)
-    assert reports.transcript(["L", "", " "]) == "L · '' · ' '"
-    answers = [str(number) for number in range(50)]
-    assert reports.transcript(answers) == " · ".join([*answers[:10], "… 30 more …", *answers[40:]])
-
-
 def test_messages_are_told_apart_by_their_roles():
     chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
     assert reports.message_fields(chat) == {"system": "s", "user 2": "u", "assistant": "a", "user 4": "u"}

@@ -20,6 +20,7 @@ from tests import engines
 from tests.batches import padded
 from tests.engines import Playing
 from tests.runs import compose
+from training.episode_files import read_episodes
 from training.game import Game
 from training.reports import validation_summary
 from training.reward import load_reward_manager
@@ -192,14 +193,16 @@ def test_an_answer_that_names_no_move_costs_a_turn_and_leaves_the_state(tmp_path
     assert len({turn["prompt"] for turn in episode["turns"][:7]}) == 1
 
 
-def test_printed_samples_are_a_short_transcript_and_the_turns_stay_in_the_dump(tmp_path, capsys):
+def test_printed_episodes_are_their_turns_and_the_dump_has_all_of_them(tmp_path, capsys):
     on_episodes(tmp_path, lambda text, times: "L", "trainer.log_val_generations=2").run(4)
     printed = capsys.readouterr().out
     assert "validation episodes at step 4 · 1 of 2" in printed and "2 of 2" in printed
-    for text in ("P", "L · L · L", "max_turns", "return", "success"):
+    for text in ("P", "4 more turns", "max_turns", "return", "success"):
         assert text in printed
-    assert "turns'" not in printed and "'prompt'" not in printed and "None" not in printed
-    assert printed.count("G") == 2, "the map is shown once a sample, not once a turn"
+    assert "'prompt'" not in printed and "None" not in printed and "policy_mask" not in printed
+    assert printed.count("G") == 2 * 8, "the map is shown in each of the turns that are shown"
+    assert [len(episode["turns"]) for episode in dumped(tmp_path, 4)] == [12] * 6
+    assert [len(rows) for rows in read_episodes(tmp_path / "dumps" / "4.jsonl")] == [12] * 6
 
 
 def test_a_printed_row_tells_system_from_user_and_says_what_kind_it_is(tmp_path, capsys):

@@ -11,6 +11,7 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
 from training.episodes import greedy_scores
+from training.failures import check_failures
 from training.game import begun
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
@@ -71,6 +72,7 @@ class Collector:
         prompts = self.next_prompts(step, number)
         with timer("gen", timing):
             batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
+            check_failures(batch, self.config.env.max_failed_fraction)
             check_log_probs(batch, self.config.algorithm.rollout_correction)
         with timer("reward", timing):
             batch = add_scores(batch, self.reward, self.tokenizer)

@@ -61,9 +61,10 @@ class Episodes:
         last = self.batch.select_idxs(self.last_row)
         shape = self.batch.batch["response_mask"].shape
         of_episodes = {name: column for name, column in last.tensors.items() if name not in OF_PROMPTS}
-        tokens = {name: self.batch.batch[name] for name, column in of_episodes.items() if column.shape[1:] == shape[1:]}
+        per_token = [name for name, column in of_episodes.items() if column.shape[1:] == shape[1:]]
         kept, places, width = self._layout()
-        for name, column in tokens.items():
+        for name in per_token:
+            column = self.batch.batch[name]
             long = column.new_zeros(self.count * width)
             long[places] = column[kept]
             of_episodes[name] = long.view(self.count, width)

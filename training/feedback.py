@@ -5,7 +5,8 @@ import torch
 
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
-from training.torch_functional import masked_mean
+from training.episodes import Episodes
+from training.torch_functional import masked_sum
 
 LATER = ("advantages", "returns")  # computed after rows were left out
 
@@ -14,12 +15,13 @@ def tell_data(loader: PromptLoader, batch: DataProto, left_out: DataProto | None
     """Tells the sampler and the dataset of a step: its finished `batch`, and what dynamic sampling left out of it.
 
     The sampler by `update(batch)`, where the rows left out come last (`with_left_out`), or by
-    `update(indices, metrics)`: the places of all these rows in the dataset, [B] int64, and numbers of each
-    (`row_metrics`). A dataset that has it by `on_batch_end(batch)`.
+    `update(indices, metrics)`: the places of all these samples in the dataset, [E] int64, and numbers of each
+    (`sample_metrics`). A dataset that has it by `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
     if hears_metrics(loader.sampler):
-        loader.sampler.update(rows.dataset_position.astype(np.int64), row_metrics(rows))
+        places = rows.dataset_position[Episodes(rows).last_row]
+        loader.sampler.update(places.astype(np.int64), sample_metrics(rows))
     else:
         loader.sampler.update(rows)
     if isinstance(loader.dataset, Dynamic):
@@ -39,17 +41,16 @@ def with_left_out(batch: DataProto, left_out: DataProto | None) -> DataProto:
     return DataProto.concat([above, below])
 
 
-def row_metrics(batch: DataProto) -> dict[str, np.ndarray]:
-    """Numbers of each row, by name, [B] float64, and the numbers that the reward returned beside the score.
+def sample_metrics(batch: DataProto) -> dict[str, np.ndarray]:
+    """Numbers of each sample, by name, [E] float64, and the numbers that the reward returned beside the score.
 
-    reward: the score. length: the policy's tokens. loss: the policy gradient's before the update, where the ratio is 1,
-    which is the mean over the row's tokens of -advantage.
+    A sample is a row, or an episode of several. reward: the score. length: the policy's tokens. loss: the policy
+    gradient's before the update, where the ratio is 1, which is the mean over the tokens of -advantage.
     """
-    mask = batch.batch["response_mask"]
-    metrics = {
-        "reward": batch.batch["token_level_scores"].sum(1),
-        "length": mask.sum(1),
-        "loss": -masked_mean(batch.batch["advantages"], mask, axis=-1),
-    }
+    episodes, mask = Episodes(batch), batch.batch["response_mask"]
+    lengths = episodes.total(mask.sum(1))
+    advantages = episodes.total(masked_sum(batch.batch["advantages"], mask, axis=1))
+    metrics = {"reward": episodes.scores(), "length": lengths, "loss": -advantages / lengths.clamp(min=1)}
     numbers = {name: values.double().numpy() for name, values in metrics.items()}
-    return {name: batch.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]} | numbers
+    said = {name: batch.non_tensor_batch[name][episodes.last_row] for name in batch.meta_info["reward_extra_keys"]}
+    return said | numbers

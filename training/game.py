@@ -85,10 +85,12 @@ def build_environment(config: Config) -> Any | None:
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
     given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
-    if settings.max_walk is not None:  # a factory of the user's need not know what is not set
-        given["max_walk"] = settings.max_walk
+    optional = {"max_walk": settings.max_walk, "invalid_action": settings.invalid_action}
+    given |= {key: value for key, value in optional.items() if value is not None}  # a factory need not know the others
     if settings.mode == "episode":
         given["from_start"] = True
+    if settings.processes:
+        given |= {"processes": settings.processes, "timeout": settings.timeout}
     if settings.success != SuccessConfig():
         given["success"] = settings.success
     try:

@@ -1,8 +1,9 @@
 """What a step and a validation report: pure functions from a batch to `{metric name: float}`.
 
-Names and formulas are verl 0.9.1's; `group/...` and `end_reason/...` are ours. A row is aborted if it has no response
-token or ended in one of FAILED_END_REASONS: its score is no measurement and enters no statistic but `aborted_ratio`
-and the plain lengths. A statistic over nothing (say, every row aborted) is left out; verl reports NaN there.
+Names and formulas are verl 0.9.1's; `group/...`, `end_reason/...` and `episode/...` are ours. A row is aborted if it
+has no response token or ended in one of FAILED_END_REASONS: its score is no measurement and enters no statistic but
+`aborted_ratio` and the plain lengths. An episode of several rows is one sample, scored by their sum; lengths are those
+of rows. A statistic over nothing (say, every row aborted) is left out; verl reports NaN there.
 Left out as well: verl's `Metric` class, its variance-proxy metrics and its `expected_acc_counts`.
 """
 
@@ -20,11 +21,20 @@ import torch
 from torch import Tensor
 
 from data.protocol import DataProto
+from training.episodes import Episodes
 
 FAILED_END_REASONS = ("env_error", "timeout", "aborted")
 END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
+# Columns that an episode's samples may have, and what they are called beside its data source.
+OF_EPISODES = {
+    "return": "episode_return",
+    "success": "success",
+    "num_turns": "__num_turns__",
+    "tool_calls": "tool_call_counts",
+    "invalid_actions": "invalid_actions",
+}
 # What a validation is about, most telling first: correctness, the reward of an answer, the return of an episode.
 CORE_VARIABLES = ("acc", "reward", "return")
 
@@ -33,44 +43,69 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     """Scores, rewards, advantages, returns, values and lengths of one training batch.
 
     Reads responses, attention_mask, response_mask, token_level_scores, token_level_rewards, advantages, returns, with
-    `use_critic` values, and where they exist end_reason, __num_turns__ and tool_call_counts. Lengths are sums of the
-    attention mask, in tokens, so that observations between two turns count; `clip_ratio` is the share of rows that
-    fill the padded width.
+    `use_critic` values, and where they exist episode, end_reason, __num_turns__, tool_call_counts and invalid_actions.
+    Lengths are sums of the attention mask, in tokens, so that observations between two turns count; `clip_ratio` is the
+    share of rows that fill the padded width.
     """
     prompt_lengths, response_lengths = _lengths(batch)
     completed = ~_aborted(batch)
+    episodes, finished = _episodes(batch)
     trained = batch.response_mask.bool() & completed.unsqueeze(-1)  # [B, R]
     max_response_length = batch.responses.size(-1)
     max_prompt_length = batch.attention_mask.size(-1) - max_response_length
     metrics = {
-        **_mean_max_min("critic/score", batch.token_level_scores.sum(-1)[completed]),
-        **_mean_max_min("critic/rewards", batch.token_level_rewards.sum(-1)[completed]),
+        **_mean_max_min("critic/score", episodes.scores()[finished]),
+        **_mean_max_min("critic/rewards", episodes.scores("token_level_rewards")[finished]),
         **_mean_max_min("critic/advantages", batch.advantages[trained]),
         **_mean_max_min("critic/returns", batch.returns[trained]),
         **_length_metrics("response_length", response_lengths, max_response_length),
         **_length_metrics("response_length_non_aborted", response_lengths[completed], max_response_length),
-        "response/aborted_ratio": 1 - completed.float().mean().item(),
+        "response/aborted_ratio": 1 - finished.float().mean().item(),
         **_length_metrics("prompt_length", prompt_lengths, max_prompt_length),
     }
     if use_critic:
         metrics |= _critic_metrics(batch.values[trained], batch.returns[trained])
-    for name, column in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
+    for column in ("__num_turns__", "tool_call_counts", "invalid_actions"):
         if column in batch:
-            metrics |= _mean_max_min(name, torch.tensor([float(count) for count in batch.get(column)]))
+            counts = batch.get(column)[episodes.last_row[finished]]
+            metrics |= _mean_max_min(column.strip("_"), torch.tensor([float(count) for count in counts]))
     return metrics
+
+
+def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
+    """Means over episodes: `episode/<data source>/<quantity>/mean` (`OF_EPISODES`) and `episode/tokens/<role>/mean`.
+
+    Roles are policy, observation and prompt; an episode of several rows has as many prompts. Those that failed count
+    nowhere, and those of which nobody says whether they were a success not in that. {} for rows that are no episodes.
+    """
+    if "episode" not in batch:
+        return {}
+    episodes, finished = _episodes(batch)
+    ends = batch.select_idxs(episodes.last_row[finished])
+    values_of: dict[str, list[float]] = defaultdict(list)
+    for name, column in OF_EPISODES.items():
+        for source, value in zip(ends.data_source, ends.get(column, [None] * len(ends)), strict=True):
+            if value is not None:
+                values_of[f"episode/{source}/{name}/mean"].append(float(value))
+    prompts, responses = _lengths(batch)
+    policy = batch.response_mask.sum(-1).float()
+    for role, tokens in (("policy", policy), ("observation", responses - policy), ("prompt", prompts)):
+        values_of[f"episode/tokens/{role}/mean"] = episodes.total(tokens)[finished].tolist()
+    return {name: float(np.mean(values)) for name, values in values_of.items() if values}
 
 
 def compute_group_metrics(batch: DataProto) -> dict[str, float]:
     """Shares of prompt groups that teach nothing, as all their samples score alike, and of the ways episodes ended.
 
-    A group is the completed rows of one `uid`; groups of fewer than two have no spread and are not counted. Of those
+    A group is the completed samples of one `uid`; groups of fewer than two have no spread and are not counted. Of those
     without spread, `all_pass_frac` are at the batch's best score, `all_fail_frac` at its worst, `tie_frac` in between;
     `zero_std_frac` is the sum. If the whole batch scores alike there is no best: a positive score passes, others fail.
     """
     metrics: dict[str, float] = {}
     if "end_reason" in batch:
-        counts = dict.fromkeys(END_REASONS, 0) | Counter(batch.end_reason.tolist())
-        metrics = {f"end_reason/{reason}": count / len(batch) for reason, count in counts.items()}
+        reasons = batch.end_reason[Episodes(batch).last_row].tolist()
+        counts = dict.fromkeys(END_REASONS, 0) | Counter(reasons)
+        metrics = {f"end_reason/{reason}": count / len(reasons) for reason, count in counts.items()}
     groups = _scores_by_group(batch)
     if not groups:
         return metrics
@@ -115,10 +150,11 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 def compute_step_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], use_critic: bool, n_gpus: int
 ) -> dict[str, float]:
-    """What a training step reports of its batch, its groups, its time and its throughput."""
+    """What a training step reports of its batch, its groups, its episodes, its time and its throughput."""
     return {
         **compute_data_metrics(batch, use_critic),
         **compute_group_metrics(batch),
+        **compute_episode_metrics(batch),
         **compute_timing_metrics(batch, timing_raw),
         **compute_throughout_metrics(batch, timing_raw, n_gpus),
     }
@@ -255,6 +291,12 @@ def _aborted(batch: DataProto) -> Tensor:
     return empty | torch.tensor(failed, device=empty.device)
 
 
+def _episodes(batch: DataProto) -> tuple[Episodes, Tensor]:
+    """The batch by episode, and which of them are measurements, [E] bool: those with a row that is not aborted."""
+    episodes = Episodes(batch)
+    return episodes, episodes.total((~_aborted(batch)).int()) > 0
+
+
 def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     reducers = {"mean": torch.mean, "max": torch.max, "min": torch.min} if values.numel() else {}
     return {f"{name}/{how}": reducer(values).item() for how, reducer in reducers.items()}
@@ -276,11 +318,12 @@ def _critic_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
 
 
 def _scores_by_group(batch: DataProto) -> list[list[float]]:
-    """Summed scores of the completed rows of each uid, where there are at least two."""
+    """Summed scores of the completed samples of each uid, where there are at least two."""
     scores_of: dict[Hashable, list[float]] = defaultdict(list)
-    rows = zip(batch.uid, batch.token_level_scores.sum(-1).tolist(), _aborted(batch).tolist(), strict=True)
-    for uid, score, aborted in rows:
-        if not aborted:
+    episodes, finished = _episodes(batch)
+    samples = zip(batch.uid[episodes.last_row], episodes.scores().tolist(), finished.tolist(), strict=True)
+    for uid, score, measured in samples:
+        if measured:
             scores_of[uid].append(score)
     return [scores for scores in scores_of.values() if len(scores) > 1]
 

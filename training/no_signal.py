@@ -38,10 +38,10 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
     cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
-    readable = metrics.get("reward/valid_action/mean", 1.0)
+    readable, source = readable_answers(metrics)
     if readable < 0.1:
         return (
-            f"{readable:.0%} of the responses could be read as an action (reward/valid_action/mean; {cut}). "
+            f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). "
             "Look at some with trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, "
             "or start from a model that knows the format."
         )
@@ -59,3 +59,11 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
         "chance, or the task is mastered. docs/environments.md (What a step trains on) shows what to do about a "
         "reward that comes at the end alone."
     )
+
+
+def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
+    """The share of answers that were an action, as far as it is known, else 1, and the metrics that say so."""
+    if metrics.get("num_turns/mean") and "invalid_actions/mean" in metrics:
+        invalid = metrics["invalid_actions/mean"] / metrics["num_turns/mean"]  # of parallel calls there may be more
+        return max(0.0, 1 - invalid), "invalid_actions/mean, num_turns/mean"
+    return metrics.get("reward/valid_action/mean", 1.0), "reward/valid_action/mean"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +19,6 @@ from training.metric_utils import CORE_VARIABLES
 from training.record import METRICS_FILE
 
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
-EPISODE_ANSWERS = 20  # and longer episodes
 IN_WORDS = {"acc": "success"}  # names of verl's, for people
 FEW_POINTS = 20  # of a curve: they are marked, not smoothed
 
@@ -27,18 +26,28 @@ FEW_POINTS = 20  # of a curve: they are marked, not smoothed
 def print_samples(title: str, samples: Sequence[Mapping[str, Any]]) -> None:
     """Prints each sample's fields (prompt, response, score, ground truth ...) in a box; colours in texts are shown.
 
-    `title` says what the samples are: "validation episodes at step 3".
+    `title` says what the samples are: "validation rows at step 3".
     """
+    print_boxes(title, [fields_table(sample) for sample in samples])
+
+
+def print_boxes(title: str, contents: Sequence[RenderableType]) -> None:
+    """Prints each of `contents` in a box, under `title` and its number."""
     console = Console()
-    for number, sample in enumerate(samples, start=1):
-        fields = Table.grid(padding=(0, 2))
-        fields.add_column(style="bold", no_wrap=True)
-        fields.add_column(overflow="fold")
-        for name, value in sample.items():
-            text = short_number(value) if isinstance(value, float | np.floating) else _without_middle(str(value))
-            # Not a plain string: [INST] in a text is no markup, and an escape sequence must not reach the terminal.
-            fields.add_row(name, Text.from_ansi(text))
-        console.print(Panel(fields, title=Text(f"{title} · {number} of {len(samples)}"), title_align="left"))
+    for number, content in enumerate(contents, start=1):
+        console.print(Panel(content, title=Text(f"{title} · {number} of {len(contents)}"), title_align="left"))
+
+
+def fields_table(fields: Mapping[str, Any]) -> Table:
+    """Names and values as two columns; colours in texts are shown."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        text = short_number(value) if isinstance(value, float | np.floating) else without_middle(str(value))
+        # Not a plain string: [INST] in a text is no markup, and an escape sequence must not reach the terminal.
+        table.add_row(name, Text.from_ansi(text))
+    return table
 
 
 def message_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -46,15 +55,6 @@ def message_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     roles = [message["role"] for message in messages]
     names = [role if roles.count(role) == 1 else f"{role} {place}" for place, role in enumerate(roles, start=1)]
     return {name: message.get("content", "") for name, message in zip(names, messages, strict=True)}
-
-
-def transcript(answers: Sequence[str]) -> str:
-    """The answers of an episode in one text; a long one loses its middle."""
-    answers = [answer if answer.strip() else repr(answer) for answer in answers]
-    left_out, half = len(answers) - EPISODE_ANSWERS, EPISODE_ANSWERS // 2
-    if left_out > 0:
-        answers = [*answers[:half], f"… {left_out} more …", *answers[-half:]]
-    return " · ".join(answers)
 
 
 def short_number(value: float) -> str:
@@ -120,7 +120,8 @@ def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | P
     figure.savefig(png_path, format="png")
 
 
-def _without_middle(text: str) -> str:
+def without_middle(text: str) -> str:
+    """`text`, or, if it is longer than SAMPLE_CHARACTERS, its beginning and its end."""
     left_out = len(text) - SAMPLE_CHARACTERS
     if left_out <= 0:
         return text

@@ -20,6 +20,7 @@ from configs.schema import RewardConfig
 from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from training.episodes import Episodes
 from training.reward_function import FORMS, FunctionReward
 
 RewardManager = Callable[[DataProto], Any]
@@ -85,9 +86,13 @@ def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTo
 
 
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; no failed rows."""
+    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score.
+
+    Over samples that did not fail; of an episode of several rows it is the last row's.
+    """
     metrics: dict[str, float] = {}
-    completed = batch.batch["response_mask"].any(1).numpy()
+    episodes = Episodes(batch)
+    completed = episodes.last_row[episodes.completed()]
     for name in batch.meta_info["reward_extra_keys"]:
         values = batch.non_tensor_batch[name][completed]
         if len(values) and all(isinstance(value, numbers.Real | np.bool_) for value in values):

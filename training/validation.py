@@ -12,11 +12,14 @@ from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
+from training.episode_files import episode_records
+from training.failures import check_failures, measured
 from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reports import message_fields, print_samples, transcript
+from training.reports import message_fields, print_samples
 from training.reward import RewardManager, add_scores, reward_view
 from training.roles import Rollout, SamplingParams
+from training.show_episodes import print_records
 
 Metrics = dict[str, float]
 Row = dict[str, Any]
@@ -56,17 +59,19 @@ class Validator:
         if settings.log_val_generations:
             shown = [*spread(samples, settings.log_val_generations)]
             for kind, rows in by_kind(shown).items():
-                print_samples(f"validation {kind} at step {step}", [printed(row) for row in rows])
+                print_kind(kind, step, rows)
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
-        """val_kwargs.n answers to each row of the validation set."""
+        """val_kwargs.n answers to each row of the validation set, or as many episodes; failed ones count nowhere."""
         if self.loader is None:
             return {}, []
         batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
-        columns = {name: batch.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
-        columns["reward"] = total_scores(batch)
-        metrics = process_validation_metrics(batch.data_source, batch.uid, columns)
+        check_failures(batch, self.config.env.max_failed_fraction)
+        answers = measured(batch)
+        columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
+        columns["reward"] = total_scores(answers)
+        metrics = process_validation_metrics(answers.data_source, answers.uid, columns)
         rows = sample_rows(batch, self.tokenizer, step)
         chats = batch.non_tensor_batch.get("raw_prompt", [None] * len(rows))
         for row, messages in zip(rows, chats, strict=True):
@@ -92,18 +97,14 @@ class Validator:
         if self.game is None:
             return {}, []
         batch = self.generate(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
-        episodes = [batch.select_idxs(rows) for rows in rows_by_episode(batch)]
-        ended = [rows[-1:] for rows in episodes if rows.failure[0] is None]
-        if not ended:
-            raise RuntimeError(f"all {len(episodes)} validation episodes failed, the first by {batch.failure[0]}")
-        ends = DataProto.concat(ended)
+        check_failures(batch, self.config.env.max_failed_fraction)
+        ends = measured(batch)
         columns = {"return": list(ends.episode_return)}
         if any(success is not None for success in ends.success):
             columns = {"acc": [float(success or False) for success in ends.success], **columns}
         turns = ends.non_tensor_batch["__num_turns__"]
         metrics = process_validation_metrics(ends.data_source, ends.uid, columns)
-        rows = [episode_row(one, self.tokenizer, step) for one in episodes]
-        return flatten_validation_metrics(metrics, num_turns=turns), rows
+        return flatten_validation_metrics(metrics, num_turns=turns), episode_records(batch, self.tokenizer, step)
 
     def generate(self, prompts: DataProto, number: int) -> DataProto:
         """Responses as validation samples them; `number` counts the calls of one validation.
@@ -119,7 +120,12 @@ class Validator:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Row]:
-    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said."""
+    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said.
+
+    Of episodes, one row for each, with its tokens (`episode_records`).
+    """
+    if "episode" in batch:
+        return episode_records(batch, tokenizer, step)
     view = reward_view(batch, tokenizer)
     columns = {
         "input": view.prompts,
@@ -150,46 +156,6 @@ def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
     return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
 
 
-def rows_by_episode(batch: DataProto) -> list[list[int]]:
-    """The rows of each episode, in the order of the episodes."""
-    rows: dict[str, list[int]] = {}
-    for row, episode in enumerate(batch.episode):
-        rows.setdefault(episode, []).append(row)
-    return list(rows.values())
-
-
-def episode_row(rows: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> Row:
-    """The rows of an episode as one readable row; its score is its return."""
-    turns = episode_turns(rows, tokenizer)
-    return {
-        "step": step,
-        "input": turns[0]["prompt"] if turns else "",
-        "output": " · ".join(turn["response"] for turn in turns),
-        "gts": None,
-        "score": rows.episode_return[0],
-        "success": rows.success[0],
-        "end_reason": rows.end_reason[0],
-        "failure": rows.failure[0],
-        "turns": turns,
-    }
-
-
-def episode_turns(rows: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """What the policy was shown in each turn, what it said, and what that earned, from the rows of an episode."""
-    turns: list[Row] = []
-    columns = ("responses", "attention_mask", "response_mask", "turn_ids", "token_level_scores")
-    for row, shown in enumerate(rows.raw_prompt_ids):
-        responses, attended, policy, turn_ids, scores = (rows.batch[name][row] for name in columns)
-        real = attended[-len(responses) :] == 1
-        for turn in turn_ids[real].unique().tolist():
-            own = real & (turn_ids == turn)
-            said = responses[own & (policy == 1)].tolist()
-            prompt, response = tokenizer.batch_decode([shown, said], skip_special_tokens=True)
-            turns.append({"prompt": prompt, "response": response, "reward": scores[own].sum().item()})
-            shown = responses[own & (policy == 0)].tolist()
-    return turns
-
-
 def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
     """Samples of the validation set and of whole episodes apart, under what they are called in print."""
     kinds = {
@@ -199,14 +165,19 @@ def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
     return {kind: rows for kind, rows in kinds.items() if rows}
 
 
+def print_kind(kind: str, step: int, rows: Sequence[Row]) -> None:
+    """Prints rows of one of the kinds of `by_kind`; of what is in the dumped file, what is worth reading."""
+    title = f"validation {kind} at step {step}"
+    if kind == "episodes":
+        print_records(title, rows, brief=True)
+    else:
+        print_samples(title, [printed(row) for row in rows])
+
+
 def printed(row: Row) -> Row:
-    """What of a row is worth reading in a terminal, an episode's score as its return; the dumped file has it all."""
-    left_out = ("step", "turns", "raw_prompt")
-    shown = {name: value for name, value in row.items() if name not in left_out and value is not None}
-    if "turns" in row:
-        shown["output"] = transcript([turn["response"] for turn in row["turns"]])
-        shown = {"return" if name == "score" else name: value for name, value in shown.items()}
-    if "raw_prompt" in row:  # chat messages, each under its role
+    """What of an answer is worth reading in a terminal; chat messages each under its role."""
+    shown = {name: value for name, value in row.items() if name not in ("step", "raw_prompt") and value is not None}
+    if "raw_prompt" in row:
         del shown["input"]
         shown = message_fields(row["raw_prompt"]) | shown
     return shown

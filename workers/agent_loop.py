@@ -107,7 +107,8 @@ class AgentLoop:
             return SingleAnswer(row)
         settings = self.config.env
         apart = settings.mode == "step" or settings.history == "turns"
-        return EnvEpisode(row, self.environments, apart, settings.timeout)
+        timeout = None if settings.processes else settings.timeout  # processes keep it themselves
+        return EnvEpisode(row, self.environments, apart, timeout)
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -14,6 +14,7 @@ from training.roles import SamplingParams
 from workers.rollout import Completion, Request, Rollout
 
 logger = logging.getLogger(__name__)
+WAIT_SHARE = 1 / 4  # of a step's time, that the next waits for turns that are about to come: few passes over many rows
 
 
 class EngineError(RuntimeError):
@@ -85,6 +86,9 @@ class EnginePump:
         self.joining: list[Request] = []
         self.leaving: list[int] = []
         self.over: list[int] = []  # episodes
+        self.away: set[int] = set()  # episodes between two turns
+        self.all_back = asyncio.Event()
+        self.all_back.set()
         self.pumping: asyncio.Task | None = None
 
     async def complete(
@@ -111,6 +115,7 @@ class EnginePump:
         request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise, episode)
         client = self.clients[request.id] = Client(request)
         self.joining.append(request)
+        self._is_back(episode)
         self._wake()
         try:
             while True:
@@ -128,7 +133,13 @@ class EnginePump:
     def forget(self, episode: int) -> None:
         """Tells the engine that this episode is over."""
         self.over.append(episode)
+        self._is_back(episode)
         self._wake()
+
+    def _is_back(self, episode: int | None) -> None:
+        self.away.discard(episode)
+        if not self.away:
+            self.all_back.set()
 
     def _wake(self) -> None:
         if self.pumping is None:
@@ -141,8 +152,11 @@ class EnginePump:
             joining, leaving, over = self.joining, self.leaving, self.over
             self.joining, self.leaving, self.over = [], [], []
             seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
+            began = loop.time()
             step = await loop.run_in_executor(self.thread, self._step, joining, leaving, over, seen)
             self._deliver(step)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.all_back.wait(), WAIT_SHARE * (loop.time() - began))
 
     def _step(
         self, joining: Sequence[Request], leaving: Sequence[int], over: Sequence[int], seen: dict[int, int]
@@ -167,6 +181,9 @@ class EnginePump:
                 client.pieces.put_nowait(error)
         for done in step.finished:
             if client := self.clients.pop(done.id, None):
+                if client.request.episode is not None:
+                    self.away.add(client.request.episode)
+                    self.all_back.clear()
                 new = slice(client.seen, None)
                 client.pieces.put_nowait(Piece(done.token_ids[new], done.log_probs[new], done.finish_reason))
         for number, (token_ids, log_probs) in step.running.items():

@@ -29,8 +29,8 @@ class EnvEpisode(Episode):
 
     def __init__(self, row: Row, environments: Environments, apart: bool, timeout: float | None) -> None:
         self.prompt_ids = row["raw_prompt_ids"]
-        self.columns = {"success": None, "invalid_actions": 0}
         self.start = row["extra_info"]["state"]
+        self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.start.seed}
         self.environments, self.apart, self.timeout = environments, apart, timeout
         self.environment: Environment | None = None
         self.is_usable = False

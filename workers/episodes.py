@@ -12,7 +12,6 @@ from typing import Any
 from configs.errors import users_line
 from data.chat import ChatFormat, Message
 from data.padding import Sample
-from workers.deadlines import Overdue
 from workers.rollout import END_REASONS, Completion
 
 Row = dict[str, Any]
@@ -129,7 +128,7 @@ async def replied(episode: Episode, text: str) -> Reply:
     """What the episode replies to `text`; raises EpisodeFailed for whatever else it does."""
     try:
         return await episode.step(text)
-    except Overdue as error:
+    except TimeoutError as error:
         raise EpisodeFailed("timeout", str(error)) from error
     except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
         place = users_line(error)

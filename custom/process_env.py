@@ -1,0 +1,216 @@
+"""Episodes in processes of their own: for environments that are slow, hang or crash.
+
+A process plays many episodes, one call at a time. A call that is not done by its deadline ends its process for good,
+with all that it was stuck in; the other episodes of that process are played anew in the next one, as a reset seed and
+the actions since restore everything.
+"""
+
+import itertools
+import multiprocessing
+import os
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from configs.errors import users_line
+from custom.text_env import EnvState, TextEnv
+from data.import_utils import load_module
+
+START_SECONDS = 300.0  # for a process to import and build the environment
+Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))
+
+
+class ProcessEnv:
+    """A `TextEnv` whose episodes are played in other processes; of its clones too, which share them.
+
+    Whatever has nothing to do with the running episode (instruction, single states, how answers are read) is asked of
+    `environment`, in this process.
+
+    Raises, in `reset`, `step` and `act`:
+        TimeoutError: the call took more than `timeout` seconds (None: any); its process is no more.
+        RuntimeError: the environment raised, or its process ended.
+    """
+
+    def __init__(self, environment: TextEnv, processes: int, timeout: float | None = 60.0) -> None:
+        if processes < 1:
+            raise ValueError(f"processes={processes}: at least 1; 0 in env.processes plays in the run's own process")
+        self.environment, self.processes, self.timeout = environment, processes, timeout
+        self._pool = [Process(environment, timeout) for _ in range(processes)]
+        self._numbers = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._number = next(self._numbers)
+        self._process = self._pool[self._number % len(self._pool)]
+        self._life, self._story = None, ()  # of the process when the episode was last there; all since the reset
+        weakref.finalize(self, self._process.forget, self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.environment, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcessEnv, (self.environment, self.processes, self.timeout)
+
+    def clone(self) -> "ProcessEnv":
+        """An environment with the same settings and processes, to play several episodes side by side."""
+        twin = object.__new__(ProcessEnv)
+        vars(twin).update(vars(self))
+        twin._begin()
+        return twin
+
+    def reset(self, seed: int, actions: Sequence[Any] = ()) -> str:
+        """As `TextEnv.reset`."""
+        self._story = (("reset", (seed, tuple(actions))),)
+        with self._process.lock:
+            self._process.start()
+            _, self._state = self._process.call(self._number, self._story)
+            self._life = self._process.life
+        return self.prompt
+
+    def act(self, action: Any | None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """As `TextEnv.act`."""
+        if not self._story:
+            raise ValueError("no episode is running: call reset(seed) first")
+        with self._process.lock:
+            self._process.start()
+            if self._life != self._process.life:  # another episode took the process down
+                self._return()
+            moved, self._state = self._process.call(self._number, (("act", (action,)),), self._story)
+        self._story = (*self._story, ("act", (action,)))
+        return moved
+
+    def _return(self) -> None:
+        """Plays the episode anew up to where it is."""
+        if not self.environment.repeatable:
+            raise RuntimeError(f"{self.env_id} lost its process to another episode, and cannot be played anew")
+        self._process.call(self._number, self._story)
+        self._life = self._process.life
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """As `TextEnv.step`."""
+        return self.act(self.environment.extract_action(text))
+
+    @property
+    def state(self) -> EnvState:
+        """As `TextEnv.state`."""
+        return self._state
+
+    @property
+    def prompt(self) -> str:
+        """As `TextEnv.prompt`."""
+        return self.environment.state_to_text(self._state)
+
+    def close(self) -> None:
+        """As `TextEnv.close`: the process forgets the episode, and goes on with others."""
+        self._story = ()
+        self._process.forget(self._number)
+
+
+class Process:
+    """A process that plays episodes. `lock` is to be held around `start` and `call`; `life` counts the starts."""
+
+    def __init__(self, environment: TextEnv, timeout: float | None) -> None:
+        self.environment, self.timeout = environment, timeout
+        self.lock, self.life = threading.Lock(), 0
+        self._process, self._forgotten = None, deque()
+
+    def forget(self, number: int) -> None:
+        """Gives back what an episode holds, at the next call."""
+        self._forgotten.append(number)
+
+    def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, EnvState]:
+        """Plays on in the episode `number`: what the last of the chapters returned, and the state now.
+
+        Raises as `ProcessEnv` says, naming the chapters, those before included.
+        """
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        self._connection.send((number, chapters, forgotten))
+        seconds = None if self.timeout is None else self.timeout * len(chapters)
+        return self._answer(seconds, f"{self.environment.env_id}, {told((*before, *chapters))}")
+
+    def start(self) -> None:
+        """Starts the process, if there is none or it has ended."""
+        if self._process is not None and self._process.is_alive():
+            return
+        context = multiprocessing.get_context("forkserver")  # forks of a process that has no GPU and no threads
+        self._connection, theirs = context.Pipe()
+        module = self.environment.env_id.rpartition(":")[0]
+        given = (theirs, module, cloudpickle.dumps(self.environment))
+        self._process = context.Process(target=serve, args=given, daemon=True, name=self.environment.env_id)
+        self._process.start()
+        theirs.close()
+        self.life += 1
+        self._answer(START_SECONDS, f"{self.environment.env_id}, to be built in a process of its own")
+
+    def _answer(self, seconds: float | None, what: str) -> Any:
+        if not self._connection.poll(seconds):
+            self._end()
+            raise TimeoutError(f"{what}: not done after {seconds:g} seconds, so its process was killed")
+        try:
+            result, error, trace = self._connection.recv()
+        except EOFError:
+            self._end()
+            code = self._process.exitcode
+            raise RuntimeError(f"{what}: its process ended, with exit code {code}") from None
+        if error is not None:
+            error.add_note(f"in the environment's process:\n{trace}")
+            raise error
+        return result
+
+    def _end(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+
+def told(story: Story) -> str:
+    """`story` in words: its reset, and the actions since."""
+    (_, (seed, start)), *acts = story
+    return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
+
+
+def serve(connection: Connection, module: str, pickled: bytes) -> None:
+    """The life of a process: plays on in one episode at each call; answers result, exception and traceback.
+
+    An exception that is not one of those that a `TextEnv` raises ends the process.
+    """
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if module:
+        load_module(module)  # registers the id, and is where the pickled functions are
+    environment: TextEnv = cloudpickle.loads(pickled)
+    episodes: dict[int, TextEnv] = {}
+    connection.send((None, None, ""))
+    while True:
+        try:
+            number, chapters, forgotten = connection.recv()
+        except EOFError:
+            return
+        for old in forgotten:
+            if old in episodes:
+                episodes.pop(old).close()
+        if number not in episodes:
+            episodes[number] = environment.clone()
+        connection.send(played(episodes[number], chapters))
+
+
+def played(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]:
+    """(what the last chapter returned, the state), exception or None, its traceback."""
+    try:
+        for method, arguments in chapters:
+            moved = getattr(episode, method)(*arguments)
+        return (moved, episode.state), None, ""
+    except (RuntimeError, ValueError, TypeError) as error:
+        raised = error if error.__cause__ is None else type(error)(f"{error} (at {users_line(error)})")
+        return None, raised, traceback.format_exc()
+
+
+def end_with_parent() -> None:
+    """Ends this process as soon as the run's own has ended, however that came and whatever is stuck here."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

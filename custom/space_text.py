@@ -1,0 +1,253 @@
+"""The text of any gymnasium space: observations that can be read, and actions read out of an answer.
+
+These are the defaults, for whatever an environment has no `observation_to_text` or `text_to_action`.
+
+On our side an action is plain data, to be kept, compared and pickled: a number, a text, or a tuple of such.
+`native_action` makes of it what the environment is given.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import iterate
+
+MAX_NUMBERS = 100  # that an array may have to be written out
+LARGEST = float(np.finfo(np.float32).max)
+NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+def last_mention(names: Sequence[str], text: str) -> int | None:
+    """The index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
+
+    Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
+    """
+    words, pattern = _words(tuple(names))
+    found = pattern.findall(text.lower())
+    return words[found[-1]] if found else None
+
+
+@lru_cache(maxsize=64)
+def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
+    words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
+    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
+
+
+def mark_ansi(text: str) -> str:
+    """Turn ANSI-highlighted characters into [X], since they may be the only mark of the player; leave no escapes."""
+    marked = re.sub(r"(?:\x1b\[(?!0?m)[\d;]*m)+([^\x1b]+)(?:\x1b\[0?m)+", r"[\1]", text)
+    return re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?", "", marked)
+
+
+def check_observations(space: gym.Space, names: Sequence[str] | None = None) -> None:
+    """Raises ValueError where `observation_text` would be no reading: for images, say, or names that do not fit."""
+    for part in parts(space):
+        check_observations(part)
+    if isinstance(space, ARRAYS) and (size := math.prod(space.shape)) > MAX_NUMBERS:
+        raise ValueError(
+            f"an observation has {' x '.join(map(str, space.shape))} = {size} numbers, more than the {MAX_NUMBERS} "
+            "that are written out: give it an observation_to_text that says what matters, or wrap it in something "
+            "smaller"
+        )
+    if names is not None and (not isinstance(space, ARRAYS) or (len(names),) != space.shape):
+        raise ValueError(f"{len(names)} observation_names for {space}: they name the numbers of a flat array")
+
+
+def parts(space: gym.Space) -> Sequence[gym.Space]:
+    """The spaces that `space` is made of; none if it is a simple one."""
+    if isinstance(space, spaces.Dict):
+        return [*space.spaces.values()]
+    if isinstance(space, spaces.Tuple | spaces.OneOf):
+        return space.spaces
+    if isinstance(space, spaces.Sequence):
+        return [space.feature_space]
+    if isinstance(space, spaces.Graph):
+        return [part for part in (space.node_space, space.edge_space) if part is not None]
+    return []
+
+
+def observation_text(space: gym.Space, observation: Any, names: Sequence[str] | None = None) -> str:
+    """An observation of `space` in text.
+
+    An array has its last axis in lines, numbers rounded to a thousandth of their range or, unbounded, to three digits;
+    `names` go before those of a flat one. A dict has a line for each key. What is no space of gymnasium's: `str`.
+    """
+    if isinstance(space, ARRAYS):
+        values = np.asarray(observation, space.dtype).ravel().tolist()
+        numbers = [number_text(*entry) for entry in zip(values, *bounds(space), strict=True)]
+        if names is not None:
+            return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
+        return array_text(np.array(numbers, dtype=object).reshape(space.shape))
+    if isinstance(space, spaces.Dict):
+        return "\n".join(labelled(key, observation_text(part, observation[key])) for key, part in space.items())
+    if isinstance(space, spaces.Tuple):
+        return joined([*map(observation_text, space.spaces, observation)])
+    if isinstance(space, spaces.OneOf):
+        choice, value = observation
+        return labelled(choice, observation_text(space.spaces[choice], value))
+    if isinstance(space, spaces.Sequence):
+        items = iterate(space.stacked_feature_space, observation) if space.stack else observation
+        return joined([observation_text(space.feature_space, item) for item in items]) or "none"
+    if isinstance(space, spaces.Graph):
+        return "\n".join(graph_lines(space, observation))
+    return str(observation)
+
+
+def graph_lines(space: spaces.Graph, graph: Any) -> Iterator[str]:
+    for number, node in enumerate(graph.nodes):
+        yield labelled(f"node {number}", observation_text(space.node_space, node))
+    for place, (start, end) in enumerate([] if graph.edge_links is None else graph.edge_links):
+        name = f"edge {start} to {end}"
+        yield name if graph.edges is None else labelled(name, observation_text(space.edge_space, graph.edges[place]))
+
+
+def labelled(name: Any, text: str) -> str:
+    return f"{name}:\n{text}" if "\n" in text else f"{name}: {text}"
+
+
+def joined(texts: list[str]) -> str:
+    return ("\n" if any("\n" in text for text in texts) else ", ").join(texts)
+
+
+def array_text(numbers: np.ndarray) -> str:
+    """The last axis in lines, and a blank line between tables."""
+    if numbers.ndim < 2:
+        return " ".join(numbers.ravel())
+    return ("\n" if numbers.ndim == 2 else "\n\n").join(map(array_text, numbers))
+
+
+def bounds(space: gym.Space) -> tuple[list[float], list[float]]:
+    """Lowest and highest value of each number of an array, as one flat list each."""
+    if isinstance(space, spaces.Box):
+        return space.low.ravel().tolist(), space.high.ravel().tolist()
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.start.ravel().tolist(), (space.start + space.nvec - 1).ravel().tolist()
+    size = math.prod(space.shape)
+    return [0] * size, [1] * size
+
+
+def number_text(value: float, low: float, high: float) -> str:
+    """A number in as many decimals as tell a thousand values of its range apart; unbounded, in three digits."""
+    if isinstance(value, int | bool) or not math.isfinite(value):
+        return str(value if isinstance(value, float) else int(value))
+    if 0 < high - low < 1e6:
+        text = f"{value:.{max(0, 3 - math.floor(math.log10(high - low)))}f}"
+    else:
+        text = np.format_float_positional(float(f"{value:.3g}"), trim="-")
+    return text if float(text) else text.removeprefix("-")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One number of an action."""
+
+    name: str
+    low: float
+    high: float
+    whole: bool
+    clipped: bool  # beyond its bounds counts as at them; otherwise it makes the action illegal
+
+    def read(self, number: str) -> float | None:
+        """The value that a number of an answer stands for; None if it stands for none."""
+        value = float(number)
+        if self.clipped:
+            value = float(min(max(value, self.low), self.high))
+        if not self.low <= value <= self.high or abs(value) > LARGEST or (self.whole and not value.is_integer()):
+            return None
+        return int(value) if self.whole else value
+
+
+def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
+    """The numbers that an action of `space` is made of, in order; raises ValueError if it is made of anything else."""
+    if isinstance(space, spaces.Discrete):
+        yield Slot(name, int(space.start), int(space.start + space.n - 1), True, False)
+    elif isinstance(space, ARRAYS):
+        whole, clipped = not np.issubdtype(space.dtype, np.floating), isinstance(space, spaces.Box)
+        yield from (Slot(name, low, high, whole, clipped) for low, high in zip(*bounds(space), strict=True))
+    elif isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            yield from slots(part, f"{name} {key}".strip())
+    elif isinstance(space, spaces.Tuple):
+        for part in space.spaces:
+            yield from slots(part, name)
+    else:
+        raise ValueError(f"an action of {space} is not made of numbers")
+
+
+def read_action(space: gym.Space, text: str) -> Any | None:
+    """The plain action that an answer asks for, or None: the answer itself for a Text, else its last numbers.
+
+    What lies beyond the bounds of a Box counts as at them; elsewhere no number may be out of range.
+    """
+    if isinstance(space, spaces.Text):
+        return text.strip()
+    wanted = [*slots(space)]
+    found = NUMBER.findall(text)[-len(wanted) :]
+    values = [slot.read(number) for slot, number in zip(wanted, found, strict=False)]
+    return None if len(values) < len(wanted) or None in values else _filled(space, iter(values))
+
+
+def _filled(space: gym.Space, values: Iterator[float]) -> Any:
+    if isinstance(space, spaces.Discrete):
+        return next(values)
+    if isinstance(space, ARRAYS):
+        return plain_action(space, [next(values) for _ in range(math.prod(space.shape))])
+    return tuple(_filled(part, values) for part in parts(space))
+
+
+def plain_action(space: gym.Space, action: Any) -> Any:
+    """An action of the environment's own form as plain data; raises ValueError or TypeError if it has another form."""
+    if isinstance(space, ARRAYS):
+        return tuple(np.array(action, space.dtype).reshape(space.shape).ravel().tolist())
+    if isinstance(space, spaces.Dict) and isinstance(action, dict):
+        return tuple(plain_action(part, action[key]) for key, part in space.items())
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return tuple(plain_action(part, value) for part, value in zip(parts(space), action, strict=True))
+    return action.item() if isinstance(action, np.generic) else action
+
+
+def native_action(space: gym.Space, action: Any) -> Any:
+    """What the environment is given for a plain action."""
+    if isinstance(space, ARRAYS):
+        return np.array(action, space.dtype).reshape(space.shape)
+    if isinstance(space, spaces.Dict):
+        return {key: native_action(part, value) for (key, part), value in zip(space.items(), action, strict=True)}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(native_action, space.spaces, action))
+    return action
+
+
+def action_text(space: gym.Space, action: Any) -> str:
+    """The answer that `read_action` reads as the plain `action`."""
+    if isinstance(action, tuple):
+        return " ".join(map(action_text, parts(space) or [space] * len(action), action))
+    if isinstance(action, float):
+        return np.format_float_positional(space.dtype.type(action), trim="-")
+    return str(int(action)) if isinstance(action, bool) else str(action)
+
+
+def how_to_answer(space: gym.Space) -> str:
+    """The instruction that goes with `read_action`."""
+    if isinstance(space, spaces.Text):
+        return f"Answer with a text of at most {space.max_length} characters."
+    wanted = [*slots(space)]
+    kind = "whole number" if all(slot.whole for slot in wanted) else "number"
+    if len(wanted) == 1:
+        return f"Answer with a {kind}{range_text(wanted[0])}."
+    if len(set(wanted)) == 1 and not wanted[0].name:
+        return f"Answer with {len(wanted)} {kind}s{range_text(wanted[0])}."
+    described = ", ".join(f"{slot.name}{range_text(slot)}".strip() or "any" for slot in wanted)
+    return f"Answer with {len(wanted)} {kind}s: {described}."
+
+
+def range_text(slot: Slot) -> str:
+    low = f" from {slot.low:g}" if math.isfinite(slot.low) else ""
+    return f"{low} to {slot.high:g}" if math.isfinite(slot.high) else low

@@ -1,0 +1,128 @@
+"""Episodes in other processes: the same as in this one, whatever hangs, crashes or raises beside them."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError
+from custom.env_wrapper import make_env
+from custom.process_env import ProcessEnv
+from tests.runs import compose
+from training.preparation import build_environment
+
+STUBBORN = """
+import os
+import time
+
+import gymnasium as gym
+
+
+class Stubborn(gym.Env):
+    action_space = gym.spaces.Discrete(5)
+    observation_space = gym.spaces.Discrete(100)
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(50))
+        return self.place, {}
+
+    def step(self, action):
+        if os.path.exists(self.flag):
+            if action == 2:
+                time.sleep(3600)
+            if action == 3:
+                os._exit(3)
+            if action == 4:
+                raise KeyError("lost")
+        self.place += int(action)
+        return self.place, float(action), False, False, {"pid": os.getpid()}
+
+
+gym.register("Stubborn-v0", Stubborn)
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("users") / "stubborn.py"
+    file.write_text(STUBBORN)
+    return file
+
+
+@pytest.fixture
+def stubborn(file: Path, tmp_path: Path) -> tuple[str, Path]:
+    """An id, and the file whose existence makes it stubborn: it is tried out before."""
+    return f"{file}:Stubborn-v0", tmp_path / "flag"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def without_pid(played: tuple) -> tuple:
+    return (*played[:4], {key: value for key, value in played[4].items() if key != "pid"})
+
+
+def test_a_step_that_hangs_is_killed_and_the_episodes_beside_it_go_on_as_if_nothing_had_been(stubborn):
+    env_id, flag = stubborn
+    env = make_env(env_id, flag=str(flag), processes=1, timeout=5.0)
+    twin, local = env.clone(), make_env(env_id, flag=str(flag))
+    flag.touch()
+    env.reset(7)
+    assert twin.reset(8) == local.reset(8)
+    pid = env.step("1")[4]["pid"]
+    for answer in ("1", "?", "0"):  # an illegal answer is part of the story
+        assert without_pid(twin.step(answer)) == without_pid(local.step(answer))
+    assert pid == twin.step("1")[4]["pid"] != os.getpid() == local.step("1")[4]["pid"] and is_running(pid)
+    with pytest.raises(TimeoutError, match=r"reset\(seed=7\) and actions \[1, 2\]: not done after 5 .* was killed"):
+        env.step("2")
+    assert not is_running(pid)
+    assert without_pid(twin.step("1")) == without_pid(local.step("1")) and twin.state == local.state
+    assert env.reset(7) == local.reset(7) and env.step("1")[4]["return"] == 1.0
+
+
+def test_a_crash_and_an_exception_say_what_led_there(stubborn):
+    env_id, flag = stubborn
+    env = make_env(env_id, flag=str(flag), processes=2, timeout=60.0)
+    clones = [env.clone() for _ in range(4)]
+    flag.touch()
+    for clone in clones:
+        clone.reset(1)
+    assert len({clone.step("0")[4]["pid"] for clone in clones}) == 2
+    with pytest.raises(RuntimeError, match=r"seed=1\) and actions \[0, 3\]: its process ended, with exit code 3"):
+        clones[0].step("3")
+    with pytest.raises(RuntimeError, match=r"'lost', after .*actions \[0, 4\] \(at .*stubborn\.py:27\)") as raised:
+        clones[1].step("4")
+    assert "in the environment's process" in raised.value.__notes__[0]
+    clones[2].close()
+    with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
+        clones[2].step("0")
+    assert clones[2].reset(5) and clones[3].step("1")[4]["return"] == 1.0
+
+
+def test_what_is_no_business_of_an_episode_is_asked_in_this_process(stubborn):
+    env_id, flag = stubborn
+    env, local = make_env(env_id, flag=str(flag), processes=3), make_env(env_id, flag=str(flag))
+    assert env.get_state(4) == local.get_state(4) and env.extract_action("2") == 2 and env.env_id == env_id
+    again = pickle.loads(pickle.dumps(env))
+    assert again.processes == 3 and again.timeout == 60.0 and again.instruction == local.instruction
+    with pytest.raises(ValueError, match="processes=0: at least 1"):
+        ProcessEnv(local, 0)
+
+
+def test_the_config_chooses_processes_and_what_an_illegal_answer_does():
+    config = compose("env.processes=2", "env.invalid_action=end")
+    environment = build_environment(config)
+    assert isinstance(environment, ProcessEnv) and environment.processes == 2 and environment.invalid_action == "end"
+    assert not isinstance(build_environment(compose()), ProcessEnv)
+    with pytest.raises(ConfigError, match=r"env\.invalid_action"):
+        compose("env.invalid_action=punish")

@@ -1,0 +1,277 @@
+"""Any gymnasium space as text: observations by hand, actions there and back, every id of two of gymnasium's suites."""
+
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
+from custom.space_text import (
+    action_text,
+    check_observations,
+    how_to_answer,
+    native_action,
+    number_text,
+    observation_text,
+    plain_action,
+    read_action,
+)
+
+INF = float("inf")
+CAR = spaces.Dict(gas=spaces.Box(0, 1, (1,)), steer=spaces.Box(-1, 1, (1,)), gear=spaces.Discrete(5, start=1))
+BOARD = spaces.Box(0, 9, (2, 3), np.int64)
+OBSERVATIONS = [
+    (spaces.Discrete(7), np.int64(3), "3"),
+    (spaces.MultiDiscrete([4, 9]), np.array([2, 7]), "2 7"),
+    (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8), "1 0 1"),
+    (spaces.MultiBinary((2, 2)), np.array([[1, 0], [0, 1]], np.int8), "1 0\n0 1"),
+    (BOARD, np.array([[1, 2, 3], [4, 5, 6]]), "1 2 3\n4 5 6"),
+    (spaces.Box(0, 1, (), np.float32), np.float32(0.5), "0.500"),
+    (spaces.Box(0, 9, (2, 1, 2), np.int64), np.arange(4).reshape(2, 1, 2), "0 1\n\n2 3"),
+    (spaces.Text(9), "hello", "hello"),
+    (spaces.Tuple((spaces.Discrete(3), spaces.Text(5))), (1, "ab"), "1, ab"),
+    (spaces.Tuple((spaces.Discrete(3), BOARD)), (1, np.zeros((2, 3))), "1\n0 0 0\n0 0 0"),
+    (spaces.Dict(hand=spaces.Discrete(3), table=BOARD), {"hand": 1, "table": np.ones((2, 3), int)},
+     "hand: 1\ntable:\n1 1 1\n1 1 1"),
+    (spaces.OneOf((spaces.Discrete(3), spaces.Text(5))), (np.int64(1), "ab"), "1: ab"),
+    (spaces.Sequence(spaces.Discrete(9)), (1, 5), "1, 5"),
+    (spaces.Sequence(spaces.Discrete(9)), (), "none"),
+    (spaces.Sequence(spaces.MultiBinary(2), stack=True), np.array([[0, 1], [1, 1]], np.int8), "0 1, 1 1"),
+    (spaces.Graph(spaces.Discrete(9), spaces.Discrete(4)),
+     spaces.GraphInstance(np.array([3, 5]), np.array([2]), np.array([[0, 1]])), "node 0: 3\nnode 1: 5\nedge 0 to 1: 2"),
+    (spaces.Graph(spaces.Discrete(9), None), spaces.GraphInstance(np.array([3]), None, None), "node 0: 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("space", "observation", "text"), OBSERVATIONS, ids=str)
+def test_observations_of_every_space_are_written_out(space, observation, text):
+    check_observations(space)
+    assert observation_text(space, observation) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (0.123456, -1.0, 1.0, "0.123"),
+        (-0.0001, -1.0, 1.0, "0.000"),  # no minus before nothing
+        (0.0123456, -0.07, 0.07, "0.0123"),
+        (123.456, 0.0, 255.0, "123.5"),
+        (4321.9, 0.0, 10000.0, "4322"),
+        (0.0123456, -INF, INF, "0.0123"),
+        (123456.7, -INF, INF, "123000"),
+        (1e-9, -INF, 3.4e38, "0.000000001"),
+        (INF, -INF, INF, "inf"),
+        (7, 0, 9, "7"),
+    ],
+)
+def test_numbers_keep_a_thousandth_of_their_range_or_three_digits(value, low, high, text):
+    assert number_text(value, low, high) == text
+
+
+def test_names_go_before_the_numbers_and_must_fit():
+    space = spaces.Box(np.array([-1, 0]), np.array([1, 9]), dtype=np.float64)
+    assert observation_text(space, np.array([0.5, 2]), ["angle", "speed"]) == "angle 0.500, speed 2.000"
+    with pytest.raises(ValueError, match="1 observation_names for Box"):
+        check_observations(space, ["angle"])
+    with pytest.raises(ValueError, match="name the numbers of a flat array"):
+        check_observations(spaces.Discrete(3), ["x"])
+
+
+def test_images_are_refused_wherever_they_are():
+    image = spaces.Box(0, 255, (84, 84, 3), np.uint8)
+    for space in (image, spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple((image,))), spaces.Sequence(image)):
+        with pytest.raises(ValueError, match=r"84 x 84 x 3 = 21168 numbers, .* give it an observation_to_text"):
+            check_observations(space)
+
+
+@pytest.mark.parametrize(
+    ("space", "answer", "action"),
+    [
+        (spaces.Box(-1, 1, (1,)), "I steer 0.5", (0.5,)),
+        (spaces.Box(-1, 1, (1,)), "not 0.25 but -.5.", (-0.5,)),  # the last one
+        (spaces.Box(-1, 1, (1,)), "3", (1.0,)),  # beyond a bound counts as at it
+        (spaces.Box(-1, 1, (1,)), "-1e3", (-1.0,)),
+        (spaces.Box(-1, 1, (1,)), "left", None),
+        (spaces.Box(-1, 1, (1,)), "nan inf x2", None),
+        (spaces.Box(-INF, INF, (1,)), "1e999", None),
+        (spaces.Box(-1, 1, (2,)), "0.5", None),  # one too few
+        (spaces.Box(-1, 1, (2,)), "first 9, then 0.5 and 0.25", (0.5, 0.25)),
+        (spaces.Box(0, 9, (1,), np.int64), "7.0", (7,)),
+        (spaces.Box(0, 9, (1,), np.int64), "7.5", None),
+        (spaces.MultiDiscrete([3, 4], start=[1, 0]), "3-3", (3, 3)),
+        (spaces.MultiDiscrete([3, 4], start=[1, 0]), "0 0", None),
+        (spaces.MultiBinary(2), "1, 0", (1, 0)),
+        (spaces.MultiBinary(2), "1, 300", None),
+        (CAR, "gas 0.5, steer 7, gear 2", ((0.5,), (1.0,), 2)),  # in the order of the instruction
+        (spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))), "2 0 1", (2, (0, 1))),
+        (spaces.Text(5), " abc\n", "abc"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_actions_are_read_out_of_answers(space, answer, action):
+    assert read_action(space, answer) == action
+    assert action is None or space.contains(native_action(space, action))
+
+
+ACTIONS = [
+    spaces.Box(-2, 2, (3,)),
+    spaces.Box(np.array([-1, -INF]), np.array([INF, INF]), dtype=np.float64),
+    spaces.Box(-5, 5, (2, 2), np.int8),
+    spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    spaces.MultiBinary(4),
+    spaces.Text(8),
+    CAR,
+    spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
+]
+
+
+@pytest.mark.parametrize("space", ACTIONS, ids=str)
+def test_any_action_survives_being_said_and_read(space):
+    space.seed(0)
+    for _ in range(50):
+        action = plain_action(space, space.sample())
+        assert (
+            read_action(space, action_text(space, action))
+            == action
+            == plain_action(space, native_action(space, action))
+        )
+        assert hash(action) is not None and space.contains(native_action(space, action))
+
+
+@pytest.mark.parametrize("space", ACTIONS, ids=str)
+@given(text=st.text() | st.lists(st.sampled_from(["-", "1", "0.5", "e", "9" * 400, ".", " "])).map("".join))
+@settings(max_examples=50, deadline=None)
+def test_any_answer_is_read_or_is_no_action(space, text):
+    action = read_action(space, text)
+    assert action is None or isinstance(space, spaces.Text) or space.contains(native_action(space, action))
+
+
+@pytest.mark.parametrize(
+    ("space", "instruction"),
+    [
+        (spaces.Box(-2, 2, (1,)), "Answer with a number from -2 to 2."),
+        (spaces.Box(-2, 2, (3,)), "Answer with 3 numbers from -2 to 2."),
+        (spaces.Box(0, INF, (1,)), "Answer with a number from 0."),
+        (spaces.MultiDiscrete([3, 4]), "Answer with 2 whole numbers: from 0 to 2, from 0 to 3."),
+        (spaces.MultiBinary(2), "Answer with 2 whole numbers from 0 to 1."),
+        (CAR, "Answer with 3 numbers: gas from 0 to 1, steer from -1 to 1, gear from 1 to 5."),
+        (spaces.Text(8), "Answer with a text of at most 8 characters."),
+    ],
+    ids=str,
+)
+def test_the_instruction_says_what_to_answer(space, instruction):
+    assert how_to_answer(space) == instruction
+
+
+PLAIN = [
+    name
+    for name, spec in gym.registry.items()
+    if re.match(r"gymnasium\.envs\.(toy_text|classic_control)\.", str(spec.entry_point))
+]
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["shipped", "without an entry"])
+@pytest.mark.parametrize("env_id", PLAIN)
+def test_every_id_of_gymnasium_that_needs_no_more_runs_without_a_function(env_id, bare, monkeypatch):
+    if bare:
+        monkeypatch.delitem(ENVIRONMENTS, env_id, raising=False)
+    env, space = make_env(env_id), gym.make(env_id).action_space
+    prompt, total = env.reset(seed=1), 0.0
+    assert (prompt.startswith(env.instruction) and env.instruction.startswith("Answer with") is bare) or not bare
+    space.seed(2)
+    for turn in range(3):
+        action = plain_action(space, space.sample())
+        text, reward, terminated, truncated, info = env.step(f"I choose {env.action_to_text(action)}")
+        total += reward
+        assert info["action"] == action and info["turns"] == turn + 1 and info["invalid"] == 0
+        assert re.search(r"\w", text) and "array" not in text and "\x1b" not in text and len(text) < 500
+        if terminated or truncated:
+            break
+    assert info["return"] == pytest.approx(total)
+    assert env.get_state(3) == env.get_state(3) and isinstance(hash(env.get_state(3)), int)
+
+
+def test_the_list_of_ids_is_what_it_should_be():
+    assert {"CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "Blackjack-v1", "Taxi-v4"} < set(
+        PLAIN
+    )
+
+
+def test_a_pole_and_a_car_in_words():
+    pole = make_env("CartPole-v1")
+    assert re.fullmatch(
+        r"Answer with one of: left, right\.\n\nposition -?0\.\d{3}, speed -?0\.\d+, angle -?0\.\d{4}, turning -?0\.\d+",
+        pole.reset(0),
+    )
+    car = make_env("MountainCarContinuous-v0")
+    assert car.reset(0).startswith("Answer with a number from -1 to 1.\n\nposition -0.")
+    assert car.step("full power: 5")[4]["action"] == (1.0,) and car.step("brake")[4]["invalid"] == 1
+
+
+class Odd(gym.Env):
+    """Spaces as a test wants them; what was done is in info."""
+
+    def __init__(self, observed: gym.Space, done: gym.Space) -> None:
+        self.observation_space, self.action_space = observed, done
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return self.observation_space.sample(), 1.0, False, False, {"given": action}
+
+
+gym.register("Odd-v0", Odd)
+
+
+def odd(observed: gym.Space, done: gym.Space, **given: Any):
+    return make_env("Odd-v0", observed=observed, done=done, **given)
+
+
+@pytest.mark.parametrize("space", ACTIONS, ids=str)
+def test_environments_get_actions_of_their_own_form(space):
+    env = odd(spaces.Discrete(3), space)
+    env.reset(0)
+    space.seed(1)
+    action = plain_action(space, space.sample())
+    info = env.step(env.action_to_text(action))[4]
+    assert plain_action(space, info["given"]) == info["action"] == action == env.state.actions[0]
+    assert env.compute_reward(env.start_state(0), action) == 1.0
+
+
+def test_spaces_without_a_default_are_refused_with_the_remedy():
+    with pytest.raises(
+        ValueError, match=r"Odd-v0: an action of Sequence.* is not made of numbers: pass text_to_action"
+    ):
+        odd(spaces.Discrete(3), spaces.Sequence(spaces.Discrete(2)))
+    with pytest.raises(ValueError, match=r"Odd-v0: an observation has 20 x 20 = 400 numbers"):
+        odd(spaces.Box(0, 1, (20, 20)), spaces.Discrete(2))
+    assert odd(spaces.Box(0, 1, (20, 20)), spaces.Discrete(2), observation_to_text=lambda env, seen: "dark").reset(0)
+
+
+def test_a_function_may_return_an_action_of_the_environments_own_form():
+    for returned in (np.array([0.5], np.float32), [0.5], 0.5):
+        env = odd(spaces.Discrete(3), spaces.Box(-1, 1, (1,)), text_to_action=lambda text, back=returned: back)
+        assert env.extract_action("?") == (0.5,)
+    assert odd(spaces.Discrete(3), spaces.Box(-1, 1, (1,)), text_to_action=lambda text: 7).extract_action("?") is None
+    for returned in ("fast", [1, 2]):
+        env = odd(spaces.Discrete(3), spaces.Box(-1, 1, (1,)), text_to_action=lambda text, back=returned: back)
+        with pytest.raises(ValueError, match=r"for the answer 'go': an action of Odd-v0 has the form of Box"):
+            env.extract_action("go")
+
+
+def test_two_functions_make_any_id_an_environment(monkeypatch):
+    monkeypatch.delitem(ENVIRONMENTS, "CartPole-v1")
+    made = make_text_env("CartPole-v1", lambda env, seen: "falling" if seen[2] else "up", lambda text: int("R" in text))
+    assert made.reset(0) == "falling" and made.step("R")[4]["action"] == 1
+    again = make_env("CartPole-v1", max_turns=3)  # the functions are the id's from now on
+    assert again.reset(0) == "falling" and again.max_turns == 3
+    assert make_text_env("CartPole-v1", max_turns=2, instruction="Stand!").reset(0) == "Stand!\n\nfalling"
