@@ -9,6 +9,9 @@ Names, arguments and results are verl's; the work is done by what the project us
   rows out.
 - `trainer.ppo.core_algos`: the names of two estimators; compute_rewards, compute_policy_loss, compute_entropy_loss.
 - `trainer.ppo.rollout_corr_helper`: compute_rollout_correction_and_rejection_mask.
+- `tools.schemas`: OpenAIFunctionToolSchema and its parts. Here all of them are one dictionary, `data.tools.ToolSchema`.
+- `tools.base_tool`, `tools.function_tool`, `interactions.base`: what data/tools.py and data/interactions.py have.
+- `tools.utils.tool_registry`, `interactions.utils.interaction_registry`: the loaders, by verl's names.
 
 What both use keeps verl's file name: `data/protocol.py`, `training/core_algos.py`, `training/torch_functional.py`,
 `training/rollout_correction.py`.
@@ -29,8 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig, Threshold
+from data.interactions import BaseInteraction as BaseInteraction
+from data.interactions import load_interactions
 from data.protocol import DataProto
 from data.sampler import AbstractSampler
+from data.tool_files import load_tools
+from data.tools import BaseTool as BaseTool
+from data.tools import ToolResponse as ToolResponse
+from data.tools import ToolSchema
+from data.tools import function_tool as function_tool
 from training.core_algos import (
     Groups,
     agg_loss,
@@ -43,6 +53,11 @@ from training.rollout_correction import correct_log_probs
 from training.torch_functional import zero_masked
 
 logger = logging.getLogger(__name__)
+
+OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
+OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
+load_all_tools = load_tools
+initialize_interactions_from_config = load_interactions
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

@@ -46,7 +46,7 @@ class EndpointInteraction(BaseInteraction):
             if response.status >= 400:
                 problem = (await response.text())[:MESSAGE]
                 raise RuntimeError(f"{url} answered status {response.status}: {problem}")
-            return (await response.json())["choices"][0]["message"]["content"] or ""
+            return (await response.json(content_type=None))["choices"][0]["message"]["content"] or ""
 
 
 def seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -1,0 +1,237 @@
+"""Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
+
+import asyncio
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.schema import DataConfig, MultiTurnConfig
+from custom.tiny_model import build_tokenizer
+from data.files import dump_jsonl
+from data.interactions import BaseInteraction, interaction_of, load_interactions
+from data.rl_dataset import RLHFDataset
+from data.sampler import PromptLoader, SequentialSampler
+from training.conversations import check_rows, tool_schemas
+from workers.deadlines import Overdue
+from workers.interactions.endpoint import EndpointInteraction
+from workers.tool_episode import ToolEpisode, ToolEpisodes
+
+GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
+TWICE = "{class_name: data.interactions.BaseInteraction}"
+SCRIPTED = "interaction: [{name: user, class_name: workers.interactions.scripted.ScriptedInteraction}]"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    def file(name: str, text: str) -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return str(tmp_path / name)
+
+    return file
+
+
+def row(**kwargs: Any) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": "What is 9 + 9?"}]
+    return {"raw_prompt_ids": [1], "raw_prompt": prompt, "extra_info": {"interaction_kwargs": kwargs}}
+
+
+def talk(episode: ToolEpisode, *answers: str) -> list[Any]:
+    async def conversation() -> list[Any]:
+        try:
+            return [await episode.step(answer) for answer in answers]
+        finally:
+            await episode.close()
+
+    return asyncio.run(conversation())
+
+
+def episodes(path: str, **settings: Any) -> ToolEpisodes:
+    return ToolEpisodes(MultiTurnConfig(enable=True, interaction_config_path=path, **settings))
+
+
+def test_verls_user_asks_until_the_answer_is_right(write):
+    episode = episodes(write("users.yaml", GSM8K))(row(name="gsm8k", query="…", ground_truth="18"))
+    wrong, right = talk(episode, "#### 17", "#### 18")
+    assert wrong.messages == [
+        {
+            "role": "user",
+            "content": "Your response is incorrect! You need to reflect on your answer and try again.",
+        }
+    ]
+    assert (wrong.reward, wrong.end_reason) == (0.0, None)
+    assert (right.reward, right.end_reason) == (1.0, "terminated")
+    assert right.columns["turn_scores"] == [0.0, 1.0]
+
+
+def test_a_script_is_said_line_by_line_and_ends_early_where_that_is_asked_for(write):
+    make = episodes(write("users.yaml", SCRIPTED))
+    script = ["And then?", "Why?"]
+    replies = talk(make(row(name="user", script=script)), "a", "b", "c")
+    assert [reply.messages[0]["content"] for reply in replies[:2]] == script
+    assert [reply.end_reason for reply in replies] == [None, None, "terminated"]
+    [only] = talk(make(row(name="user", script=script, until="^yes")), "yes!")
+    assert (only.end_reason, only.reward) == ("terminated", 1.0)
+    assert not make.interactions["user"].said  # forgotten with the conversations
+
+
+def test_the_last_answer_is_scored_at_the_limit_of_turns(write):
+    path = write("users.yaml", GSM8K)
+    kwargs = {"name": "gsm8k", "ground_truth": "18"}
+    [wrong] = talk(episodes(path, max_assistant_turns=1)(row(**kwargs)), "#### 17")
+    assert (wrong.end_reason, wrong.reward, wrong.messages) == ("max_turns", 0.0, [])
+    _, right = talk(episodes(path, max_user_turns=1)(row(**kwargs)), "#### 17", "#### 18")
+    assert (right.end_reason, right.reward) == ("terminated", 1.0)
+
+
+def test_tools_and_a_user_take_their_turns(write):
+    tools = write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
+    make = episodes(write("users.yaml", GSM8K), tool_config_path=tools, format="plain")
+    replies = talk(make(row(name="gsm8k", ground_truth="18")), "calculator(9+9)", "17", "#### 18")
+    assert [reply.messages[0]["role"] for reply in replies[:2]] == ["tool", "user"]
+    assert replies[2].end_reason == "terminated"
+
+
+def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
+    path = write(
+        "mine.py",
+        """
+        import asyncio
+        from training.verl_compat import BaseInteraction
+
+        class Mine(BaseInteraction):
+            async def generate_response(self, instance_id, messages, mood=None, **kwargs):
+                if mood == "bad":
+                    raise RuntimeError("no more")
+                await asyncio.sleep(60)
+        """,
+    )
+    make = episodes(write("users.yaml", f"interaction: [{{class_name: '{path}:Mine'}}]"), tool_timeout=0.1)
+    with pytest.raises(RuntimeError, match="no more"):
+        talk(make(row(name="mine", mood="bad")), "a")
+    with pytest.raises(Overdue):
+        talk(make(row(name="mine")), "a")
+
+
+# Files and rows
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tools: []", "must hold one key, 'interaction'"),
+        ("interaction: [{class_name: data.tools.BaseTool}]", "must be a subclass of data.interactions.BaseInteraction"),
+        ("interaction: [{clas_name: x.Y}]", r"interaction\[0\] has the keys \['clas_name'\]"),
+        (f"interaction: [{TWICE}, {TWICE}]", "Duplicate interaction name 'base' found in .*Give each"),
+        ("interaction: [{class_name: workers.interactions.endpoint.EndpointInteraction}]", "base_url is not set"),
+    ],
+)
+def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):
+    with pytest.raises(ValueError, match=words):
+        load_interactions(write("users.yaml", text))
+
+
+def test_names_default_to_the_class(write):
+    users = load_interactions(write("users.yaml", GSM8K))
+    assert [*users] == ["gsm8k"] and users["gsm8k"].config == {"name": "gsm8k"}
+
+
+def test_a_row_names_who_speaks():
+    known = {"a": BaseInteraction({"name": "a"})}
+    assert interaction_of({}, None) is None
+    assert interaction_of(known, {"interaction_kwargs": {"name": "a"}}) is known["a"]
+    with pytest.raises(ValueError, match=r"'name' key is required in interaction_kwargs: .* one of a"):
+        interaction_of(known, {})
+    with pytest.raises(ValueError, match=r"name is 'b', and the interactions of .* are a"):
+        interaction_of(known, {"interaction_kwargs": {"name": "b"}})
+
+
+def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
+    dump_jsonl(folder / "rows.jsonl", rows)
+    config = DataConfig()
+    dataset = RLHFDataset(folder / "rows.jsonl", build_tokenizer(), config=config)
+    return PromptLoader(dataset, 1, SequentialSampler(dataset, config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "words"),
+    [
+        ({"enable": True}, {"extra_info": {}}, "row 1: 'name' key is required"),
+        ({"enable": True}, {"extra_info": {"interaction_kwargs": {"name": "who"}}}, "row 1: .*'who'.* are user"),
+        ({"enable": False}, {"agent_name": "tool_agent"}, "row 1 has agent_name=tool_agent, and .*enable=false"),
+        ({"enable": True}, {"agent_name": "other"}, "row 1 has agent_name=other; it must be single_turn_agent"),
+    ],
+)
+def test_rows_are_checked_before_anything_expensive(write, tmp_path, settings, row, words):
+    fine = {"prompt": "a", "extra_info": {"interaction_kwargs": {"name": "user"}}, "agent_name": "single_turn_agent"}
+    data = loader(tmp_path, [fine, {**fine, **row}])
+    path = write("users.yaml", SCRIPTED)
+    with pytest.raises(ConfigError, match=words):
+        check_rows(MultiTurnConfig(interaction_config_path=path, **settings), data, [])
+
+
+def test_rows_that_ask_for_what_there_is_pass(write, tmp_path):
+    data = loader(tmp_path, [{"prompt": "a", "extra_info": {"interaction_kwargs": {"name": "user"}}}])
+    check_rows(MultiTurnConfig(enable=True, interaction_config_path=write("users.yaml", SCRIPTED)), data, [])
+    check_rows(MultiTurnConfig(), data, [])
+
+
+def test_schemas_for_prompts_and_a_template_that_does_not_show_them(write, capsys):
+    path = write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
+    [schema] = tool_schemas(MultiTurnConfig(enable=True, tool_config_path=path), build_tokenizer())
+    assert schema["function"]["name"] == "calculator"
+    assert "the chat template does not show tools, so the policy reads nothing of calculator" in capsys.readouterr().err
+    assert tool_schemas(MultiTurnConfig(), build_tokenizer()) == []
+    with pytest.raises(ConfigError, match=re.escape("multi_turn.format=x: Unknown tool parser: 'x'")):
+        tool_schemas(MultiTurnConfig(enable=True, tool_config_path=path, format="x"), build_tokenizer())
+
+
+# A user that a model plays
+
+
+class ModelUser(BaseHTTPRequestHandler):
+    """Answers chat completions: how many messages it was shown, and the end after the second."""
+
+    seen: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append({"path": self.path, "key": self.headers["Authorization"], **body})
+        said = "More, please." if len(body["messages"]) < 5 else "Thanks <end>"
+        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200 if body["model"] == "it" else 404)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Says nothing."""
+
+
+def test_another_model_plays_the_user(write):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ModelUser)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    config = f"{{base_url: '{url}', model: it, api_key: k, sampling: {{max_tokens: 9}}}}"
+    entry = f"{{name: user, class_name: workers.interactions.endpoint.EndpointInteraction, config: {config}}}"
+    try:
+        make = episodes(write("users.yaml", f"interaction: [{entry}]"))
+        first, last = talk(make(row(name="user", persona="You are hungry.")), "soup?", "bread?")
+        refused = EndpointInteraction({"base_url": url, "model": "none"})
+        with pytest.raises(RuntimeError, match="answered status 404"):
+            asyncio.run(refused.generate_response("1", []))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert first.messages == [{"role": "user", "content": "More, please."}]
+    assert last.end_reason == "terminated"
+    asked = ModelUser.seen[0]
+    assert (asked["path"], asked["key"], asked["max_tokens"]) == ("/v1/chat/completions", "Bearer k", 9)
+    assert asked["messages"][0]["content"].endswith("You are hungry.")
+    assert [message["role"] for message in asked["messages"]] == ["system", "assistant", "user"]
