@@ -82,10 +82,15 @@ def answered(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def write_task(folder: Path, seed: int) -> None:
-    """Writes the four of them to `folder`."""
+def write_rows(folder: Path, seed: int) -> None:
+    """Writes train.jsonl and val.jsonl to `folder`."""
     dump_jsonl(folder / "train.jsonl", make_rows("train", seed, TRAIN))
     dump_jsonl(folder / "val.jsonl", make_rows("val", seed, VAL))
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """Writes the four of them to `folder`."""
+    write_rows(folder, seed)
     dump_jsonl(folder / "demonstrations.jsonl", demonstrations(DEMONSTRATIONS, seed))
     save_tiny_model(folder / "random_model", derive_seed(seed, "tiny_model"))
 

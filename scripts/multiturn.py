@@ -1,11 +1,10 @@
-"""Games in whole episodes: a model made here learns one that gymnasium ships, turn by turn.
+"""Whole episodes: a model made here learns a game that gymnasium ships, or to use a calculator, turn by turn.
 
-    python -m scripts.multiturn [--game frozenlake] [--seed N] [key=value …]
+    python -m scripts.multiturn [--task frozenlake_multiturn] [--seed N] [key=value …]
 
 1. A tiny language model with random weights.
-2. Warm start: it imitates whole episodes of a player who knows the rules and not the art (`PLAYERS`).
-3. Reinforcement learning in whole episodes (configs/frozenlake_multiturn.yaml and the like; key=value overrides go
-   there).
+2. Warm start: it imitates whole episodes of a player who knows the rules and not the art (`TASKS`).
+3. Reinforcement learning in whole episodes (the task's yaml in configs/; key=value overrides go there).
 The held-out episodes are measured before and after 3.
 """
 
@@ -22,7 +21,9 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ import main as rl
 from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
+from custom import calculator_task
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv
 from data.locking import sole_run
@@ -42,6 +44,7 @@ from training.game import build_environment
 from training.preparation import prepare
 from workers.worker_group import start_command
 
+CALCULATOR_ROWS = Path("outputs/calculator")
 EPISODES = 2400  # that are imitated
 DOWN, RIGHT = 1, 2  # FrozenLake's actions
 Player = Callable[[TextEnv, EnvState, np.random.Generator], int]
@@ -65,48 +68,7 @@ def learner(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> 
     return int(rng.choice(best)) if rng.random() < 0.5 else guesser(environment, state, rng)
 
 
-# By game: the player that is imitated, and the metric of its held-out episodes.
-PLAYERS: dict[str, tuple[Player, str]] = {
-    "frozenlake_multiturn": (drifter, "val-core/FrozenLake-v1/acc/mean@1"),
-    "blackjack": (guesser, "val-aux/Blackjack-v1/return/mean@1"),
-    "cliffwalking": (learner, "val-aux/CliffWalking-v1/return/mean@1"),
-    "taxi": (learner, "val-aux/Taxi-v4/return/mean@1"),
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--game", default="frozenlake_multiturn", choices=PLAYERS, help="a config of its name")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, games, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args()
-    with refusals():
-        own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
-        config = compose(Config, arguments.game, [*own, *arguments.overrides])
-        check_config(config)
-    start_command(config)
-    player, metric = PLAYERS[arguments.game]
-    with late_refusals():
-        summary = learn(config, player, metric)
-    print(
-        f"{metric} of {config.env.val_episodes} held-out episodes: {summary['before']:.3f} before RL, "
-        f"{summary['after']:.3f} after ({summary['train_seconds']:.0f} s of training)"
-    )
-
-
-def learn(config: Config, player: Player, metric: str) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
-    folder = Path(config.trainer.default_local_dir)
-    started = time.monotonic()
-    with sole_run(folder):
-        print("stage 1 of 2: a tiny model learns to imitate a player who knows the rules and not the art")
-        imitate(config, folder, "multiturn_sft", lambda: demonstrations(config, player))
-        print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator}) in {config.env.id}")
-        rl.train(config, prepare(config))
-    return write_summary(config, metric, time.monotonic() - started)
-
-
-def demonstrations(config: Config, player: Player) -> Iterator[dict[str, Any]]:
+def demonstrations_of(player: Player, config: Config) -> Iterator[dict[str, Any]]:
     """Whole episodes in the words that the policy is shown and will have to say, as rows or as conversations."""
     seed = config.trainer.seed
     rng = numpy_generator(seed, "demonstrations")
@@ -141,6 +103,61 @@ def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -
         told = dataset.turn_messages(state) if number else []
         messages += [*told, {"role": "assistant", "content": answer}]
     return messages
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is imitated (by its rows, with the settings `sft`), and the metric of the held-out episodes."""
+
+    rows: Callable[[Config], Iterable[dict[str, Any]]]
+    metric: str
+    sft: str = "multiturn_sft"
+
+
+TASKS = {
+    "frozenlake_multiturn": Task(partial(demonstrations_of, drifter), "val-core/FrozenLake-v1/acc/mean@1"),
+    "blackjack": Task(partial(demonstrations_of, guesser), "val-aux/Blackjack-v1/return/mean@1"),
+    "cliffwalking": Task(partial(demonstrations_of, learner), "val-aux/CliffWalking-v1/return/mean@1"),
+    "calculator_tool": Task(
+        lambda config: calculator_task.demonstrations(calculator_task.DEMONSTRATIONS, config.trainer.seed),
+        f"val-core/{calculator_task.SOURCE}/acc/mean@1",
+        "calculator_tool_sft",
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="frozenlake_multiturn", choices=TASKS, help="a config of its name")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, games, sampling")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    task = TASKS[arguments.task]
+    with refusals():
+        if task.sft == "calculator_tool_sft":
+            calculator_task.write_rows(CALCULATOR_ROWS, arguments.seed)  # first: they are checked with the config
+        own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
+        config = compose(Config, arguments.task, [*own, *arguments.overrides])
+        check_config(config)
+    start_command(config)
+    with late_refusals():
+        summary = learn(config, task)
+    print(
+        f"{task.metric}: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
+        f"({summary['train_seconds']:.0f} s of training)"
+    )
+
+
+def learn(config: Config, task: Task) -> dict[str, Any]:
+    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    folder = Path(config.trainer.default_local_dir)
+    started = time.monotonic()
+    with sole_run(folder):
+        print("stage 1 of 2: a tiny model learns to imitate a player who knows the rules and not the art")
+        imitate(config, folder, task.sft, partial(task.rows, config))
+        print(f"stage 2 of 2: reinforcement learning ({config.algorithm.adv_estimator})")
+        rl.train(config, prepare(config))
+    return write_summary(config, task.metric, time.monotonic() - started)
 
 
 if __name__ == "__main__":
