@@ -112,6 +112,13 @@ def test_environments_page_trains_and_its_mistakes_say_what_the_page_says(copy: 
         assert promised in said, override
 
 
+def test_multiturn_page_plays_episodes_and_calls_a_tool(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/multiturn.md")
+    assert [entry["step"] for entry in recorded(copy / "outputs/cart_pole")] == [0, 1, 2]
+    [entry] = recorded(copy / "outputs/shop")
+    assert entry["data"]["num_turns/mean"] == 1 and entry["data"]["tool_call_counts/mean"] == 0
+
+
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
     """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
     (copy / "refusals.py").write_text(

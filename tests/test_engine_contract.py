@@ -34,6 +34,7 @@ from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
+from workers.vllm_rollout_spmd import BLOCK, vLLMRollout
 from workers.weight_probe import check_weights, probe_distance
 
 P, R = 40, 12
@@ -418,6 +419,27 @@ def test_greedy_episodes_are_those_of_the_hf_engine_and_sampled_ones_do_not_depe
     together = played(bench.engine, tokenizer, [*range(30, 34)], first_row=100)
     alone = played(bench.engine, tokenizer, [32], first_row=102)
     assert torch.equal(alone.responses, together.responses[together.uid == "32"])
+
+
+def test_vllm_computes_of_a_next_turn_what_follows_the_whole_blocks_of_the_past(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """By its prefix cache, which need not be told whose turn it is."""
+    if not isinstance(bench.engine, vLLMRollout):
+        pytest.skip("what it computes is not seen, or is in tests/test_rollout.py")
+    outputs, step = [], bench.engine.engine.step
+
+    def recorded() -> list:
+        outputs.extend(found := step())
+        return found
+
+    monkeypatch.setattr(bench.engine.engine, "step", recorded)
+    prompt, cached = PROMPTS[4], []
+    for turn in range(3):
+        [done] = bench.engine.generate([Request(turn, prompt, replace(GREEDY, max_tokens=3), 0, episode=1)])
+        cached.append((len(prompt), outputs[-1].num_cached_tokens))
+        prompt = [*prompt, *done.token_ids, 9]
+    assert BLOCK == 32 and cached == [(36, 0), (40, 32), (44, 32)]
 
 
 def test_a_request_in_flight_is_not_added_again(bench: Bench):

@@ -32,18 +32,22 @@ ATTEMPTS = 2  # at an episode whose other side raises
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as the episode of row number `row` asks it, by draws of its own."""
+    """The policy as the episode of row number `row` asks it, by draws of its own.
+
+    `goes_on`: whether the prompt of a turn begins with the turn before, so that its keys and values are worth keeping.
+    """
 
     pump: EnginePump
     sampling: SamplingParams
     seed: int
     row: int
+    goes_on: bool
 
     async def answer(self, prompt_ids: list[int], max_tokens: int, turn: int) -> Completion:
         """At most `max_tokens` tokens behind a prompt that holds all turns before this one."""
         sampling = replace(self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
-        return await self.pump.complete(prompt_ids, sampling, seed, self.row)
+        return await self.pump.complete(prompt_ids, sampling, seed, self.row, self.goes_on)
 
 
 class AgentLoop:
@@ -59,6 +63,7 @@ class AgentLoop:
         self.config, self.engine = config, engine
         rollout = config.actor_rollout_ref.rollout
         self.environments = Environments(game) if game else None
+        self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
         self.conversations = ToolEpisodes(rollout.multi_turn) if game is None else None
         schemas = self.conversations.schemas if self.conversations else []
         self.chat = ChatFormat(tokenizer, data_settings(config, schemas).apply_chat_template_kwargs)
@@ -74,14 +79,14 @@ class AgentLoop:
         thread = CallingThread()
         pump = EnginePump(self.engine, nullcontext, thread)
         rows = rows_of(prompts)
-        policies = [Policy(pump, sampling, seed, first_row + place) for place in range(len(rows))]
+        numbers = range(first_row, first_row + len(rows))
+        policies = [Policy(pump, sampling, seed, number, not self.turns_apart) for number in numbers]
         with loop_in_thread() as loop:
             try:
                 episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(rows, policies), loop))
             finally:
                 self.engine.abort([*pump.clients])
-        names = [f"{seed}-{policy.row}" for policy in policies]
-        return self.columns(prompts, episodes, names)
+        return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
         return await asyncio.gather(*map(self.play_row, rows, policies))
@@ -106,9 +111,8 @@ class AgentLoop:
         if row[AGENT_COLUMN] == SINGLE_TURN:
             return SingleAnswer(row)
         settings = self.config.env
-        apart = settings.mode == "step" or settings.history == "turns"
         timeout = None if settings.processes else settings.timeout  # processes keep it themselves
-        return EnvEpisode(row, self.environments, apart, timeout)
+        return EnvEpisode(row, self.environments, self.turns_apart, timeout)
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""

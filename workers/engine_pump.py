@@ -32,9 +32,10 @@ class Piece:
 
 @dataclass
 class Client:
-    """Who waits for a request: `seen` tokens are in `pieces` already."""
+    """Who waits for a request: `seen` tokens are in `pieces` already. `episode`: of which it is a turn."""
 
     request: Request
+    episode: int | None = None
     seen: int = 0
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
 
@@ -92,19 +93,23 @@ class EnginePump:
         self.pumping: asyncio.Task | None = None
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int | None = None
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int, goes_on: bool
     ) -> Completion:
-        """The response to a prompt, whole.
+        """The response to a prompt, whole: a turn of `episode`.
+
+        `goes_on`: the prompt of its next turn begins with this one and the response, as far as is known.
 
         Raises:
             ValueError, EngineError: as `answer`.
         """
-        async with aclosing(self.answer(prompt_ids, sampling, seed, piecewise=False, episode=episode)) as pieces:
+        request = Request(next(self.numbers), prompt_ids, sampling, seed, episode=episode if goes_on else None)
+        self._is_back(episode)
+        async with aclosing(self._pieces(Client(request, episode))) as pieces:
             [whole] = [piece async for piece in pieces]
-        return Completion(0, whole.token_ids, whole.log_probs, whole.finish_reason, self.engine.weight_version)
+        return Completion(request.id, whole.token_ids, whole.log_probs, whole.finish_reason, self.engine.weight_version)
 
     async def answer(
-        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool, episode: int | None = None
+        self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
     ) -> AsyncIterator[Piece]:
         """The response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
 
@@ -112,10 +117,15 @@ class EnginePump:
             ValueError: the engine cannot answer it.
             EngineError: the engine raised.
         """
-        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise, episode)
-        client = self.clients[request.id] = Client(request)
-        self.joining.append(request)
-        self._is_back(episode)
+        request = Request(next(self.numbers), prompt_ids, sampling, seed, piecewise)
+        async with aclosing(self._pieces(Client(request))) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(self, client: Client) -> AsyncIterator[Piece]:
+        number = client.request.id
+        self.clients[number] = client
+        self.joining.append(client.request)
         self._wake()
         try:
             while True:
@@ -126,8 +136,8 @@ class EnginePump:
                 if piece.finish_reason is not None:
                     return
         finally:
-            if self.clients.pop(request.id, None):  # it is still in the engine, or on its way there
-                self.leaving.append(request.id)
+            if self.clients.pop(number, None):  # it is still in the engine, or on its way there
+                self.leaving.append(number)
                 self._wake()
 
     def forget(self, episode: int) -> None:
@@ -136,7 +146,7 @@ class EnginePump:
         self._is_back(episode)
         self._wake()
 
-    def _is_back(self, episode: int | None) -> None:
+    def _is_back(self, episode: int) -> None:
         self.away.discard(episode)
         if not self.away:
             self.all_back.set()
@@ -181,8 +191,8 @@ class EnginePump:
                 client.pieces.put_nowait(error)
         for done in step.finished:
             if client := self.clients.pop(done.id, None):
-                if client.request.episode is not None:
-                    self.away.add(client.request.episode)
+                if client.episode is not None:
+                    self.away.add(client.episode)
                     self.all_back.clear()
                 new = slice(client.seen, None)
                 client.pieces.put_nowait(Piece(done.token_ids[new], done.log_probs[new], done.finish_reason))

@@ -2,17 +2,18 @@
 own, written in place.
 
 A row's own tokens end at the column that is written next, so that rows which joined at different times step together.
-Rows leave by giving their place to the last one. The memory of own tokens is a little wider than what is in use, and
-is cut to that and widened again when it is full. Attention to such a cache is in workers/kernels/.
+Rows leave by giving their place to the last one, and prompts that join take the places of those that no row answers any
+more. Both memories are a little larger than what is in use, and are cut to that and enlarged again when they are full.
+Attention to such a cache is in workers/kernels/.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 BLOCK = 64  # columns added when the memory is full
+SPARE = 8  # one place more for so many prompts, where others may join while these are answered
 
 
 class RowLayer(CacheLayerMixin):
@@ -61,23 +62,24 @@ class RowLayer(CacheLayerMixin):
         for memory in (self.keys, self.values):
             memory[rows, :, self.cache.first : self.cache.end] = 0
 
-    def add_prompts(self, keys: Tensor, values: Tensor) -> None:
-        """More prompts, [n, heads, p, d]; the narrower ones are padded."""
-        for name, new in (("prompt_keys", keys), ("prompt_values", values)):
-            old = getattr(self, name)
-            width = max(old.shape[2], new.shape[2])
-            parts = [F.pad(memory, (0, 0, width - memory.shape[2], 0)) for memory in (old, new)]
-            setattr(self, name, torch.cat(parts))
+    def put_prompts(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes prompts, [n, heads, p, d], which the memory has to be wide enough for."""
+        for memory, new in ((self.prompt_keys, keys), (self.prompt_values, values)):
+            memory[places, :, memory.shape[2] - new.shape[2] :] = new
 
-    def keep_prompts(self, kept: Tensor) -> None:
-        self.prompt_keys, self.prompt_values = self.prompt_keys[kept], self.prompt_values[kept]
+    def resize_prompts(self, kept: Tensor, places: int, width: int) -> None:
+        """Memory of this size for prompts, of which the first are those at `kept`; of these no column in use is cut."""
+        for name, old in (("prompt_keys", self.prompt_keys), ("prompt_values", self.prompt_values)):
+            new, used = old.new_zeros(places, old.shape[1], width, old.shape[3]), min(width, old.shape[2])
+            new[: len(kept), :, width - used :] = old[kept, :, old.shape[2] - used :]
+            setattr(self, name, new)
 
 
 class RowCache(Cache):
     """The b rows that are generating.
 
-    `prompt_of_row` [b]: which prompt a row answers; `lengths` [prompts]: their tokens; `starts` [b]: the column of each
-    row's first own token; `end`: that of the next.
+    `prompt_of_row` [b]: at which place the prompt is that a row answers; `lengths` [places of prompts]: their tokens;
+    `starts` [b]: the column of each row's first own token; `end`: that of the next.
     """
 
     def __init__(self, prefilled: DynamicCache) -> None:
@@ -97,11 +99,11 @@ class RowCache(Cache):
         are those of its prompts."""
         self.max_tokens = max(self.max_tokens, max_tokens)
         answered, new_places = source.unique(return_inverse=True)
-        self._drop_prompts(at_least=0)
+        places = self._places_for(len(answered), prefilled.get_seq_length())
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.add_prompts(prompts.keys[answered], prompts.values[answered])
-        prompt_of_row = torch.cat([self.prompt_of_row, len(self.lengths) + new_places])
-        self.lengths = torch.cat([self.lengths, lengths[answered]])
+            layer.put_prompts(places, prompts.keys[answered], prompts.values[answered])
+        prompt_of_row = torch.cat([self.prompt_of_row, places[new_places]])
+        self.lengths = self.lengths.index_copy(0, places, lengths[answered])
         if len(prompt_of_row) > self.places:
             self._resize(len(prompt_of_row))
         for layer in self.layers:
@@ -119,7 +121,8 @@ class RowCache(Cache):
                 memory[gaps, :, self.first : self.end] = memory[movers, :, self.first : self.end]
         order = torch.arange(left, device=gone.device).index_copy(0, gaps, movers)
         self._set_rows(self.prompt_of_row[order], self.starts[order])
-        self._drop_prompts(at_least=1 / 2)
+        if 2 * len(self._unanswered) >= len(self.lengths):
+            self._resize_prompts(0, 0)
         return order
 
     def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
@@ -202,6 +205,7 @@ class RowCache(Cache):
         self.prompt_of_row, self.starts = prompt_of_row, starts
         self.first = int(starts.min()) if len(starts) else self.end
         rows_of_prompt = prompt_of_row.bincount(minlength=len(self.lengths))
+        self._unanswered = (rows_of_prompt == 0).nonzero()[:, 0]
         self._most_rows = int(rows_of_prompt.max()) if len(starts) else 0
         order = prompt_of_row.argsort(stable=True)
         firsts = rows_of_prompt.cumsum(0) - rows_of_prompt  # of each prompt, in `order`
@@ -212,13 +216,23 @@ class RowCache(Cache):
         lengths = self.lengths[prompt_of_row]
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
 
-    def _drop_prompts(self, at_least: float) -> None:
-        """Forgets the prompts that no row answers any more, if they are at least this share of all."""
+    def _places_for(self, prompts: int, width: int) -> Tensor:
+        """Where so many prompts of this width are to go, with room for them: [prompts]."""
+        if prompts > len(self._unanswered) or width > self.prompt_width:
+            self._resize_prompts(prompts, width)
+        return self._unanswered[:prompts]
+
+    def _resize_prompts(self, more: int, width: int) -> None:
+        """Room for the prompts that are answered, and for `more` of this width; other prompts are forgotten.
+
+        While there are rows that others join, for some further ones too, and for some further columns.
+        """
         answered, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
-        unanswered = len(self.lengths) - len(answered)
-        if unanswered == 0 or unanswered < at_least * len(self.lengths):
-            return
+        kept = self.lengths[answered]
+        if more and len(answered):
+            more, width = more + len(answered) // SPARE, width + BLOCK
+        width = max([width, *kept.tolist()])
         for layer in self.layers:
-            layer.keep_prompts(answered)
-        self.lengths = self.lengths[answered]
+            layer.resize_prompts(answered, len(answered) + more, width)
+        self.lengths = torch.cat([kept, kept.new_zeros(more)])
         self._set_rows(prompt_of_row, self.starts)
