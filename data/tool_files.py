@@ -65,8 +65,8 @@ def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) 
         function = load_named(entry["function"], f"{where}.function")
         if not isinstance(function, FunctionType | FunctionTool):
             raise ValueError(f"{where}.function is {entry['function']}, which is no function.")
-        named = entry.get("name")
-        return function if isinstance(function, FunctionTool) and not named else FunctionTool(function, named)
+        plain = function.function if isinstance(function, FunctionTool) else function
+        return FunctionTool(plain, entry.get("name", function.name if plain is not function else None))
     found = load_named(entry.get("class_name"), f"{where}.class_name")
     if not isinstance(found, type) or not issubclass(found, BaseTool):
         raise ValueError(f"{where}.class_name is {entry['class_name']}; it must be a subclass of data.tools.BaseTool.")

@@ -18,6 +18,7 @@ import pytest
 import main
 from data.import_utils import load_module
 from tests.runs import ROOT, compose, learning_metrics, short_run
+from training.preparation import prepare
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(4)]
 REWARD = """
@@ -440,6 +441,62 @@ def test_an_environment_of_a_file_with_a_dataset_and_a_reward_manager_of_the_use
     assert {row["input"][:4] for row in rows} == {"Now "}
     for row in rows:
         assert row["score"] == float(row["input"][4:].index("*") == (1 if "a" in row["output"] else 2))
+
+
+# Tools
+
+TOOLS = """
+from data.tools import function_tool
+
+@function_tool
+def measure(text: str, times: int = 1) -> int:
+    "Measures a text."
+    return times * len(text)
+"""
+FORMAT = """
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
+
+@ToolParser.register("everything is a call")
+class Everything(ToolParser):
+    def parse(self, answer, schemas):
+        return ParsedAnswer("", [ToolCall("measure", {"text": answer})])
+
+    def write(self, name, arguments):
+        return arguments["text"]
+"""
+TOOL_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info["tool_call_counts"] == 1 and extra_info["num_turns"] == 2
+    return len(solution_str)
+"""
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+TOOL_KEYS = [f"{MULTI_TURN}.tool_config_path", "data.tool_config_path", "actor_rollout_ref.rollout.tools"]
+
+
+@pytest.mark.parametrize("key", TOOL_KEYS)
+def test_a_yaml_of_tools_by_each_of_its_keys(desk: Desk, key):
+    functions = desk.write("functions.py", TOOLS)
+    entry = {"function": f"{functions}:measure", "name": "measure"}
+    yaml = desk.write("tools.yaml", json.dumps({"tools": [entry]}))
+    config = compose(*desk.command(f"{key}={yaml}", f"{MULTI_TURN}.enable=true"), name="ppo_trainer")
+    [schema] = prepare(config).train_loader.dataset.config.apply_chat_template_kwargs["tools"]
+    assert schema["function"]["name"] == "measure"
+
+
+def test_a_python_function_as_a_tool_with_a_format_and_a_reward_of_the_users(desk: Desk):
+    desk.write("my_reward.py", TOOL_REWARD)
+    metrics = desk.train(
+        f"{MULTI_TURN}.enable=true",
+        f"{MULTI_TURN}.function_tool_path={desk.write('functions.py', TOOLS)}",
+        f"{MULTI_TURN}.format=everything is a call",
+        f"{MULTI_TURN}.max_assistant_turns=2",
+        f"{MULTI_TURN}.max_tokens_per_turn=3",
+        f"actor_rollout_ref.model.external_lib={desk.write('my_format.py', FORMAT)}",
+        "data.max_response_length=40",
+    )
+    assert metrics[STEPS]["tool_call_counts/mean"] == 1 and metrics[STEPS]["num_turns/mean"] == 2
 
 
 # Missing

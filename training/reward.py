@@ -64,8 +64,18 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
         "responses": tokenizer.batch_decode(masked, skip_special_tokens=True),
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
     }
+    texts |= {"extra_info": said_of_conversations(batch)} if "tool_call_counts" in batch else {}
     columns = batch.non_tensor_batch | {name: object_array(values) for name, values in texts.items()}
     return DataProto.from_dict(batch.tensors, columns, dict(batch.meta_info))
+
+
+def said_of_conversations(batch: DataProto) -> list[dict[str, Any]]:
+    """Each row's extra_info with what came of its conversation: num_turns, tool_call_counts, tool_rewards (one a call)
+    and turn_scores (one for each time that the simulated user spoke), as verl's rewards read them."""
+    columns = {name: batch.non_tensor_batch[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores")}
+    columns["num_turns"] = batch.non_tensor_batch["__num_turns__"]
+    own = batch.non_tensor_batch.get("extra_info", [{}] * len(batch))
+    return [(own[row] or {}) | {name: column[row] for name, column in columns.items()} for row in range(len(batch))]
 
 
 def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:
