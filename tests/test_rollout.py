@@ -402,7 +402,12 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
     assert [*rollout.turns.turns] == [3, 4]
     rollout.abort([1])
     assert [*rollout.turns.turns] == [3, 4] and not rollout.has_unfinished_requests()
-    rollout.forget([1, 2, 3])
+    rollout.add(Request(3, texts[3], GREEDY, 0, episode=3))
+    rollout.step()
+    rollout.forget([3])
+    drain(rollout)
+    assert [*rollout.turns.turns] == [4], "3 was forgotten while it ran"
+    rollout.forget([1, 2])
     assert rollout.running is not None and not rollout.module.training, "episode 4 may go on"
     rollout.forget([4])
     assert rollout.running is None and rollout.module.training

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 BLOCK = 64  # columns added when the memory is full
-SPARE = 8  # one place more for so many prompts, where others may join while these are answered
+GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
 
 
 class RowLayer(CacheLayerMixin):
@@ -99,9 +99,10 @@ class RowCache(Cache):
         are those of its prompts."""
         self.max_tokens = max(self.max_tokens, max_tokens)
         answered, new_places = source.unique(return_inverse=True)
-        places = self._places_for(len(answered), prefilled.get_seq_length())
+        width = int(lengths[answered].max())
+        places = self._places_for(len(answered), width)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.put_prompts(places, prompts.keys[answered], prompts.values[answered])
+            layer.put_prompts(places, prompts.keys[answered, :, -width:], prompts.values[answered, :, -width:])
         prompt_of_row = torch.cat([self.prompt_of_row, places[new_places]])
         self.lengths = self.lengths.index_copy(0, places, lengths[answered])
         if len(prompt_of_row) > self.places:
@@ -128,10 +129,8 @@ class RowCache(Cache):
     def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of what a row has read, its prompt and its own tokens: [tokens, heads, d] for each layer."""
         prompt = int(self.prompt_of_row[place])
-        own, of_prompt = (
-            slice(int(self.starts[place]), self.end),
-            slice(self.prompt_width - int(self.lengths[prompt]), None),
-        )
+        of_prompt = slice(self.prompt_width - int(self.lengths[prompt]), None)
+        own = slice(int(self.starts[place]), self.end)
 
         def joined(prompts: Tensor, rows: Tensor) -> Tensor:
             return torch.cat([prompts[prompt, :, of_prompt], rows[place, :, own]], dim=1).transpose(0, 1)
@@ -225,12 +224,13 @@ class RowCache(Cache):
     def _resize_prompts(self, more: int, width: int) -> None:
         """Room for the prompts that are answered, and for `more` of this width; other prompts are forgotten.
 
-        While there are rows that others join, for some further ones too, and for some further columns.
+        Where others join those that are answered, it grows by more than they need, as still others may follow.
         """
         answered, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
         kept = self.lengths[answered]
         if more and len(answered):
-            more, width = more + len(answered) // SPARE, width + BLOCK
+            more = max(more, int(GROWTH * len(answered)))
+            width += BLOCK if width > self.prompt_width else 0
         width = max([width, *kept.tolist()])
         for layer in self.layers:
             layer.resize_prompts(answered, len(answered) + more, width)

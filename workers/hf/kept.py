@@ -32,21 +32,30 @@ class Kept:
 
 
 class KeptTurns:
-    """What is kept of each episode; when that is more than `most_tokens` in all, the oldest go.
+    """What is kept of each episode that may go on; when that is more than `most_tokens` in all, the oldest go.
 
-    `prefilled_tokens` is the count of those of prompts for which nothing was kept.
+    Attributes:
+        episodes: that may go on: they were expected, and not forgotten.
+        prefilled_tokens: of prompts that nothing was kept of.
     """
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens, self.prefilled_tokens = most_tokens, 0, 0
+        self.episodes: set[int] = set()
         self.turns: dict[int, Kept] = {}  # by episode, the oldest first
 
+    def expect(self, episode: int) -> None:
+        self.episodes.add(episode)
+
     def put(self, episode: int, turn: Kept) -> None:
-        self.forget([episode])
+        """Keeps what an episode has read, unless it was forgotten meanwhile."""
+        if episode not in self.episodes:
+            return
+        self._pop(episode)
         self.turns[episode] = turn
         self.tokens += len(turn)
         while self.tokens > self.most_tokens:
-            self.forget([next(iter(self.turns))])
+            self._pop(next(iter(self.turns)))
 
     def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> Kept:
         """What `prompt` begins with of what is kept of these episodes, which is kept no longer."""
@@ -56,7 +65,8 @@ class KeptTurns:
         return best
 
     def forget(self, episodes: Iterable[int]) -> None:
-        for episode in episodes:
+        for episode in [*episodes]:
+            self.episodes.discard(episode)
             self._pop(episode)
 
     def _pop(self, episode: int | None) -> Kept | None:

@@ -39,9 +39,6 @@ class HFRollout(Rollout):
     The fastest way keeps the keys and values of episodes between their turns, of as many tokens as max_num_seqs of the
     longest sequences have: what is kept of an episode takes no more than the episode would while it runs.
 
-    Attributes:
-        episodes: that may go on: their requests came, and they were not forgotten.
-
     Raises:
         ValueError: there is no such way.
     """
@@ -53,7 +50,6 @@ class HFRollout(Rollout):
         self.running: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
         self.has_laid_out = False  # whether that includes weights for narrow products
-        self.episodes: set[int] = set()
         self.turns = self._no_turns()
         self.way: type[RunningBatch] = self._find_way()
         self.turns = self._no_turns()
@@ -115,7 +111,7 @@ class HFRollout(Rollout):
                 ]
                 samples += map(answered, requests, self.generate(requests))
         finally:
-            self.forget([*self.episodes])
+            self.forget(self.turns.episodes)
         return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
 
     def add(self, request: Request) -> None:
@@ -123,7 +119,7 @@ class HFRollout(Rollout):
         assert self.running is None or request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
         if request.episode is not None:
-            self.episodes.add(request.episode)
+            self.turns.expect(request.episode)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -153,26 +149,24 @@ class HFRollout(Rollout):
                 self._stop()
 
     def forget(self, episodes: Iterable[int]) -> None:
-        over = set(episodes)
-        self.turns.forget(over)
-        self.episodes -= over
+        self.turns.forget(episodes)
         if self.running is not None and not self._goes_on():
             self._stop()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().load_weights(weights, version)
-        self.forget([*self.episodes])
+        self.forget(self.turns.episodes)
 
     def sleep(self) -> None:
         """Nothing is kept any more; the module is as it was, once no request is left."""
-        self.forget([*self.episodes])
+        self.forget(self.turns.episodes)
 
     def close(self) -> None:
-        self.forget([*self.episodes])
+        self.forget(self.turns.episodes)
 
     def _goes_on(self) -> bool:
         """Whether there is something to do, or may soon be, as an episode may have another turn."""
-        return bool(self.episodes) or self.has_unfinished_requests()
+        return bool(self.turns.episodes) or self.has_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting) or (self.running is not None and len(self.running) > 0)
@@ -201,8 +195,7 @@ class HFRollout(Rollout):
 
     def _stop(self) -> None:
         """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
-        self.turns.forget(self.episodes)
-        self.episodes.clear()
+        self.turns.forget(self.turns.episodes)
         self.waiting.clear()
         self.running, self.has_laid_out = None, False
         self.set_up.close()
