@@ -24,6 +24,7 @@ from training.reward import reward_metrics
 from training.selection import draw_rows, groups_by_signal, rows_with_signal
 
 HISTORIES = ("transcript", "turns")
+ALL_ROWS = "(response_length|prompt_length)/|response/aborted|end_reason/"  # metrics that failures are part of
 DIMENSIONS = ["correct", "brief"]  # gdpo's rewards
 
 
@@ -106,6 +107,48 @@ def test_rows_of_an_episode_need_not_be_neighbours():
     episodes = Episodes(batch)
     assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
     assert episodes.joined().batch["responses"].tolist() == [[10, 11], [10, 0]]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("failed", [0, 2])
+def test_a_single_episode_is_counted_as_one(history, failed):
+    """Alone in its batch, or the only one that did not fail."""
+    groups = [[[Turn(1, 1, 0.5), Turn(2, 0, 1.0)], *[[]] * failed]]
+    columns = {name: [1.0] * (1 + failed) for name in ("acc", "invalid_actions", "data_source", "dataset_position")}
+    batch = episode_batch(groups, history, **columns)
+    batch.meta_info["reward_extra_keys"] = ["acc"]
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    metrics = metrics_of(batch)
+    assert metrics["critic/score/mean"] == metrics["episode/1.0/return/mean"] == 1.5 and metrics["num_turns/mean"] == 2
+    assert metrics["end_reason/terminated"] == 1 / (1 + failed) and reward_metrics(batch)["reward/acc/mean"] == 1.0
+    assert sample_metrics(batch)["reward"].tolist() == [1.5] + [0.0] * failed and len(measured(batch)) == 1
+    assert not rows_with_signal(batch, "score").any() and not rows_with_signal(batch, "acc").any()
+    assert {*greedy_scores(batch.select_idxs(batch.episode == 0), batch).tolist()} == {1.5}
+    found, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="grpo"))
+    torch.testing.assert_close(by_token(batch, found["advantages"]), torch.full((3,), 1.5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_failed_episodes_change_no_statistic(history, seed):
+    groups = random_groups(seed)
+    healthy = [kept for kept in ([turns for turns in group if turns] for group in groups) if kept]
+    if not healthy:
+        groups = healthy = [[[Turn(1)]]]
+    found = []
+    for some in (groups, healthy):
+        batch = episode_batch(some, history, seed, data_source=["lake"] * sum(map(len, some)))
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        metrics = {name: value for name, value in metrics_of(batch).items() if not re.match(ALL_ROWS, name)}
+        advantages, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo"))
+        found.append((metrics, by_token(batch, advantages["advantages"])))
+    (with_failed, advantages), (without, expected) = found
+    values = ("critic/values", "critic/advantages", "critic/returns", "critic/vf")  # random numbers, others in each
+    assert with_failed.keys() == without.keys()
+    assert {name: value for name, value in with_failed.items() if not name.startswith(values)} == pytest.approx(
+        {name: value for name, value in without.items() if not name.startswith(values)}
+    )
+    torch.testing.assert_close(advantages, expected)
 
 
 @pytest.mark.parametrize("seed", range(5))

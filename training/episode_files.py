@@ -19,7 +19,7 @@ Record = dict[str, Any]
 # Columns of an episode that its record has under the same name, where the batch has them.
 ABOUT = (
     "uid", "data_source", "reset_seed", "success", "end_reason", "failure", "__num_turns__", "tool_call_counts",
-    "invalid_actions",
+    "tool_failures", "tool_rewards", "turn_scores", "invalid_actions",
 )  # fmt: skip
 # Lists of a row in a record, with an entry a token, and the columns [B, R] that they come from.
 TOKENS = {

@@ -7,6 +7,7 @@ numbers of their rows (pure functions of a batch).
 from collections import defaultdict
 from collections.abc import Hashable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,8 @@ class Episodes:
     Attributes:
         count: E; episodes are numbered in the order of their first rows.
         of_row: [B] int64, the episode of each row.
-        last_row: [E] int64, the row in which each episode ended.
+        last_row: [E] int64, the row in which each episode ended; an array, as a tensor of one row picks no row of an
+            array but its element.
     """
 
     def __init__(self, batch: DataProto) -> None:
@@ -36,7 +38,7 @@ class Episodes:
         self.batch = batch
         self.count = len(numbers)
         self.of_row = torch.tensor(of_row, dtype=torch.int64)
-        self.last_row = torch.tensor([*last_row.values()], dtype=torch.int64)
+        self.last_row = np.array([*last_row.values()], dtype=np.int64)
 
     def total(self, per_row: Tensor) -> Tensor:
         """The sum over each episode's rows, [B] -> [E]."""

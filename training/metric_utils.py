@@ -67,7 +67,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _critic_metrics(batch.values[trained], batch.returns[trained])
     for column in ("__num_turns__", "tool_call_counts", "invalid_actions"):
         if column in batch:
-            counts = batch.get(column)[episodes.last_row[finished]]
+            counts = batch.get(column)[episodes.last_row[finished.numpy()]]
             metrics |= _mean_max_min(column.strip("_"), torch.tensor([float(count) for count in counts]))
     return metrics
 
@@ -81,7 +81,7 @@ def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
     if "episode" not in batch:
         return {}
     episodes, finished = _episodes(batch)
-    ends = batch.select_idxs(episodes.last_row[finished])
+    ends = batch.select_idxs(episodes.last_row[finished.numpy()])
     values_of: dict[str, list[float]] = defaultdict(list)
     for name, column in OF_EPISODES.items():
         for source, value in zip(ends.data_source, ends.get(column, [None] * len(ends)), strict=True):

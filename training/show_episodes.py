@@ -7,6 +7,7 @@ earned. Answers to plain prompts are shown as at validation.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -17,7 +18,7 @@ from training.episode_files import Record, read_records
 from training.reports import fields_table, print_boxes, short_number, without_middle
 
 BRIEF_TURNS = 8  # longer episodes lose their middle where they are shown briefly
-IN_TURNS = ("step", "input", "output", "gts", "turns", "rows", "episode_return", "__num_turns__")  # or of no interest
+IN_TURNS = ("step", "input", "output", "turns", "rows", "raw_prompt", "__num_turns__")
 
 
 def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
@@ -39,9 +40,14 @@ def episode_view(record: Record, brief: bool) -> Group:
             turns.add_row("…", Text(f"{number} more turns", style="dim"), "")
         else:
             turns.add_row(str(number), turn_view(turn, brief), short_number(turn["reward"]) if turn["reward"] else "")
-    about = {name: value for name, value in record.items() if name not in IN_TURNS and value is not None}
+    about = {name: value for name, value in record.items() if name not in IN_TURNS and not says_nothing(value)}
     about = {"return" if name == "score" else name: value for name, value in about.items()}
     return Group(turns, Text(), fields_table(about))
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether it is None, or a list or dictionary without entries."""
+    return value is None or (isinstance(value, list | dict) and not value)
 
 
 def turn_view(turn: Record, brief: bool) -> Group:
