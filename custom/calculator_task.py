@@ -23,7 +23,7 @@ from data.tool_parsers import ToolParser
 SOURCE = "calculator"
 TOOL = "calc"  # as configs/tools/calculator.yaml calls it
 TRAIN, VAL, DEMONSTRATIONS = 3000, 200, 12_000
-CALLS = 0.15  # of the demonstrated questions, the share that is answered by a call
+CALLS = 0.06  # of the demonstrated questions, the share that is answered by a call
 
 
 def draw(rng: np.random.Generator) -> Question:

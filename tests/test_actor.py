@@ -158,12 +158,13 @@ def test_log_probs_and_entropy_are_those_of_each_row_alone(policy: PreTrainedMod
             ids, prompt = unpadded(batch, row)
             with torch.no_grad():
                 distributions = (policy(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
-            length = len(ids) - prompt
+            policys = batch.response_mask[row].bool()
+            own = policys[: len(ids) - prompt]
             wanted = distributions.gather(1, ids[prompt:, None])[:, 0]
-            torch.testing.assert_close(scored.old_log_probs[row, :length], wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(scored.old_log_probs[row, policys], wanted[own], rtol=1e-5, atol=1e-5)
             entropy = torch.distributions.Categorical(logits=distributions).entropy()
-            torch.testing.assert_close(scored.entropys[row, :length], entropy, rtol=1e-5, atol=1e-5)
-            assert not scored.old_log_probs[row, length:].any() and not scored.entropys[row, length:].any()
+            torch.testing.assert_close(scored.entropys[row, policys], entropy[own], rtol=1e-5, atol=1e-5)
+            assert not scored.old_log_probs[row, ~policys].any() and not scored.entropys[row, ~policys].any()
 
 
 @pytest.mark.parametrize(("mini_batch_size", "updates"), [(4, 1), (2, 2), (3, 2)])
@@ -254,9 +255,10 @@ def test_sum_pi_squared_is_that_of_the_distribution_sampled_from(policy: PreTrai
             ids, prompt = unpadded(batch, row)
             with torch.no_grad():
                 probs = (policy(ids[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
-            found, length = scored.sum_pi_squared[row], len(ids) - prompt
-            torch.testing.assert_close(found[:length], (probs**2).sum(-1), rtol=1e-5, atol=1e-7)
-            assert not found[length:].any()
+            found, policys = scored.sum_pi_squared[row], batch.response_mask[row].bool()
+            wanted = (probs**2).sum(-1)[policys[: len(ids) - prompt]]
+            torch.testing.assert_close(found[policys], wanted, rtol=1e-5, atol=1e-7)
+            assert not found[~policys].any()
 
 
 # Losses over the whole mini-batch

@@ -74,9 +74,9 @@ def scores_and_gradient(model: PreTrainedModel, batch: DataProto, dtype: torch.d
     [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], model)
     with precision(dtype):
         log_probs = model.token_scores(micro, TEMPERATURE).log_probs
-    weights = torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * micro.is_real
-    torch.where(micro.is_real, log_probs * weights, 0).sum().backward()
-    return log_probs.detach()[micro.is_real].cpu(), [p.grad.cpu() for p in model.parameters()]
+    weights = torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) * micro.is_scored
+    torch.where(micro.is_scored, log_probs * weights, 0).sum().backward()
+    return log_probs.detach()[micro.is_scored].cpu(), [p.grad.cpu() for p in model.parameters()]
 
 
 @DTYPES

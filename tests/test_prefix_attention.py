@@ -121,12 +121,12 @@ def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
     for module in models:
         [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], module)
         scores = module.token_scores(micro, 0.8, ["log_probs", "entropy", "sum_pi_squared"])
-        weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_real
-        loss = (torch.where(micro.is_real, scores.log_probs + scores.entropy, 0.0) * weights).sum()
+        weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_scored
+        loss = (torch.where(micro.is_scored, scores.log_probs + scores.entropy, 0.0) * weights).sum()
         loss.backward()
         found.append(
             (
-                [torch.where(micro.is_real, one, 0.0) for one in scores[:3]],
+                [torch.where(micro.is_scored, one, 0.0) for one in scores[:3]],
                 [p.grad for p in module.parameters() if p.requires_grad],
             )
         )
@@ -200,7 +200,7 @@ def test_values_too():
         [micro] = cut(groups(*LENGTHS["ragged groups"]), MicroBatchSize(99, 0), [], module)
         scores = module.token_scores(micro, temperature=1.0, ask=["values"])
         assert scores == TokenScores(values=scores.values)
-        torch.where(micro.is_real, scores.values, 0.0).square().sum().backward()
+        torch.where(micro.is_scored, scores.values, 0.0).square().sum().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert relative_distance(*gradients) < 1e-5
 

@@ -160,7 +160,7 @@ def test_layers_may_share_keys_and_values(tiny_model: Path):
         assert model.shares_prompts == (settings == {})
         [micro] = cut(ragged_batch(), CUTS["all rows"], [], model)
         scores = model.token_scores(micro, TEMPERATURE)
-        torch.where(micro.is_real, scores.log_probs, 0.0).sum().backward()
+        torch.where(micro.is_scored, scores.log_probs, 0.0).sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         config = RolloutConfig(prompt_length=5, response_length=12)
         rollout = HFRollout(config, AutoTokenizer.from_pretrained(tiny_model), model)
@@ -235,7 +235,7 @@ def test_nothing_is_random_in_training(checkpointing: bool):
     gradients = []
     for _ in range(2):
         model.zero_grad()
-        torch.where(micro.is_real, model.token_scores(micro, TEMPERATURE).log_probs, 0.0).sum().backward()
+        torch.where(micro.is_scored, model.token_scores(micro, TEMPERATURE).log_probs, 0.0).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert relative_distance(*gradients) < 1e-6
     assert (len(passes) > 2) == checkpointing
@@ -375,7 +375,7 @@ def gradient_of(path: Path, batch: DataProto, first: int, settings: dict) -> tup
             loss = 0 * scores.log_probs.sum()
         else:
             terms = scores.log_probs * micro.columns["advantages"] + 0.1 * scores.entropy
-            loss = torch.where(micro.is_real, terms, 0.0).sum()
+            loss = torch.where(micro.is_scored, terms, 0.0).sum()
         loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     if group_size() > 1:

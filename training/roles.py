@@ -47,7 +47,7 @@ class Scorer(Protocol):
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """The asked of old_log_probs (under the reference's role: ref_log_prob), entropys and sum_pi_squared.
 
-        All are [B, R] float32 and 0 after a response's end.
+        All are [B, R] float32, and 0 where the policy produced no token.
         """
 
 

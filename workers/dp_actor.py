@@ -56,7 +56,7 @@ class DataParallelPPOActor:
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """The `columns` asked for (old_log_probs, entropys, sum_pi_squared), [B, R] float32, 0 after a response."""
+        """The `columns` asked for (old_log_probs, entropys, sum_pi_squared) of the policy's tokens: [B, R] float32."""
         with self.engine.autocast():
             return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
 
@@ -179,7 +179,7 @@ class ReferencePolicy:
         self.autocast = autocast
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """The `columns` asked for: ref_log_prob, [B, R] float32, 0 after a response's end."""
+        """The `columns` asked for: ref_log_prob, [B, R] float32, 0 where the policy produced no token."""
         with self.autocast():
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
@@ -195,6 +195,6 @@ SCORE_OF = {  # column of a log-prob pass → name in TokenScores
 def score_columns(
     module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
 ) -> DataProto:
-    """The `columns` of a log-prob pass over this rank's `batch`, [B, R] float32, 0 after a response's end."""
+    """The `columns` of a log-prob pass over this rank's `batch`: [B, R] float32, 0 but on the policy's tokens."""
     scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
     return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})

@@ -29,7 +29,7 @@ class MicroBatchSize:
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of each response token, [b, r] float32 each; None where they were not asked for."""
+    """A model's scores of each token that the policy produced, [b, r] float32 each; None where not asked for."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None  # of the distribution that the token came from
@@ -50,18 +50,24 @@ class MicroBatch:
         """[b, r] bool: the tokens of the responses."""
         return self.columns["attention_mask"][:, -self.response_width :].bool()
 
+    @cached_property
+    def is_scored(self) -> Tensor:
+        """[b, r] bool: those of them that the policy produced, where the batch says which."""
+        policy = self.columns.get("response_mask")
+        return self.is_real if policy is None else self.is_real & policy.bool()
+
     @property
     def is_dummy(self) -> bool:
         """Whether it holds no row, and is only there so that all ranks run as many forward passes."""
         return len(self.rows) == 0
 
     def spread(self, values: Tensor) -> Tensor:
-        """[number of response tokens] in order → [b, r], 0 after a response's end."""
-        return values.new_zeros(self.is_real.shape).masked_scatter(self.is_real, values)
+        """[number of scored tokens] in order → [b, r], 0 elsewhere."""
+        return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
 
     def place(self, values: Tensor, into: Tensor) -> None:
-        """Writes [b, r] `values` to these rows of [B, R] `into`; 0 where the response has ended."""
-        into[self.rows, : self.response_width] = torch.where(self.is_real, values, 0.0).cpu()
+        """Writes [b, r] `values` to these rows of [B, R] `into`; 0 where no token is scored."""
+        into[self.rows, : self.response_width] = torch.where(self.is_scored, values, 0.0).cpu()
 
 
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
@@ -90,6 +96,7 @@ def micro_batches(
     batch: DataProto, parts: list[Tensor], columns: list[str], device: torch.device
 ) -> Iterator[MicroBatch]:
     """One for each of the `parts`, which are rows of `batch`."""
+    columns = dict.fromkeys([*columns, *(["response_mask"] if "response_mask" in batch.batch else [])])
     split, mask = prompt_width(batch), batch.batch["attention_mask"]
     for rows in parts:
         prompt = int(mask[rows, :split].sum(1).max())

@@ -134,6 +134,6 @@ def score(
     temperature: float,
     ask: Collection[str] = ("log_probs",),
 ) -> TokenScores:
-    """Scores of every response token of `batch`, this rank's share: [B, R] float32 on the CPU, 0 after a response's
-    end. Every rank has to ask."""
+    """Scores of the policy's tokens in `batch`, this rank's share: [B, R] float32 on the CPU, 0 elsewhere. Every rank
+    has to ask."""
     return placed(model, batch, cut_share(batch, size, [], model), temperature, ask)

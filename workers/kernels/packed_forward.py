@@ -20,7 +20,7 @@ def packed_scores(
         TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
     """
     packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
-    hidden = hidden_states(model, packed)[packed.predictors]
+    hidden = hidden_states(model, packed)[packed.predictors[micro.is_scored[micro.is_real]]]
     if "values" in ask:
         return TokenScores(values=micro.spread(model.score(hidden)[:, 0].float()))
     head = model.get_output_embeddings()
@@ -29,7 +29,7 @@ def packed_scores(
     scores = score_tokens(
         hidden,
         head.weight,
-        micro.columns["responses"][micro.is_real],
+        micro.columns["responses"][micro.is_scored],
         bias=head.bias,
         temperature=temperature,
         softcap=model.config.to_dict().get("final_logit_softcapping"),
