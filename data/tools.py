@@ -96,6 +96,12 @@ class BaseTool:
         self.tool_schema = checked_schema(schema)
         self.name: str = self.tool_schema["function"]["name"]
 
+    def settings(self, **defaults: Any) -> dict[str, Any]:
+        """`config` over these defaults; raises ValueError for a key that is none of theirs."""
+        if strangers := sorted(self.config.keys() - defaults.keys() - {"type"}):
+            raise ValueError(f"config has the keys {strangers}; it may have {', '.join(defaults)}.")
+        return defaults | self.config
+
     def get_openai_tool_schema(self) -> Mapping[str, Any] | None:
         return self.tool_schema
 

@@ -212,6 +212,7 @@ def test_episode_metrics_by_hand(history):
     groups = [[[Turn(2, 3, 0.5), Turn(1, 0, 1.0)], []], [[Turn(1, 2), Turn(2, 1), Turn(3)], [Turn(4, 0, -1.0)]]]
     columns = {"data_source": ["lake", "lake", "maze", "maze"], "success": [True, False, False, None]}
     counts = {"invalid_actions": [0, 9, 2, 1], "tool_call_counts": [1, 9, 2, 3]}
+    counts["tool_failures"] = [{}, {"malformed": 9}, {"raised": 1, "timeout": 2}, None]
     metrics = compute_episode_metrics(episode_batch(groups, history, **columns, **counts))
     prompts = {"transcript": 3.0, "turns": 6.0}[history]  # three tokens each; two, three and one rows
     assert metrics == {
@@ -225,6 +226,10 @@ def test_episode_metrics_by_hand(history):
         "episode/maze/num_turns/mean": 2.0,
         "episode/maze/tool_calls/mean": 2.5,
         "episode/maze/invalid_actions/mean": 1.5,
+        "episode/lake/tool_failures/raised/mean": 0.0,
+        "episode/lake/tool_failures/timeout/mean": 0.0,
+        "episode/maze/tool_failures/raised/mean": 0.5,
+        "episode/maze/tool_failures/timeout/mean": 1.0,
         "episode/tokens/policy/mean": 13 / 3,
         "episode/tokens/observation/mean": 2.0,
         "episode/tokens/prompt/mean": prompts,

@@ -305,6 +305,10 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ),
         ("tools: [{class_name: workers.tools.search.Search}]", "config.corpus is not set"),
         (
+            "tools: [{class_name: workers.tools.sandbox.PythonSandbox, config: {second: 3}}]",
+            r"config has the keys \['second'\]; it may have name, seconds, memory_mb, output_chars",
+        ),
+        (
             f"tools: [{CALCULATOR}, {CALCULATOR}]",
             "two tools are called 'calculator'; .* Rename one",
         ),

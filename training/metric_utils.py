@@ -73,7 +73,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
-    """Means over episodes: `episode/<data source>/<quantity>/mean` (`OF_EPISODES`) and `episode/tokens/<role>/mean`.
+    """Means over episodes: `episode/<data source>/<quantity>/mean` and `episode/tokens/<role>/mean`.
+
+    Quantities are those of `OF_EPISODES` and, of calls of tools that failed, `tool_failures/<kind>`.
 
     Roles are policy, observation and prompt; an episode of several rows has as many prompts. Those that failed count
     nowhere, and those of which nobody says whether they were a success not in that. {} for rows that are no episodes.
@@ -87,6 +89,10 @@ def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
         for source, value in zip(ends.data_source, ends.get(column, [None] * len(ends)), strict=True):
             if value is not None:
                 values_of[f"episode/{source}/{name}/mean"].append(float(value))
+    failures = [found or {} for found in ends.get("tool_failures", [None] * len(ends))]
+    for kind in sorted({kind for found in failures for kind in found}):
+        for source, found in zip(ends.data_source, failures, strict=True):
+            values_of[f"episode/{source}/tool_failures/{kind}/mean"].append(float(found.get(kind, 0)))
     prompts, responses = _lengths(batch)
     policy = batch.response_mask.sum(-1).float()
     for role, tokens in (("policy", policy), ("observation", responses - policy), ("prompt", prompts)):

@@ -77,7 +77,7 @@ class Calculator(BaseTool):
         return ToolSchema(
             type="function",
             function={
-                "name": self.config.get("name", "calculator"),
+                "name": self.settings(name="calculator")["name"],
                 "description": "Computes the value of an arithmetic expression.",
                 "parameters": {
                     "type": "object",

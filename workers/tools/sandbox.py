@@ -107,6 +107,10 @@ class PythonSandbox(BaseTool):
     `name` (python).
     """
 
+    def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self.limits = self.settings(name="python", seconds=5.0, memory_mb=512, output_chars=4000)
+
     def get_openai_tool_schema(self) -> ToolSchema:
         code = {"type": "string", "description": "a Python program; print what you want to see"}
         return ToolSchema(
@@ -121,8 +125,8 @@ class PythonSandbox(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        seconds, most = self.config.get("seconds", 5.0), self.config.get("output_chars", 4000)
-        text, status = await run_python(parameters["code"], seconds, self.config.get("memory_mb", 512), most)
+        seconds, most = self.limits["seconds"], self.limits["output_chars"]
+        text, status = await run_python(parameters["code"], seconds, self.limits["memory_mb"], most)
         shown = text if len(text) <= most else text[: most // 2] + "\n…\n" + text[-most // 2 :]
         if status is None:
             shown += f"\nEnded: it took more than {seconds:g} seconds, or wrote too much."

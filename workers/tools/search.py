@@ -58,11 +58,12 @@ class Search(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
-        if not config.get("corpus"):
+        settings = self.settings(name="search", corpus=None, text_key="text", title_key="title", top_k=3)
+        if not settings["corpus"]:
             raise ValueError("config.corpus is not set: name a .jsonl file with a text for each document.")
-        text_key, title_key = config.get("text_key", "text"), config.get("title_key", "title")
+        text_key, title_key, self.top_k = settings["text_key"], settings["title_key"], settings["top_k"]
         self.documents = []
-        for origin, row in read_rows(config["corpus"]):
+        for origin, row in read_rows(settings["corpus"]):
             if not isinstance(row.get(text_key), str):
                 raise ValueError(f"{origin}: column {text_key!r} holds no text; config.text_key names another.")
             title = row.get(title_key)
@@ -83,6 +84,6 @@ class Search(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        best = self.index.best(parameters["query"], self.config.get("top_k", 3))
+        best = self.index.best(parameters["query"], self.top_k)
         texts = [f"[{rank}] {self.documents[place]}" for rank, place in enumerate(best, start=1)]
         return ToolResponse(text="\n\n".join(texts) or "Nothing was found."), 0.0, {}

@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from configs.errors import users_line
@@ -16,6 +15,7 @@ from workers.deadlines import Overdue, by_deadline, in_thread
 
 logger = logging.getLogger(__name__)
 
+warned: set[tuple[str, str | None]] = set()
 FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
 
 
@@ -92,10 +92,13 @@ class Toolbox:
         }
 
     async def close(self) -> None:
-        """Releases what was created."""
+        """Releases what was created; what a tool raises there is warned of, as its episode is over."""
         while self.instances:
             name, instance = self.instances.popitem()
-            await self._in_time(self.tools[name].release(instance, **self._kwargs(name, "release")))
+            try:
+                await self._in_time(self.tools[name].release(instance, **self._kwargs(name, "release")))
+            except Exception as error:
+                warn_once(name, error)
 
     async def _answer(self, call: ToolCall) -> tuple[str, float, str | None]:
         """(text for the policy, reward, kind of failure) of one call."""
@@ -110,7 +113,7 @@ class Toolbox:
         except Overdue:
             return f"Error: no answer in {self.settings.tool_timeout:g} seconds", 0.0, "timeout"
         except Exception as error:  # whatever the user's tool raises is an answer to the policy, and is counted
-            say_raised(call.name, type(error).__name__, str(error), users_line(error) or "")
+            warn_once(call.name, error)
             return f"Error when executing tool: {error}", 0.0, "raised"
         return response.text or "", reward, None
 
@@ -159,7 +162,10 @@ def truncated(text: str, limit: int, side: str) -> str:
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
-@cache
-def say_raised(name: str, kind: str, message: str, place: str) -> None:
-    """Warns once of what a tool raised: it goes to the policy, which is not who can mend it."""
-    logger.warning("the tool %s raised %s: %s%s", name, kind, message, f" ({place})" if place else "")
+def warn_once(name: str, error: Exception) -> None:
+    """Warns of what a tool raised, once for each line: the policy, which is told, is not who can mend it."""
+    place = users_line(error)
+    if (name, place) not in warned:
+        warned.add((name, place))
+        where = f" ({place})" if place else ""
+        logger.warning("the tool %s raised %s: %s%s", name, type(error).__name__, error, where)
