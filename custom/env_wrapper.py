@@ -21,7 +21,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.loader import notice
 from custom.process_env import ProcessEnv
-from custom.text_env import EnvState, TextEnv
+from custom.text_env import EnvState, TextEnv, split_id
 from data.import_utils import load_module
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
@@ -134,7 +134,7 @@ def make_env(
     good as unset; the others go to gymnasium (FrozenLake slips unless told `is_slippery=False`). Episodes are played in
     so many `processes` of their own (0: in this one), each step in at most `timeout` seconds.
     """
-    module, _, name = env_id.rpartition(":")
+    module, name, _ = split_id(env_id)
     if module:
         load_module(module)  # registers the id, and may add the entry
     entry, env_kwargs = dict(ENVIRONMENTS.get(name, {})), {}
@@ -172,7 +172,7 @@ def make_text_env(
 
     In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.
     """
-    module, _, name = env_id.rpartition(":")
+    module, name, _ = split_id(env_id)
     if module:
         load_module(module)
     functions = {"observation_to_text": obs_to_text, "text_to_action": text_to_action}

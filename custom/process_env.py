@@ -6,20 +6,23 @@ the actions since restore everything.
 """
 
 import itertools
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
 from configs.errors import users_line
-from custom.text_env import EnvState, TextEnv
+from custom.text_env import EnvState, TextEnv, split_id
 from data.import_utils import load_module
 
 START_SECONDS = 300.0  # for a process to import and build the environment
@@ -136,15 +139,17 @@ class Process:
 
     def start(self) -> None:
         """Starts the process, if there is none or it has ended."""
-        if self._process is not None and self._process.is_alive():
+        if self._process is not None and self._process.poll() is None:
             return
-        context = multiprocessing.get_context("forkserver")  # forks of a process that has no GPU and no threads
-        self._connection, theirs = context.Pipe()
-        module = self.environment.env_id.rpartition(":")[0]
-        given = (theirs, module, cloudpickle.dumps(self.environment))
-        self._process = context.Process(target=serve, args=given, daemon=True, name=self.environment.env_id)
-        self._process.start()
+        self._connection, theirs = Pipe()
+        # A plain child: multiprocessing would run the user's main script in it once more.
+        program = (
+            f"import sys; sys.path[:] = {sys.path}; from custom.process_env import serve; serve({theirs.fileno()})"
+        )
+        self._process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
         theirs.close()
+        module, _, _ = split_id(self.environment.env_id)
+        self._connection.send((os.getpid(), module, cloudpickle.dumps(self.environment)))
         self.life += 1
         self._answer(START_SECONDS, f"{self.environment.env_id}, to be built in a process of its own")
 
@@ -156,7 +161,7 @@ class Process:
             result, error, trace = self._connection.recv()
         except EOFError:
             self._end()
-            code = self._process.exitcode
+            code = self._process.returncode
             raise RuntimeError(f"{what}: its process ended, with exit code {code}") from None
         if error is not None:
             error.add_note(f"in the environment's process:\n{trace}")
@@ -166,7 +171,7 @@ class Process:
     def _end(self) -> None:
         self._connection.close()
         self._process.kill()
-        self._process.join()
+        self._process.wait()
 
 
 def told(story: Story) -> str:
@@ -175,12 +180,14 @@ def told(story: Story) -> str:
     return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
 
 
-def serve(connection: Connection, module: str, pickled: bytes) -> None:
+def serve(file_descriptor: int) -> None:
     """The life of a process: plays on in one episode at each call; answers result, exception and traceback.
 
     An exception that is not one of those that a `TextEnv` raises ends the process.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    connection = Connection(file_descriptor)
+    parent, module, pickled = connection.recv()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     if module:
         load_module(module)  # registers the id, and is where the pickled functions are
     environment: TextEnv = cloudpickle.loads(pickled)
@@ -210,7 +217,8 @@ def played(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, st
         return None, raised, traceback.format_exc()
 
 
-def end_with_parent() -> None:
-    """Ends this process as soon as the run's own has ended, however that came and whatever is stuck here."""
-    multiprocessing.parent_process().join()
+def end_with(parent: int) -> None:
+    """Ends this process soon after `parent`, however that ended and whatever is stuck here."""
+    while os.getppid() == parent:
+        time.sleep(1)
     os._exit(1)

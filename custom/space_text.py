@@ -145,6 +145,14 @@ def number_text(value: float, low: float, high: float) -> str:
     return text if float(text) else text.removeprefix("-")
 
 
+class AnswerSpace(gym.Space[str]):
+    """Answers that an environment takes as they are; `instruction` says what to answer, `contains` what is legal."""
+
+    def __init__(self, instruction: str) -> None:
+        super().__init__(dtype=str)
+        self.instruction = instruction
+
+
 @dataclass(frozen=True)
 class Slot:
     """One number of an action."""
@@ -183,11 +191,11 @@ def slots(space: gym.Space, name: str = "") -> Iterator[Slot]:
 
 
 def read_action(space: gym.Space, text: str) -> Any | None:
-    """The plain action that an answer asks for, or None: the answer itself for a Text, else its last numbers.
+    """The plain action that an answer asks for, or None: for spaces of texts the answer, else its last numbers.
 
     What lies beyond the bounds of a Box counts as at them; elsewhere no number may be out of range.
     """
-    if isinstance(space, spaces.Text):
+    if isinstance(space, spaces.Text | AnswerSpace):
         return text.strip()
     wanted = [*slots(space)]
     found = NUMBER.findall(text)[-len(wanted) :]
@@ -236,6 +244,8 @@ def action_text(space: gym.Space, action: Any) -> str:
 
 def how_to_answer(space: gym.Space) -> str:
     """The instruction that goes with `read_action`."""
+    if isinstance(space, AnswerSpace):
+        return space.instruction
     if isinstance(space, spaces.Text):
         return f"Answer with a text of at most {space.max_length} characters."
     wanted = [*slots(space)]

@@ -52,6 +52,15 @@ class EnvState:
         return f"{self.feedback}\n{self.text}" if self.feedback else self.text
 
 
+def split_id(env_id: str) -> tuple[str, str, dict[str, Any]]:
+    """The module that registers an id ("": none need be loaded), gymnasium's id, and arguments that come with it."""
+    scheme, _, url = env_id.partition(":")
+    if scheme == "openenv":
+        return "custom/examples/openenv_env.py", "OpenEnv-v0", {"url": url}
+    module, _, name = env_id.rpartition(":")
+    return module, name, {}
+
+
 def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
     """`length` random plain actions of `env`, fixed by `seed`."""
     env.action_space.seed(seed)
@@ -451,8 +460,8 @@ class TextEnv:
 
     def _make(self, layout: Layout) -> gym.Env:
         """The real environment, without gymnasium's own step limit (ours is max_turns) and its checks at every step."""
-        settings = {**self.env_kwargs, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
-        module, _, name = self.env_id.rpartition(":")
+        module, name, given = split_id(self.env_id)
+        settings = {**self.env_kwargs, **given, **dict(layout), "max_episode_steps": -1, "disable_env_checker": True}
         if module and name not in gym.registry:
             load_module(module)
         try:

@@ -1,0 +1,204 @@
+"""The examples of custom/examples/, each with the real package, where it is installed (requirements-envs.txt)."""
+
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.paths import ROOT
+from custom.env_wrapper import make_env
+from custom.text_env import split_id
+
+MINIGRID = "custom/examples/minigrid_env.py:"
+TICTACTOE = "custom/examples/textarena_env.py:TicTacToe-v0"
+
+
+@pytest.mark.parametrize(
+    ("package", "env_id"),
+    [("minigrid", f"{MINIGRID}MiniGrid-Empty-5x5-v0"), ("textarena", TICTACTOE), ("openenv", "openenv:http://x")],
+)
+def test_without_its_package_an_example_says_what_to_install(package, env_id):
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\nfrom custom.env_wrapper import make_env\nmake_env({env_id!r})"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"needs the package {package}: pip install -r requirements-envs.txt" in ran.stderr
+
+
+def test_an_empty_room_is_a_map_to_walk_through():
+    pytest.importorskip("minigrid")
+    env = make_env(f"{MINIGRID}MiniGrid-Empty-5x5-v0")
+    first = env.reset(0)
+    assert first.endswith("#####\n#>..#\n#...#\n#..G#\n#####\nMission: get to the green goal square.")
+    turned = env.step("I turn right.")[0]
+    assert turned.startswith("#####\n#v..#\n")
+    for answer in ("forward", "forward", "left", "forward"):
+        env.step(answer)
+    _, reward, terminated, _, info = env.step("forward")
+    assert terminated and 0.9 < reward < 1.0 and info["success"] and info["turns"] == 6
+
+
+def test_doors_keys_and_what_is_carried_are_told():
+    pytest.importorskip("minigrid")
+    env = make_env(f"{MINIGRID}MiniGrid-DoorKey-5x5-v0")
+    for seed in range(10):
+        text = env.start_state(seed).text
+        assert "K yellow key" in text and "L yellow door" in text and text.count("G") == 1
+    state, told = env.get_state(0), set()
+    assert env.get_state(0) == state
+    env.reset(3)
+    for action in np.random.default_rng(0).integers(7, size=100).tolist():
+        told.add(env.act(action)[0].rpartition("\n")[2])
+    assert "You carry a yellow key." in told
+
+
+def play_tictactoe(env, seed: int) -> tuple[float, dict]:
+    """The first free cell, always."""
+    shown, reward, info = env.reset(seed), 0.0, {"end_reason": None}
+    while info["end_reason"] is None:
+        cells = shown.rpartition("\n\n")[2]
+        shown, reward, _, _, info = env.step(min(cell for cell in cells if cell.isdigit()))
+    return reward, info
+
+
+def test_the_opponent_moves_by_the_seed_and_the_better_one_loses_less():
+    pytest.importorskip("textarena")
+    outcomes = {}
+    for opponent in ("random", "greedy"):
+        env = make_env(TICTACTOE, opponent=opponent)
+        random.seed(5)
+        played = [play_tictactoe(env, seed)[0] for seed in range(60)]
+        after = random.random()
+        random.seed(99)  # somebody else's draws change nothing, nor do ours change theirs
+        assert [play_tictactoe(env, seed)[0] for seed in range(60)] == played
+        random.seed(5)
+        assert after == random.random()
+        outcomes[opponent] = sum(played)
+        assert set(played) <= {-1.0, 0.0, 1.0}
+    assert outcomes["random"] > outcomes["greedy"]
+    boards = {make_env(TICTACTOE).reset(seed).rpartition("\n\n")[2].count("O") for seed in range(8)}
+    assert boards == {0, 1}  # who begins
+
+
+def test_an_occupied_cell_is_forgiven_once_by_the_games_own_rule():
+    pytest.importorskip("textarena")
+    env = make_env(TICTACTOE)
+    board = env.reset(1).rpartition("\n\n")[2]
+    cell = next(cell for cell in "012345678" if cell in board)
+    env.step(cell)
+    first, second = env.step(cell), env.step(cell)
+    assert (first[1], first[2]) == (0.0, False) and (second[1], second[2]) == (-1.0, True)
+    assert second[4]["end_reason"] == "terminated" and second[4]["success"] is False
+
+
+SERVER = """
+import sys
+
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+from pydantic import Field
+
+
+class Guess(Action):
+    number: int
+
+
+class Hint(Observation):
+    hint: str = ""
+
+
+class Order(Action):
+    item: str = Field(description="what to buy")
+    count: int = 1
+
+
+class Guessing(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **given):
+        self.secret, self.tries = (seed or 0) % 10, 0
+        return Hint(hint="a number below 10")
+
+    def step(self, action, timeout_s=None, **given):
+        if isinstance(action, Order):
+            return Hint(hint=f"{action.count} x {action.item}", done=True, reward=float(action.count))
+        self.tries += 1
+        if action.number == self.secret:
+            return Hint(hint="right", done=True, reward=1.0)
+        return Hint(hint="too low" if action.number < self.secret else "too high", reward=-0.1)
+
+    @property
+    def state(self):
+        return State(step_count=self.tries)
+
+
+kind = {"guess": Guess, "order": Order}[sys.argv[2]]
+uvicorn.run(create_app(Guessing, kind, Hint, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator:
+    """Starts a real OpenEnv server on loopback; returns its URL."""
+    running = []
+
+    def start(kind: str) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        file = tmp_path / "server.py"
+        file.write_text(SERVER)
+        running.append(subprocess.Popen([sys.executable, str(file), str(port), kind]))
+        url = f"http://127.0.0.1:{port}"
+        while running[-1].poll() is None:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                return url
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError("the server did not start")
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def test_an_openenv_server_plays_episodes_by_its_url(serve):
+    pytest.importorskip("openenv")
+    env = make_env(f"openenv:{serve('guess')}", max_turns=5)
+    twin = env.clone()
+    assert env.reset(7) == "Answer with the number, a number.\n\na number below 10" and twin.reset(3) == env.prompt
+    assert env.step("I say 5")[:3] == ("too low", -0.1, False)
+    assert twin.step("5")[:2] == ("too high", -0.1)  # a session of its own
+    text, _, _, _, info = env.step("no idea")
+    assert text == "That was no legal action.\ntoo low" and info["invalid"] == 1
+    text, reward, terminated, _, info = env.step("7")
+    assert (text, reward, terminated) == ("right", 1.0, True) and info["return"] == pytest.approx(0.9)
+    assert env.reset(8) and env.step("8")[2]
+    for one in (env, twin):
+        one.close()
+    with pytest.raises(ValueError, match="not repeatable"):
+        env.get_state(0)
+
+
+def test_an_action_of_several_fields_is_a_json_object(serve):
+    pytest.importorskip("openenv")
+    env = make_env(f"openenv:{serve('order')}")
+    assert 'JSON object: {"item": "what to buy", "count": "integer"}.' in env.reset(0)
+    for wrong in ("two apples", '{"count": 2}', '{"item": 3}', '{"item": "apple", "price": 1}', "[1]", "{" * 9999):
+        assert env.step(wrong)[4]["action"] is None
+    assert env.step('Well: {"item": "apple", "count": 2}!')[:3] == ("2 x apple", 2.0, True)
+    env.close()
+
+
+def test_ids_say_what_registers_them():
+    assert split_id("openenv:http://a:80")[1:] == ("OpenEnv-v0", {"url": "http://a:80"})
+    assert split_id("my.module:Game-v0") == ("my.module", "Game-v0", {}) and split_id("Game-v0")[0] == ""
