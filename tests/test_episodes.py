@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+import main
 from configs.schema import AlgorithmConfig
 from data.files import dump_jsonl
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from tests.batches import Turn, episode_batch, random_groups
+from tests.runs import compose, learning_metrics, short_run
 from training import show_episodes
 from training.advantage import compute_advantage, kl_in_reward
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
@@ -416,3 +418,26 @@ def test_a_long_episode_loses_its_middle():
     assert show_episodes.shortened(turns[:8], 8) == [*enumerate(turns[:8])]
     short = show_episodes.shortened(turns, 8)
     assert [number for number, _ in short] == [0, 1, 2, 3, 42, 46, 47, 48, 49] and short[4] == (42, None)
+
+
+# A run
+
+
+@pytest.mark.parametrize(("history", "estimator"), [("turns", "turn_gae"), ("transcript", "grpo")])
+def test_a_run_on_episodes_logs_and_keeps_them(history, estimator, tiny_model, tmp_path):
+    overrides = ["env.mode=episode", f"env.history={history}", f"algorithm.adv_estimator={estimator}"]
+    lengths = ["data.max_response_length=96", "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=2"]
+    files = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.total_training_steps=1"]
+    main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides, *lengths, *files)))
+    metrics = learning_metrics(tmp_path / "run")[1]
+    episodes = read_episodes(tmp_path / "rollouts" / "1.jsonl")
+    assert len(episodes) == 4 * 2 and len({samples[0].extras["uid"] for samples in episodes}) == 4
+    turns = [max(samples[-1].turns) + 1 for samples in episodes]
+    assert [len(samples) for samples in episodes] == (turns if history == "turns" else [1] * 8)
+    assert metrics["episode/FrozenLake-v1/num_turns/mean"] == metrics["num_turns/mean"] == np.mean(turns) > 1
+    said = sum(sum(sample.policy_mask) for samples in episodes for sample in samples)
+    assert metrics["episode/tokens/policy/mean"] == said / 8
+    returns = [sum(sum(sample.rewards) for sample in samples) for samples in episodes]
+    assert metrics["critic/score/mean"] == pytest.approx(np.mean(returns))
+    seeds = [samples[0].extras["reset_seed"] for samples in episodes]
+    assert seeds[::2] == seeds[1::2] and len({*seeds}) == 4
