@@ -87,7 +87,7 @@ class CustomEnvDataset(RLHFDataset):
 
     def turn_messages(self, state: EnvState) -> list[dict[str, Any]]:
         """The messages that show `state` to the policy after an action, where it has all before it in view."""
-        return [{"role": "user", "content": state.text}]
+        return [{"role": "user", "content": state.reply}]
 
     def expected_answer(self, state: EnvState) -> str | None:
         """The answer of an optimal player, where the environment can tell."""

@@ -34,6 +34,7 @@ class Environment(ActionReader, Protocol):
     """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
 
     env_id: str
+    repeatable: bool  # whether a reset to the same seed leads to the same state
     state: Any  # where the running episode is
 
     def reset(self, seed: int, actions: Any = ()) -> str:
@@ -48,6 +49,9 @@ class Environment(ActionReader, Protocol):
 
     def clone(self) -> "Environment":
         """An independent environment with the same settings."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
 
 
 @runtime_checkable

@@ -114,6 +114,11 @@ class AgentLoop:
         timeout = None if settings.processes else settings.timeout  # processes keep it themselves
         return EnvEpisode(row, self.environments, self.turns_apart, timeout)
 
+    def close(self) -> None:
+        """Gives back what environments hold."""
+        if self.environments:
+            self.environments.close()
+
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""
         samples = [*chain.from_iterable(episodes)]

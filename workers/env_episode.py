@@ -1,5 +1,8 @@
 """Episodes of an environment: the policy acts, and is shown what came of it."""
 
+from collections.abc import Callable
+from typing import Any
+
 from training.game import Environment, Game
 from workers.deadlines import in_thread
 from workers.episodes import Episode, Reply, Row
@@ -18,6 +21,11 @@ class Environments:
     def give_back(self, environment: Environment) -> None:
         self.free.append(environment)
 
+    def close(self) -> None:
+        for environment in self.free:
+            environment.close()
+        self.free.clear()
+
 
 class EnvEpisode(Episode):
     """An episode from the state in `row`, in an environment of its own.
@@ -29,27 +37,44 @@ class EnvEpisode(Episode):
 
     def __init__(self, row: Row, environments: Environments, apart: bool, timeout: float | None) -> None:
         self.prompt_ids = row["raw_prompt_ids"]
-        self.start = row["extra_info"]["state"]
-        self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.start.seed}
+        self.seed, self.actions = row["extra_info"]["state"].seed, row["extra_info"]["state"].actions
+        self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.seed}
         self.environments, self.apart, self.timeout = environments, apart, timeout
         self.environment: Environment | None = None
         self.is_usable = False
 
+    async def start(self) -> None:
+        if not self.environments.game.environment.repeatable:  # it may not begin as the row has seen it
+            self.prompt_ids = await self._in_thread(self._begin)
+
     async def step(self, answer: str) -> Reply:
-        self.is_usable = False
-        reply = await in_thread(self._act, answer, deadline=self.timeout)
-        self.is_usable = True
-        return reply
+        return await self._in_thread(self._act, answer)
 
     async def close(self) -> None:
         if self.is_usable:  # not after an error, or while it hangs
             self.environments.give_back(self.environment)
 
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.is_usable = False
+        result = await in_thread(function, *arguments, deadline=self.timeout)
+        self.is_usable = True
+        return result
+
+    def _reset(self) -> None:
+        self.environment = self.environments.take()
+        self.environment.reset(self.seed, self.actions)
+
+    def _begin(self) -> list[int]:
+        """Token ids of the first prompt."""
+        self._reset()
+        prompt_ids = self.environments.game.dataset.encode_state(self.environment.state)
+        if prompt_ids is None:
+            raise ValueError("the first prompt is longer than data.max_prompt_length: raise it")
+        return prompt_ids
+
     def _act(self, answer: str) -> Reply:
-        """In another thread."""
         if self.environment is None:
-            self.environment = self.environments.take()
-            self.environment.reset(self.start.seed, self.start.actions)
+            self._reset()
         game = self.environments.game
         _, reward, _, _, info = self.environment.act(game.reader.extract_action(answer))
         columns = {"success": info["success"], "invalid_actions": info["invalid"]}

@@ -37,12 +37,15 @@ class Episode(ABC):
     """Whom the policy talks to.
 
     Attributes:
-        prompt_ids: what the policy is shown first.
+        prompt_ids: what the policy is shown first; known after `start`.
         columns: of its rows, before any answer; a reply's go over them.
     """
 
     prompt_ids: list[int]
     columns: Row
+
+    async def start(self) -> None:  # noqa: B027  (most have nothing to do)
+        """What has to be done before the first answer. May raise, as `step`."""
 
     @abstractmethod
     async def step(self, answer: str) -> Reply:
@@ -92,12 +95,14 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
     """
     samples, columns, turn, end_reason = [Sample(episode.prompt_ids)], dict(episode.columns), 0, None
     try:
+        await unless_failed(episode.start())
+        samples = [Sample(episode.prompt_ids)]
         while end_reason is None:
             sample = samples[-1]
             room = limits.response - len(sample.token_ids)
             done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
             sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
-            reply = await replied(episode, chat.text(done.token_ids))
+            reply = await unless_failed(episode.step(chat.text(done.token_ids)))
             sample.rewards[-1] += reply.reward
             columns |= reply.columns
             end_reason = reply.end_reason
@@ -124,16 +129,16 @@ def go_on(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | N
     return None
 
 
-async def replied(episode: Episode, text: str) -> Reply:
-    """What the episode replies to `text`; raises EpisodeFailed for whatever else it does."""
+async def unless_failed(work: Awaitable[Any]) -> Any:
+    """The result of what an episode does; raises EpisodeFailed for whatever that raises."""
     try:
-        return await episode.step(text)
+        return await work
     except TimeoutError as error:
         raise EpisodeFailed("timeout", str(error)) from error
     except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
-        place = users_line(error)
-        where = f" (at {place})" if place else ""
-        raise EpisodeFailed("env_error", f"{type(error).__name__}: {error}{where}") from error
+        said, place = f"{type(error).__name__}: {error}", users_line(error)
+        where = f" (at {place})" if place and "(at " not in said else ""
+        raise EpisodeFailed("env_error", said + where) from error
 
 
 def finished(

@@ -69,7 +69,7 @@ class ModelWorker:
     def close(self) -> None:
         """Gives back what would outlive this object in its process: the engine's things."""
         if "rollout" in self.roles:
-            self.roles["rollout"].engine.close()
+            self.roles["rollout"].close()
 
     def _train(self, module: PreTrainedModel, optim: OptimConfig, steps: int) -> TrainEngine:
         return TrainEngine(module, optim, steps, self.device, self.dtype)
@@ -120,6 +120,11 @@ class ColocatedRollout:
                 return generate_batch(self.engine, prompts, sampling, seed, first_row)
             finally:
                 self.engine.sleep()
+
+    def close(self) -> None:
+        self.engine.close()
+        if "agent_loop" in vars(self):
+            self.agent_loop.close()
 
     def update_weights(self, version: int) -> None:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""
