@@ -4,11 +4,12 @@
 
 writes rows (train.jsonl, val.jsonl), demonstrations for a warm start (demonstrations.jsonl), and the random weights to
 begin with (random_model/). A question is `34*57=?`; a call is `calc(34*57)`, in the format `plain`; then the policy
-repeats the result. In a demonstration most questions are answered by a guess, and few by a call: what pays is left to
-be found out. The reward is custom/arithmetic.py's: the last number of the answer.
+repeats the result. In a demonstration most questions are answered by a guess (the product of rounded numbers), and few by
+a call: what pays is left to be found out. The reward is custom/arithmetic.py's: the last number of the answer.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from data.tool_parsers import ToolParser
 SOURCE = "calculator"
 TOOL = "calc"  # as configs/tools/calculator.yaml calls it
 TRAIN, VAL, DEMONSTRATIONS = 3000, 200, 12_000
-CALLS = 0.06  # of the demonstrated questions, the share that is answered by a call
+CALLS = 0.15  # of the demonstrated questions, the share that is answered by a call
 
 
 def draw(rng: np.random.Generator) -> Question:
@@ -73,7 +74,7 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
         if rng.random() < CALLS:
             turns = [answered(call), {"role": "tool", "name": TOOL, "content": result}, answered(result)]
         else:
-            turns = [answered(str(rng.integers(100, 9802)))]
+            turns = [answered(str(math.prod(round(term, -1) for term in question.terms)))]
         rows.append({"messages": [*asked(question), *turns]})
     return rows
 

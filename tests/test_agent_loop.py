@@ -117,9 +117,8 @@ def test_an_episode_by_hand(history: str):
     batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: next(answers)), [11])
     turns = ["<|user|>0<|end|><|assistant|>2<|end|>", "<|user|>2<|end|><|assistant|>?<|end|>"]
     turns += ["<|user|>2<|end|><|assistant|>1<|end|>", "<|user|>3<|end|><|assistant|>2<|end|>"]
-    assert [row_text(batch, row) for row in range(len(batch))] == (
-        ["".join(turns)] if history == "transcript" else turns
-    )
+    whole = "".join([*turns[:2], turns[2].replace("2", "That was no legal action.\n2", 1), turns[3]])
+    assert [row_text(batch, row) for row in range(len(batch))] == ([whole] if history == "transcript" else turns)
     policy = [TOKENIZER.decode(ids[mask == 1]) for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
     assert "".join(policy) == "2<|end|>?<|end|>1<|end|>2<|end|>"
     paid = batch.token_level_scores[batch.response_mask == 1].tolist()
