@@ -67,7 +67,7 @@ def measure(
     return seconds, prefilled
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=[*VOCABULARY], default="1m", help="of a Llama with random weights (1m)")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model in its place")
@@ -78,7 +78,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--told", type=int, default=32, help="tokens that follow each answer (32)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds that are counted (3)")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def start_engine(arguments: argparse.Namespace) -> HFRollout:

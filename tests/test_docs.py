@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks import rollout
+from benchmarks import multi_turn, rollout
 from benchmarks.step import measure
 from configs.legacy import RENAMED
 from configs.loader import known_keys, renamed_key
@@ -253,3 +253,14 @@ def test_benchmark_compares_engines_by_turns():
         assert case["hf_to"] == {"generate": pytest.approx((generate[0] / hf[0] + generate[1] / hf[1]) / 2)}
         assert {"prompts", "steps", "sampling"} <= set(case["hf_phases"]) and sum(case["hf_phases"].values()) < sum(hf)
     assert rollout.table(figures).splitlines()[0].endswith("| hf, tokens/s | generate, tokens/s | hf : generate |")
+
+
+def test_benchmark_of_turns_prefills_what_is_new():
+    """Of 4 episodes: prompts of 6, 11 and 16 tokens, or the first, and then twice 3 told and the last of an answer."""
+    sizes = "--episodes 4 --turns 3 --prompt-tokens 6 --answer 2 --told 3 --repeats 1"
+    arguments = multi_turn.read_arguments(sizes.split())
+    engine = multi_turn.start_engine(arguments)
+    for pauses in (1, 5):
+        seconds, prefilled = multi_turn.measure(engine, arguments, pauses)
+        assert prefilled == {False: 4 * (6 + 11 + 16), True: 4 * (6 + 2 * (3 + 1))}
+        assert [len(seconds[keeps]) for keeps in (False, True)] == [1, 1]
