@@ -4,8 +4,8 @@
 
 writes rows (train.jsonl, val.jsonl), demonstrations for a warm start (demonstrations.jsonl), and the random weights to
 begin with (random_model/). A question is `34*57=?`; a call is `calc(34*57)`, in the format `plain`; then the policy
-repeats the result. In a demonstration most questions are answered by a guess (the product of rounded numbers), and few by
-a call: what pays is left to be found out. The reward is custom/arithmetic.py's: the last number of the answer.
+repeats the result. In a demonstration most questions are answered by a guess (the product of rounded numbers), and few
+by a call: what pays is left to be found out. The reward is custom/arithmetic.py's: the last number of the answer.
 """
 
 import argparse
