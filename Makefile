@@ -38,7 +38,7 @@ quickstart: setup  ## train an agent on FrozenLake (SEED=0 CONFIG=frozenlake)
 smollm2: setup  ## train SmolLM2-135M on arithmetic (SEED=0 TASK=arithmetic or chain_sum)
 	$(RUN) -m scripts.smollm2 --seed $(SEED) --task $(TASK)
 
-multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, or blackjack, cliffwalking, calculator_tool)
+multiturn: setup  ## train in whole episodes (SEED=0 GAME=frozenlake_multiturn, or blackjack, cliffwalking, taxi, calculator_tool)
 	$(RUN) -m scripts.multiturn --seed $(SEED) --task $(GAME)
 
 algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0)

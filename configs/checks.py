@@ -6,7 +6,7 @@ from pathlib import Path
 from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
-from configs.multi_turn import check_multi_turn
+from configs.multi_turn import check_episodes, check_multi_turn
 from configs.paths import find_path
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
@@ -20,6 +20,7 @@ def check_config(config: Config) -> None:
     check_workers(config)
     check_engine(config.actor_rollout_ref.rollout)
     check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
+    check_episodes(config)
     check_policy(config)
     check_trainer(config)
     if not config.trainer.val_only:  # which only reads there

@@ -1,10 +1,10 @@
-"""Whom the policy talks to, and whether there is somebody: checked before torch is imported."""
+"""Whom the policy talks to, whether there is somebody, and who pays: checked before torch is imported."""
 
 from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.paths import find_path
-from configs.schema import MultiTurnConfig
+from configs.schema import Config, MultiTurnConfig
 
 
 def check_multi_turn(settings: MultiTurnConfig, env_id: str | None) -> None:
@@ -32,4 +32,23 @@ def check_multi_turn(settings: MultiTurnConfig, env_id: str | None) -> None:
         raise ConfigError(
             f"{key} names {', '.join(files)}, and env.id={env_id}: tools and simulated users go with rows of "
             "data.train_files. Take one of the two back."
+        )
+
+
+def check_episodes(config: Config) -> None:
+    """Raises ConfigError for settings that whole episodes of an environment would pass over."""
+    if config.env.mode != "episode":
+        return
+    if config.env.id is None:
+        raise ConfigError("env.mode=episode: there is no environment to play. Set env.id, e.g. env.id=FrozenLake-v1.")
+    if config.reward.custom_reward_function.path:
+        raise ConfigError(
+            f"reward.custom_reward_function.path={config.reward.custom_reward_function.path}, and env.mode=episode: "
+            "the environment pays for its episodes. Have it pay otherwise (a gymnasium wrapper), or train on single "
+            "states: env.mode=step."
+        )
+    if config.env.val_size:
+        raise ConfigError(
+            f"env.val_size={config.env.val_size}, and env.mode=episode: there are no single states to validate on. Set "
+            "env.val_episodes, and env.val_size=0."
         )

@@ -118,6 +118,7 @@ TASKS = {
     "frozenlake_multiturn": Task(partial(demonstrations_of, drifter), "val-core/FrozenLake-v1/acc/mean@1"),
     "blackjack": Task(partial(demonstrations_of, guesser), "val-aux/Blackjack-v1/return/mean@1"),
     "cliffwalking": Task(partial(demonstrations_of, learner), "val-aux/CliffWalking-v1/return/mean@1"),
+    "taxi": Task(partial(demonstrations_of, learner), "val-aux/Taxi-v4/return/mean@1"),
     "calculator_tool": Task(
         lambda config: calculator_task.demonstrations(calculator_task.DEMONSTRATIONS, config.trainer.seed),
         f"val-core/{calculator_task.SOURCE}/acc/mean@1",

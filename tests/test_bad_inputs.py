@@ -102,6 +102,10 @@ class Game(gym.Env):
 gym.register("Forgetful-v0", Game)
 """
 BEFORE_ANYTHING_STARTS = [
+    Case("episodes of nothing", "env.mode=episode", "env.mode=episode: there is no environment to play", "Set env.id"),
+    Case("episodes scored twice", "env.mode=episode reward.custom_reward_function.path=DIR/score.py",
+         "the environment pays for its episodes", env=True),
+    Case("states of episodes", "env.mode=episode env.val_size=4", "no single states to validate on", env=True),
     Case("misspelt key", "trainer.sed=1", "unknown key 'trainer.sed'", "Did you mean 'trainer.seed'"),
     Case("wrong type", "trainer.seed=one", "trainer.seed='one'", "could not be converted to Integer"),
     Case("bad choice", "data.truncation=top", "must be one of error, left, right, middle"),
