@@ -25,6 +25,7 @@ from training.game import ENVIRONMENT, Game, begin_episodes
 from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout
+from workers.env_episode import EnvEpisode
 from workers.hf.rollout import HFRollout
 from workers.kernels.packed_attention import Packed
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatchSize, cut
@@ -260,6 +261,18 @@ def test_one_that_raises_once_is_played_again_from_its_seed(trouble: dict[int, s
     config, game = counting()
     batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101, 102])
     assert raised and list(batch.end_reason) == ["terminated"] * 2 and list(batch.episode_return) == [6.0, 6.0]
+
+
+def test_one_that_cannot_be_closed_is_reported_and_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def close(self: EnvEpisode) -> None:
+        raise OSError("the door is stuck")
+
+    monkeypatch.setattr(EnvEpisode, "close", close)
+    config, game = counting()
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101])
+    assert batch.episode_return[0] == 6 and "could not be closed: OSError: the door is stuck" in caplog.text
 
 
 def test_all_environments_step_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ its draws depend on its row and number alone.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,10 +24,11 @@ from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Game, data_sett
 from training.roles import SamplingParams
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments
-from workers.episodes import Episode, Limits, Row, SingleAnswer, play
+from workers.episodes import Episode, EpisodeFailed, Limits, Row, SingleAnswer, play, unless_failed
 from workers.rollout import Completion, Rollout
 from workers.tool_episode import ToolEpisodes
 
+logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # at an episode whose other side raises
 
 
@@ -99,7 +101,7 @@ class AgentLoop:
                 samples = await play(episode, policy.answer, self.chat, self.limits)
             finally:
                 policy.pump.forget(policy.row)
-                await episode.close()
+                await close(episode)
             if samples[0].end_reason != "env_error":
                 break
         return samples
@@ -135,6 +137,14 @@ class AgentLoop:
         began = prompts.select_idxs(source)
         began.non_tensor_batch["raw_prompt_ids"] = object_array([sample.prompt_ids for sample in samples])
         return batch.union(began)
+
+
+async def close(episode: Episode) -> None:
+    """Closes an episode, whose rows are there already: one that fails to close is reported, and costs nothing."""
+    try:
+        await unless_failed(episode.close())
+    except EpisodeFailed as failure:
+        logger.warning("an episode could not be closed: %s", failure)
 
 
 def rows_of(prompts: DataProto) -> list[Row]:
