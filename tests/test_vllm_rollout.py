@@ -37,6 +37,8 @@ def test_settings_become_those_of_vllm_and_engine_kwargs_have_the_last_word(wide
     with torch.autocast("cpu", torch.bfloat16):
         found = engine_settings(narrow, model)
     assert (found["max_model_len"], found["max_num_seqs"], found["dtype"]) == (80, 100, "bfloat16")
+    found = engine_settings(RolloutConfig(max_num_seqs=8, max_num_batched_tokens=16, **LENGTHS), model)
+    assert (found["max_num_batched_tokens"], found["enable_chunked_prefill"]) == (52, False)  # a prompt goes in whole
 
 
 def test_the_cache_on_a_cpu_holds_what_runs_side_by_side(wide_headed_model: Path):
@@ -97,6 +99,21 @@ def test_it_sleeps_and_wakes_in_one_order(
     rollout.add(Request(0, [5], SamplingParams(True, 1.0, -1, 1.0, 3), 0))
     with pytest.raises(AssertionError, match="requests are in flight"):
         rollout.sleep()
+
+
+@needs_vllm
+def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(wide_headed_model: Path):
+    """The third and the fourth prompt, which the budget would cut, wait for the next step."""
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    config = RolloutConfig(max_num_batched_tokens=64, max_num_seqs=8, **LENGTHS)
+    rollout = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    sampling = SamplingParams(True, 1.0, -1, 1.0, 4)
+    requests = [Request(number, [5 + number] * 25, sampling, number) for number in range(4)]
+    together = {done.id: done.token_ids for done in rollout.generate(requests)}
+    for request in requests:
+        [alone] = rollout.generate([request])
+        assert together[request.id] == alone.token_ids
+    rollout.close()
 
 
 @needs_vllm

@@ -231,6 +231,9 @@ def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, 
         check_head_size(text)
         cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
         settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
+        # A prompt that is cut draws a token to no purpose, and vLLM cannot put a CPU's generator back behind that.
+        whole = max(config.max_num_batched_tokens, settings["max_model_len"])
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
     own = config.engine_kwargs.get("vllm") or {}
     return settings | {name: value for name, value in own.items() if value is not None}
 
