@@ -95,7 +95,7 @@ class RaggedBatch:
 @pytest.mark.usefixtures("restored_registries")
 class TestRegistries:
     def test_enum_members_are_strings_named_by_their_upper_case_form(self):
-        assert len(AdvantageEstimator) == 14
+        assert len(AdvantageEstimator) == 15
         assert all(member == member.name.lower() == member.value for member in AdvantageEstimator)
         assert isinstance(AdvantageEstimator.GRPO, str) and f"{AdvantageEstimator.GRPO}" == "grpo"
 
@@ -118,7 +118,7 @@ class TestRegistries:
 
     @pytest.mark.parametrize("name", ["GRPO", "gpro"])
     def test_an_unknown_estimator_lists_the_known_ones(self, name):
-        with pytest.raises(ValueError, match=rf"^Unknown advantage estimator simply: {name}.*'gae', 'grpo'"):
+        with pytest.raises(ValueError, match=rf"^Unknown advantage estimator simply: {name}.*'gae', .*'grpo'"):
             get_adv_estimator_fn(name)
 
     def test_a_policy_loss_may_be_replaced(self):

@@ -232,15 +232,16 @@ def as_loaded(eager: PreTrainedModel) -> PreTrainedModel:
 
 
 def log_probs(eager: PreTrainedModel, batch: DataProto) -> list[Tensor]:
-    """Of each row's response, the row alone and without padding. Where a rope is to be that of the longest row, tokens
-    follow that nothing sees."""
+    """Of each row's response, the row alone and without padding; 0 of what is not the policy's. Where a rope is to be
+    that of the longest row, tokens follow that nothing sees."""
     found, changes = [], rope_changes(eager.config)
     for row in range(len(batch)):
         ids, prompt = unpadded(batch, row)
         behind = ids.new_zeros(LONGEST - len(ids) if changes else 0)
         with torch.no_grad():
             logits = eager(torch.cat([ids, behind]).unsqueeze(0)).logits[0, prompt - 1 : len(ids) - 1] / TEMPERATURE
-        found.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0])
+        own = batch.batch["response_mask"][row, : len(ids) - prompt]
+        found.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0] * own)
     return found
 
 

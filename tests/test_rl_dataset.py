@@ -148,7 +148,7 @@ def test_messages_without_a_template_become_lines_with_one_warning(untemplated, 
     expected = "system: Add.\nuser: 1+1?\nassistant:"
     assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
     assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
-    assert [record.name for record in caplog.records] == ["data.rl_dataset"]
+    assert [record.name for record in caplog.records] == ["data.chat"]
     with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
         encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
 
