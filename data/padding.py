@@ -58,7 +58,7 @@ class Sample:
         self.turns += [turn] * count
 
     def until(self, length: int) -> "Sample":
-        """The same prompt with the first `length` tokens of the response."""
+        """A sample of this prompt and the first `length` tokens of its response, with all that is known of each."""
         return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
 
     def fail(self) -> None:

@@ -107,11 +107,15 @@ def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -
 
 @dataclass(frozen=True)
 class Task:
-    """What is imitated (by its rows, with the settings `sft`), and the metric of the held-out episodes."""
+    """What is imitated (by its rows, with the settings `sft`), and the metric of the held-out episodes.
+
+    `files` writes, by a seed, the data files that the task's config names, where it names any.
+    """
 
     rows: Callable[[Config], Iterable[dict[str, Any]]]
     metric: str
     sft: str = "multiturn_sft"
+    files: Callable[[int], None] | None = None
 
 
 TASKS = {
@@ -123,6 +127,7 @@ TASKS = {
         lambda config: calculator_task.demonstrations(calculator_task.DEMONSTRATIONS, config.trainer.seed),
         f"val-core/{calculator_task.SOURCE}/acc/mean@1",
         "calculator_tool_sft",
+        partial(calculator_task.write_rows, CALCULATOR_ROWS),
     ),
 }
 
@@ -135,8 +140,8 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     task = TASKS[arguments.task]
     with refusals():
-        if task.sft == "calculator_tool_sft":
-            calculator_task.write_rows(CALCULATOR_ROWS, arguments.seed)  # first: they are checked with the config
+        if task.files:
+            task.files(arguments.seed)  # first: that they are there is checked with the config
         own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
         config = compose(Config, arguments.task, [*own, *arguments.overrides])
         check_config(config)

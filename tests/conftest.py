@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,3 +73,14 @@ def address(served: "Served", tiny_model: Path) -> Iterator[str]:
 
     with serving(served, compose(tiny_model)) as url:
         yield url
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    """write(name, text) makes a file of the test's own, of a text that may be indented; its path."""
+
+    def file(name: str, text: str) -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return str(tmp_path / name)
+
+    return file

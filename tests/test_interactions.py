@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import textwrap
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -27,15 +25,6 @@ from workers.tool_episode import ToolEpisode, ToolEpisodes
 GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
 TWICE = "{class_name: data.interactions.BaseInteraction}"
 SCRIPTED = "interaction: [{name: user, class_name: workers.interactions.scripted.ScriptedInteraction}]"
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def file(name: str, text: str) -> str:
-        (tmp_path / name).write_text(textwrap.dedent(text))
-        return str(tmp_path / name)
-
-    return file
 
 
 def row(**kwargs: Any) -> dict[str, Any]:

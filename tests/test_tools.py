@@ -4,10 +4,7 @@ import asyncio
 import json
 import random
 import re
-import textwrap
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -60,15 +57,6 @@ async def slow(seconds: float) -> str:
 def broken(x: int) -> int:
     """Fails."""
     raise RuntimeError(f"no {x}")
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def file(name: str, text: str) -> str:
-        (tmp_path / name).write_text(textwrap.dedent(text))
-        return str(tmp_path / name)
-
-    return file
 
 
 def toolbox(*tools: BaseTool, form: str = "hermes", **settings: Any) -> Toolbox:
