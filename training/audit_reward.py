@@ -18,6 +18,7 @@ PAYS = 0.2  # of what the right answers earn; as much, and an answer pays
 JUNK_CHARACTERS = 20_000
 FORMS = ("{}", "#### {}", r"\boxed{{{}}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>",
          r"<think>so</think><answer>{}</answer>", r"<think>so</think>\boxed{{{}}}")  # fmt: skip
+CONSTANT = "always"
 CONSTANTS = ("0", "1", "2", "10", "-1", "yes", "no", "A", "B", "true", "none", "nan", "inf")
 RIGHT = "the right answer"
 
@@ -59,10 +60,11 @@ def distinct(rows: list[Row]) -> list[Row]:
 def best_form(rows: list[Row], score: Score) -> tuple[str, list[Outcome]]:
     """The form in which right answers earn most, and what each of them came to; no outcomes where none is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
-    tried = {form: score([with_response(row, form.format(text)) for row, text in known]) for form in FORMS if known}
-    earned = {form: sum(o.score for o in outcomes if o.status == "ok") for form, outcomes in tried.items()}
-    form = max(earned, key=earned.__getitem__, default=FORMS[0])
-    return form, tried.get(form, [])
+    outcomes = score([with_response(row, form.format(text)) for form in FORMS for row, text in known]) if known else []
+    tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(FORMS)}
+    earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in FORMS}
+    form = max(FORMS, key=earned.__getitem__)
+    return form, tried[form]
 
 
 def right_answer(row: Row) -> str | None:
@@ -88,10 +90,8 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
     right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
     for constant in CONSTANTS:
         if constant.lower() not in right:
-            answers += [
-                (f'always "{constant}"', constant),
-                (f'always "{form.format(constant)}"', form.format(constant)),
-            ]
+            said = (constant, form.format(constant))
+            answers += [(f'{CONSTANT} "{text}"', text) for text in said]
     if truth is not None:
         other = "8" if truth == "7" else "7"
         answers.append((f'"{form.format("ANSWER or 7")}"', form.format(f"{truth} or {other}")))
@@ -117,7 +117,8 @@ def right_finding(outcomes: list[Outcome], least: float, form: str) -> Finding:
     paid = sum(outcome.score > least for outcome in outcomes)
     shown = form.format("ANSWER")
     if paid < len(outcomes):
-        why = f"does not pay for {len(outcomes) - paid} of {len(outcomes)} rows, in none of {len(FORMS)} forms"
+        unpaid = f"{len(outcomes) - paid} of {len(outcomes)} rows"
+        why = f"does not pay: no more than the worst answer in {unpaid}, in any of {len(FORMS)} forms"
         return Finding(RIGHT, earned, why, shown)
     return Finding(RIGHT, earned, "", shown)
 

@@ -128,6 +128,8 @@ def read_result(result: Any, seconds: float) -> Outcome:
     if isinstance(result, dict):
         extra = {name: value for name, value in result.items() if name != "score"}
         result = result.get("score")
+    with suppress(AttributeError, ValueError, RuntimeError):  # only numpy's numbers and tensors of one have it
+        result = result.item()
     if not isinstance(result, numbers.Real):
         said = f"it returned {reprlib.repr(result)}: a score is a number, or a dict with it as 'score'"
         return Outcome("error", said=said, seconds=seconds)

@@ -32,8 +32,10 @@ def main() -> None:
     with open(code_descriptor, "rb") as file:
         source = file.read().decode("utf-8", "replace")
     die_with_parent()
+    ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
     if unshare():
         with suppress(OSError):
+            stay(ids)
             make_rest_read_only(os.getcwd(), files_mb)
         become_first_process(ready)
     limit(seconds, memory_mb << 20, files_mb << 20)
@@ -62,15 +64,20 @@ def unshare() -> bool:
     """Leaves network, processes and mounts of everybody else; False: the system does not let users do so."""
     if sys.platform != "linux":
         return False
-    ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC) != 0:
-        return False
+    return libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC) == 0
+
+
+def stay(ids: dict[str, int]) -> None:
+    """Makes this process the user and the group that it was.
+
+    Raises:
+        OSError: the system does not let users do so.
+    """
     with open("/proc/self/setgroups", "w") as file:
         file.write("deny")
     for name, number in ids.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(f"{number} {number} 1")
-    return True
 
 
 def make_rest_read_only(folder: str, size_mb: int) -> None:
@@ -114,6 +121,8 @@ def limit(seconds: int, memory: int, size: int) -> None:
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
+        allowed = resource.getrlimit(kind)[1]  # whoever started this may be limited already
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(kind, (most, most))
 
 

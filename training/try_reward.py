@@ -18,7 +18,7 @@ from rich.text import Text
 from configs.errors import refusals
 from data.import_utils import load_extern_object, load_module
 from data.rows import Row, read_rows, with_labels
-from training.audit_reward import Finding, audit
+from training.audit_reward import CONSTANT, Finding, audit
 from training.reward_function import FunctionReward
 from training.reward_score import default_compute_score
 from training.row_scorer import Outcome, Scorer
@@ -26,6 +26,7 @@ from training.row_scorer import Outcome, Scorer
 NAMES = ("compute_score", "compute_reward")  # looked for without --name
 MOST_SHOWN, WIDTH = 40, 48  # rows of the table, characters of a text in it
 SECONDS = 60.0
+LOG_WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=SECONDS, metavar="S", help=f"for a response ({SECONDS:g})")
     parser.add_argument("--audit", action="store_true", help="score cheap answers and right ones")
     arguments = parser.parse_args(argv)
-    console = Console()
+    console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
     with refusals():
         reward = load_reward(arguments.reward, arguments.name)
         rows = read_views(arguments.data, needs_response=not arguments.audit)
@@ -75,22 +76,27 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
     views = []
     for origin, row in read_rows(data):
         row = with_labels(row, origin)
-        responses = row.get("responses", row.get("response"))
+        responses = first_of(row, "responses", "response")
         if responses is None and needs_response:
             has = sorted(name for name, value in row.items() if value is not None)
             raise ValueError(
                 f"{origin} has no response to score, in `response`, `responses` or `output`; it has {has}."
             )
         labels = row.get("reward_model") or {}
-        view = row | {"prompts": prompt_text(row), "ground_truths": labels.get("ground_truth", row.get("gts"))}
+        view = row | {"prompts": prompt_text(row), "ground_truths": first_of(row | labels, "ground_truth", "gts")}
         for response in responses if isinstance(responses, list) else [responses]:
             views.append(view | {"responses": response})
     return views
 
 
+def first_of(row: Row, *columns: str) -> Any:
+    """What the first of `columns` that holds anything holds: rows have the columns of all rows of their file."""
+    return next((row[column] for column in columns if row.get(column) is not None), None)
+
+
 def prompt_text(row: Row) -> str:
     """The prompt as one text: the contents of its messages, a line each."""
-    prompt = row.get("prompt", row.get("input")) or ""
+    prompt = first_of(row, "prompt", "input") or ""
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
@@ -124,9 +130,11 @@ def summary(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def audit_table(findings: list[Finding]) -> Table:
-    """A line for each kind of answer: what it earns, and why that is wrong."""
+    """A line for each kind of answer, of constants only for those that pay: what it earns, and why that is wrong."""
     table = Table("answer", "earns", "warning", "for example", box=None, pad_edge=False)
     for finding in findings:
+        if finding.answer.startswith(CONSTANT) and not finding.warning:
+            continue
         earned = "–" if finding.earned is None else f"{finding.earned:g}"
         table.add_row(*map(Text, (short(finding.answer), earned, finding.warning, short(finding.example))))
     return table

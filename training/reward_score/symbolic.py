@@ -82,7 +82,9 @@ def serve() -> None:
     """Answers questions until there are no more, or one takes too long."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MB << 20, MEMORY_MB << 20))
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]  # of whoever started this; it cannot be raised
+    memory = MEMORY_MB << 20 if allowed == resource.RLIM_INFINITY else min(MEMORY_MB << 20, allowed)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for question in sys.stdin:
         *formulas, seconds = json.loads(question)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal, unhandled, ends the process
