@@ -471,6 +471,9 @@ class TrainerConfig(Frozen):
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
+    dry_run: bool = setting(
+        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
+    )
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)

@@ -54,6 +54,7 @@ EXEMPT = {
         "custom/calculator_task.py": "a command",
         "custom/tiny_model.py": "a command",
         "main.py": "the batch arithmetic, at the start of a run",
+        "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",
         "training/main_server.py": "says where it serves",
         "training/ray_trainer.py": "says what a run resumes from, what a validation found, and what it leaves",
