@@ -1,6 +1,5 @@
 """trainer.dry_run=true: a step that changes and writes nothing, and shows what looks wrong."""
 
-
 import pytest
 import torch
 
