@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from workers.worker_group import start_command
 
 CALCULATOR_ROWS = Path("outputs/calculator")
 DOWN, RIGHT = 1, 2  # FrozenLake's actions
+STICK, HIT = 0, 1  # Blackjack's
 Player = Callable[[TextEnv, EnvState, np.random.Generator], int]
 
 
@@ -59,6 +61,13 @@ def drifter(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> 
 def guesser(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
     """Any action."""
     return int(rng.choice(environment.actions))
+
+
+def gambler(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
+    """Blackjack by feeling: hits on 11 or less in seven hands of ten, on 17 or more in three, else in every other."""
+    [total] = re.findall(r"sum to (\d+)", state.text)
+    hits = 0.7 if int(total) <= 11 else 0.3 if int(total) >= 17 else 0.5
+    return HIT if rng.random() < hits else STICK
 
 
 def learner(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
@@ -128,7 +137,7 @@ def lesson_of(player: Player, episodes: int, batch: int) -> Lesson:
 TASKS = {
     # Single maps first: a model that cannot read one yet is slow to learn it among the many of an episode.
     "frozenlake_multiturn": Task([WANDERERS_LESSON, lesson_of(drifter, 1200, 4)], "val-core/FrozenLake-v1/acc/mean@1"),
-    "blackjack": Task([lesson_of(guesser, 4800, 16)], "val-aux/Blackjack-v1/return/mean@1"),
+    "blackjack": Task([lesson_of(gambler, 4800, 16)], "val-aux/Blackjack-v1/return/mean@1"),
     "cliffwalking": Task([lesson_of(learner, 100, 16)], "val-aux/CliffWalking-v1/return/mean@1"),
     "taxi": Task([lesson_of(learner, 400, 16)], "val-aux/Taxi-v4/return/mean@1"),
     "calculator_tool": Task(
