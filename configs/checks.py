@@ -18,7 +18,7 @@ def check_config(config: Config) -> None:
     check_data(config)
     check_batches(config)
     check_workers(config)
-    check_engine(config.actor_rollout_ref.rollout)
+    check_engine(config.actor_rollout_ref.rollout, workers_asked_for(config.trainer))
     check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
     check_episodes(config)
     check_policy(config)

@@ -95,7 +95,6 @@ NO_EFFECT = {
     **{f"{section}.{name}": _WHOLE_MODEL for section in _FSDP_SECTIONS for name in _SHARDING},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "trainer.balance_batch": "workers always get shares of about equal work",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _WHOLE_ENGINE,
     "actor_rollout_ref.rollout.data_parallel_size": _WHOLE_ENGINE,
     "actor_rollout_ref.rollout.mode": "engines live in the process of their worker",
     "actor_rollout_ref.hybrid_engine": _BY_DESIGN,

@@ -310,6 +310,9 @@ class RolloutConfig(Frozen):
         "dummy",
         "With vllm: how its weights start (dummy: at random, or any of its formats); the actor's replace them.",
     )
+    tensor_model_parallel_size: int = setting(
+        1, "With vllm: workers that one engine is split over; it divides the number of all workers.", ge=1
+    )
     engine_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."
     )

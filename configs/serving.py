@@ -15,7 +15,11 @@ from configs.errors import ConfigError
 from configs.schema import ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from configs.settings import Frozen, group, setting
 
-TRAINING_ONLY = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")  # of `rollout`
+TRAINING_ONLY = (  # of `rollout`
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_max_token_len_per_gpu",
+    "tensor_model_parallel_size",
+)
 BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`: a server is told by each request
 TABLES = (".jsonl", ".parquet")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -488,32 +488,41 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout, 1)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
-    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout, 1)
+
+
+def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    split = compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2").actor_rollout_ref.rollout
+    for workers in (2, 4):
+        check_engine(split, workers)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2 does not divide the 3 workers"):
+        check_engine(split, 3)
 
 
 def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
-    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout, 1)
     assert capsys.readouterr().err == ""
     keys = [
         f"{ROLLOUT}.gpu_memory_utilization=0.4",
         f"{ROLLOUT}.load_format=dummy_dtensor",
         f"{ROLLOUT}.enforce_eager=true",
     ]
-    check_engine(compose(*keys).actor_rollout_ref.rollout)
+    check_engine(compose(*keys).actor_rollout_ref.rollout, 1)
     said = capsys.readouterr().err
     assert (
         f"{ROLLOUT} sets gpu_memory_utilization, enforce_eager, which the vllm engine reads, and name=hf does" in said
     )
     server = f"{ROLLOUT}.engine_kwargs.openai.base_url=http://127.0.0.1:8000/v1"
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout, 1)
     assert capsys.readouterr().err == ""
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout, 1)
     assert "which the vllm engine reads, and name=openai does not" in capsys.readouterr().err
     config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}

@@ -115,9 +115,10 @@ class ColocatedRollout:
         with forked_rng(seed), self.policy.autocast():
             self.engine.wake_up()
             try:
-                if are_episodes(prompts):
-                    return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
-                return generate_batch(self.engine, prompts, sampling, seed, first_row)
+                with self.engine.together():
+                    if are_episodes(prompts):
+                        return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
+                    return generate_batch(self.engine, prompts, sampling, seed, first_row)
             finally:
                 self.engine.sleep()
 
@@ -130,7 +131,9 @@ class ColocatedRollout:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""
         self.engine.load_weights(self.policy.weights(), version)
         if self.engine.own_weights:
-            check_weights(self.engine, self.policy)
+            with self.engine.together() as asks:
+                if asks:
+                    check_weights(self.engine, self.policy)
 
 
 def files_of_rows(config: Config) -> list[str]:

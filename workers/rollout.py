@@ -9,7 +9,8 @@ subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,15 @@ class Rollout:
 
     def wake_up(self) -> None:
         """Takes the memory again that `sleep` gave back."""
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """Within the block the engine is asked; whether this worker does. All workers of one engine enter it at once.
+
+        An engine whose model is split over several workers has the others do, at the start of the block, what the one
+        that asks does within its own.
+        """
+        yield True
 
     def close(self) -> None:
         """Ends the engine, which is not asked again."""
