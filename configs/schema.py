@@ -407,6 +407,13 @@ class RewardKwargsConfig(Frozen):
 
 
 @dataclass
+class SandboxFusionConfig(Frozen):
+    url: str | None = setting(None, "A sandbox-fusion server's /run_code; null: code runs in a sandbox of our own.")
+    max_concurrent: int = setting(64, "Requests to it under way at once, of each process that scores.", ge=1)
+    memory_limit_mb: int = setting(1024, "MiB that a program may take there.", ge=1)
+
+
+@dataclass
 class RewardConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
@@ -415,6 +422,9 @@ class RewardConfig(Frozen):
         None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
     )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
+    sandbox_fusion: SandboxFusionConfig = group(
+        SandboxFusionConfig, "Where the default reward runs code (data sources codecontests, apps, codeforces, taco)."
+    )
 
 
 @dataclass

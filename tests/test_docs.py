@@ -138,6 +138,12 @@ print(json.dumps([refusal(override) for override in sys.argv[1:]]))
     return json.loads(shell(f"python refusals.py {shlex.join(overrides)}", copy).splitlines()[-1])
 
 
+def test_reward_rules_page_tries_and_audits(copy: Path, follow: Callable[[Path], None]):
+    (copy / "outputs").mkdir(exist_ok=True)
+    follow(ROOT / "docs/reward_rules.md")
+    assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
+
+
 def test_config_page(copy: Path, follow: Callable[[Path], None]):
     follow(ROOT / "docs/config.md")
 

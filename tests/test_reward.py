@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import RewardConfig, RewardFunctionConfig
+from configs.schema import RewardConfig, RewardFunctionConfig, SandboxFusionConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from training.reward import FunctionReward, add_scores, compute_reward, load_reward_manager, reward_metrics, reward_view
+from training.reward_score import default_compute_score
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
@@ -295,9 +296,15 @@ def test_reward_kwargs_that_the_function_does_not_take_are_refused_at_the_start(
         load(tmp_path, PER_TEXT, "compute_reward", wight=0.5)
 
 
-def test_without_any_reward_the_remedy_is_named():
-    with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path.*env\.id"):
-        load_reward_manager(RewardConfig(), TOKENIZER, None)
+def test_without_any_reward_the_rules_of_public_data_sets_score():
+    """…and where programs are run is set in the config."""
+    config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
+    reward = load_reward_manager(config, TOKENIZER, None)
+    limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}
+    assert reward.function is default_compute_score and reward.reward_kwargs == limits
+    sources = ["openai/gsm8k", "lighteval/MATH"]
+    columns = {"responses": ["#### 5", r"\boxed{5}"], "ground_truths": ["5", "6"], "data_source": sources}
+    assert reward(DataProto.from_single_dict(columns)) == [1.0, 0.0]
 
 
 def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_rows():

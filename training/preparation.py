@@ -29,6 +29,8 @@ from training.core_algos import (
 from training.game import Game, build_environment, build_game, data_settings, env_dataset
 from training.policy_loss import check_loss_signature
 from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
+from training.reward_function import FORMS
+from training.reward_score import KNOWN, default_compute_score, has_rule
 from training.tracking import check_loggers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
@@ -64,6 +66,7 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, data, tokenizer, environment)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
+        check_data_sources(reward, loader)
         check_rows(config.actor_rollout_ref.rollout.multi_turn, loader, rows_looked_at(loader))
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
@@ -106,6 +109,20 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
             f"fills the columns {columns}. Put it into reward_model.ground_truth, or into a column ground_truth; or, "
             "if the reward does without, give the argument a default: ground_truth=None."
         )
+
+
+def check_data_sources(reward: RewardManager, loader: PromptLoader) -> None:
+    """Raises ConfigError if the default reward has no rule for the data source of a row looked at."""
+    if not isinstance(reward, FunctionReward) or reward.function is not default_compute_score:
+        return
+    for position in rows_looked_at(loader):
+        source = loader.row(position).get("data_source")
+        if not has_rule(source):
+            raise ConfigError(
+                "nothing scores the responses: set reward.custom_reward_function.path (and .name) to a function of "
+                f"yours, {FORMS}; or set env.id to train on an environment. Without either a row's data_source names "
+                f"its rule, one of {', '.join(KNOWN)}; that of row {position} is {source!r}."
+            )
 
 
 def rows_looked_at(loader: PromptLoader) -> list[int]:

@@ -3,7 +3,13 @@
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
 plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss.
+`python -m training.reward FILE --data ROWS` tries one without a model (training/try_reward.py).
 """
+
+if __name__ == "__main__":  # before the imports below, which take seconds that trying a reward needs not
+    from training.try_reward import main
+
+    raise SystemExit(main())
 
 import numbers
 import reprlib
@@ -21,7 +27,8 @@ from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
 from training.episodes import Episodes
-from training.reward_function import FORMS, FunctionReward
+from training.reward_function import FunctionReward
+from training.reward_score import default_compute_score
 
 RewardManager = Callable[[DataProto], Any]
 
@@ -29,23 +36,27 @@ RewardManager = Callable[[DataProto], Any]
 def load_reward_manager(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> RewardManager:
-    """The run's reward: a function named in the config, else the manager of its environment.
+    """The run's reward: a function named in the config, else the manager of its environment, else the rules of public
+    data sets by each row's data source.
 
     Raises:
-        ValueError: neither is there, or the function has an unknown form.
+        ValueError: the function has an unknown form.
     """
     chosen = config.custom_reward_function
+    limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout}
     if chosen.path:
         function = load_extern_object(chosen.path, chosen.name)
-        limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout}
         return FunctionReward(function, tokenizer, chosen.reward_kwargs, **limits)
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)
-    raise ValueError(
-        "nothing scores the responses: set reward.custom_reward_function.path (and .name) to a function of yours, "
-        f"{FORMS}; or set env.id to train on an environment."
-    )
+    server = config.sandbox_fusion
+    kwargs = {
+        "sandbox_fusion_url": server.url,
+        "concurrent_semaphore": server.max_concurrent,
+        "memory_limit_mb": server.memory_limit_mb,
+    }
+    return FunctionReward(default_compute_score, tokenizer, kwargs, **limits)
 
 
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:

@@ -7,14 +7,16 @@ there.
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from configs.schema import RewardConfig
 from data.import_utils import callable_name
-from data.protocol import DataProto
 from training.async_reward import run_all
+
+if TYPE_CHECKING:  # a reward is tried without them (training/try_reward.py)
+    from transformers import PreTrainedTokenizerBase
+
+    from data.protocol import DataProto
 
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
@@ -53,7 +55,7 @@ class FunctionReward:
     def __init__(
         self,
         function: Callable,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
         reward_kwargs: dict | None = None,
         *,
         max_concurrent: int = RewardConfig.max_concurrent,
@@ -88,14 +90,14 @@ class FunctionReward:
                 f"{sorted(self.wanted)} and reward.custom_reward_function.reward_kwargs={self.reward_kwargs}."
             ) from error
 
-    def __call__(self, data: DataProto) -> Any:
+    def __call__(self, data: "DataProto") -> Any:
         calls = self._calls(data)
         results = [self.function(**{name: call[name] for name in self.wanted} | self.reward_kwargs) for call in calls]
         if results and inspect.isawaitable(results[0]):
             results = run_all(results, self.max_concurrent, self.timeout)
         return results if self.takes_one_response else results[0]
 
-    def _calls(self, data: DataProto) -> list[dict[str, Any]]:
+    def _calls(self, data: "DataProto") -> list[dict[str, Any]]:
         """What each call of the function may name: a call for every response, or one for all."""
         if not self.columns:
             return [{"data": data, "tokenizer": self.tokenizer}]

@@ -1,0 +1,316 @@
+"""A reward is tried on saved responses, and the audit finds what would pay without being right."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import create_reward_template
+from tests.runs import ROOT
+from training.audit_reward import Finding, audit
+from training.reward_function import FunctionReward
+from training.reward_score import default_compute_score, math_dapo, math_reward
+from training.reward_score import search_r1_like_qa_em as questions
+from training.row_scorer import Outcome, Scorer, read_result
+from training.try_reward import load_reward, main, read_views
+
+SUMS = [(3, 9), (2, 5), (8, 8), (1, 3)]
+ROOMY = 120.0  # seconds, for a busy machine
+
+
+def rows(**columns: object) -> list[dict]:
+    return [
+        {"prompts": f"What is {a} + {b}?", "ground_truths": str(a + b), "responses": None, **columns} for a, b in SUMS
+    ]
+
+
+def numbers_in(text: str) -> list[str]:
+    return re.findall(r"-?\d+", text)
+
+
+def as_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 1e9
+
+
+def contains(solution_str, ground_truth):
+    return float(ground_truth in solution_str)
+
+
+def contained(solution_str, ground_truth):
+    return float(solution_str.strip() in f"the answer is {ground_truth}")
+
+
+def not_far(solution_str, ground_truth):
+    return 0.0 if abs(as_number(solution_str) - float(ground_truth)) > 1e-6 else 1.0
+
+
+def constant(solution_str, ground_truth):
+    return 1.0
+
+
+def long_enough(solution_str, ground_truth):
+    return min(len(solution_str) / 1000, 1.0) + float(solution_str == ground_truth)
+
+
+def never(solution_str, ground_truth):
+    return float(solution_str == float(ground_truth))
+
+
+def like_the_prompt(prompt, response, ground_truth):
+    asked = set(prompt.split())
+    return max(len(asked & set(response.split())) / len(asked), float(response == ground_truth))
+
+
+def zero_is_fine(solution_str, ground_truth):
+    return float(solution_str.strip() in (ground_truth, "0"))
+
+
+def any_number(solution_str, ground_truth):
+    return float(ground_truth in numbers_in(solution_str)[:5])
+
+
+def last_word(solution_str, ground_truth):
+    return float(solution_str.split()[-1] == ground_truth)
+
+
+HOLES = {  # what is planted, and which kinds of answers the audit must name
+    contains: {"20 kB of junk", '"ANSWER or 7"'},
+    contained: {"empty text"},
+    not_far: {'always "nan"'},
+    constant: {"the right answer"},
+    long_enough: {"20 kB of junk"},
+    never: {"the right answer"},
+    like_the_prompt: {"the prompt itself"},
+    zero_is_fine: {'always "0"'},
+    any_number: {'"ANSWER or 7"', '"7 or ANSWER"'},
+    last_word: {"empty text"},
+}
+
+
+def exact(solution_str, ground_truth):
+    return float(solution_str.strip() == ground_truth)
+
+
+def boxed(solution_str, ground_truth):
+    return math_reward.compute_score(solution_str, ground_truth)
+
+
+def by_line(solution_str, ground_truth):
+    return math_dapo.compute_score(solution_str, ground_truth)
+
+
+def by_tag(solution_str, ground_truth):
+    return questions.compute_score(solution_str, {"target": [ground_truth]})
+
+
+def in_lists(solution_strs, ground_truths):
+    return [float(said == right) for said, right in zip(solution_strs, ground_truths, strict=True)]
+
+
+def warned(reward: Callable, data: list[dict] | None = None) -> dict[str, Finding]:
+    findings = audit(data or rows(), Scorer(FunctionReward(reward), ROOMY))
+    return {finding.answer: finding for finding in findings if finding.warning}
+
+
+@pytest.mark.parametrize("reward", HOLES, ids=lambda reward: reward.__name__)
+def test_the_audit_finds_a_planted_hole(reward: Callable):
+    named = warned(reward)
+    assert HOLES[reward] <= set(named), set(named)
+    assert all(finding.earned is None or "pay" in finding.warning for finding in named.values())
+
+
+@pytest.mark.parametrize("reward", [exact, boxed, by_line, by_tag, in_lists], ids=lambda reward: reward.__name__)
+def test_the_audit_passes_a_sound_reward(reward: Callable):
+    assert not warned(reward)
+
+
+def test_the_audit_of_the_default_reward():
+    """The number after #### counts whatever follows it, which is a hole of the rule."""
+    assert set(warned(default_compute_score, rows(data_source="openai/gsm8k"))) == {'"#### ANSWER or 7"'}
+    assert not warned(default_compute_score, rows(data_source="math"))
+
+
+def test_a_constant_that_is_right_for_a_row_is_not_held_against_it():
+    data = [{"prompts": f"{row}", "ground_truths": "yes" if row % 2 else "no", "responses": None} for row in range(8)]
+    assert not warned(exact, data)
+
+
+def test_without_ground_truths_the_audit_says_so():
+    assert set(warned(lambda response: 0.0, [{"prompts": "p", "ground_truths": None, "responses": None}])) == {
+        "the right answer"
+    }
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome"),
+    [
+        (1, Outcome("ok", 1.0)),
+        (True, Outcome("ok", 1.0)),
+        ({"score": 0.5, "n": 2}, Outcome("ok", 0.5, {"n": 2})),
+        (np.bool_(True), Outcome("ok", 1.0)),
+        (np.float32(0.5), Outcome("ok", 0.5)),
+        (np.zeros(2), "it returned array([0., 0.])"),
+        (None, "it returned None: a score is a number"),
+        ({"acc": 1}, "it returned None"),
+        ("1", "it returned '1'"),
+        (float("nan"), "it returned nan: a score is finite"),
+    ],
+)
+def test_what_a_reward_may_return(result: object, outcome: Outcome | str):
+    found = read_result(result, 0.0)
+    assert found.said.startswith(outcome) if isinstance(outcome, str) else found == outcome
+
+
+def hostile(solution_str, ground_truth):
+    if solution_str == "hang":
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+    if solution_str == "die":
+        import os
+
+        os._exit(3)
+    if solution_str == "raise":
+        raise SystemExit("gone")
+    return 1.0
+
+
+def test_a_response_that_cannot_be_scored_costs_no_other():
+    data = [{"responses": said, "ground_truths": "", "prompts": ""} for said in ("a", "hang", "die", "raise", "b")]
+    outcomes = Scorer(FunctionReward(hostile), 3.0)(data)
+    assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "error", "error", "ok"]
+    assert outcomes[1].said == "not done after 3 seconds"
+    assert outcomes[2].said == "its process ended with status 3" and "SystemExit: gone" in outcomes[3].said
+
+
+def by_data(data, tokenizer=None):
+    import torch
+
+    return torch.tensor([[0.0, float(text == truth)] for text, truth in zip(data.responses, data.ground_truths)])  # noqa: B905
+
+
+async def by_await(prompt: str, response: str, ground_truth: str | None) -> float:
+    return float(response == ground_truth)
+
+
+@pytest.mark.parametrize("reward", [by_data, by_await, in_lists], ids=lambda reward: reward.__name__)
+def test_every_form_is_tried(reward: Callable):
+    data = [dict(row, responses="12") for row in rows()]
+    outcomes = Scorer(FunctionReward(reward), ROOMY)(data)
+    assert [(outcome.status, outcome.score) for outcome in outcomes] == [("ok", score) for score in (1, 0, 0, 0)]
+
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": "3 + 9?"}],
+        "reward_model": {"ground_truth": "12"},
+        "responses": ["12", "13"],
+    },
+    {"prompt": "1 + 3?", "ground_truth": "4", "output": "4"},
+    {"input": "2 + 2?", "gts": "4", "output": "5"},
+]
+
+
+def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
+    views = read_views(write("rows.jsonl", "\n".join(map(json.dumps, ROWS))), needs_response=True)
+    assert [(view["prompts"], view["responses"], view["ground_truths"]) for view in views] == [
+        ("3 + 9?", "12", "12"),
+        ("3 + 9?", "13", "12"),
+        ("1 + 3?", "4", "4"),
+        ("2 + 2?", "5", "4"),
+    ]
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 0 has no response to score"):
+        read_views(write("rows.jsonl", '{"prompt": "p"}'), needs_response=True)
+
+
+def test_a_function_is_found_by_its_usual_names(write: Callable[[str, str], str]):
+    path = write("mine.py", "def compute_reward(prompt, response, ground_truth): return 1.0")
+    assert load_reward(path, None).function.__name__ == "compute_reward"
+    with pytest.raises(AttributeError, match="has no 'other'; it has compute_reward"):
+        load_reward(path, "other")
+
+
+def test_the_command_prints_a_table_without_torch(write: Callable[[str, str], str], tmp_path: Path):
+    write("rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    score = "def compute_score(solution_str, ground_truth):\n    return {'score': float(solution_str == ground_truth), "
+    write("mine.py", score + "'heavy': 'torch' in __import__('sys').modules}")
+    files = [str(tmp_path / "mine.py"), "--data", str(tmp_path / "rows.jsonl")]
+    command = [sys.executable, "-m", "training.reward", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["row", "response", "ground", "truth", "score", "heavy", "outcome", "ms"]
+    assert [line.split()[:6] for line in lines[1:5]] == [
+        ["0", "12", "12", "1", "False", "ok"],
+        ["1", "13", "12", "0", "False", "ok"],
+        ["2", "4", "4", "1", "False", "ok"],
+        ["3", "5", "4", "0", "False", "ok"],
+    ]
+    assert lines[5:] == [
+        "score: mean 0.5, min 0, max 1",
+        "heavy: mean 0, min False, max False",
+        "4 responses: 4 ok, 0 timeout, 0 error",
+    ]
+
+
+def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys: pytest.CaptureFixture):
+    data = write("rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    path = write("mine.py", "def compute_score(solution_str, ground_truth): return float(ground_truth in solution_str)")
+    assert main([path, "--data", data, "--audit"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert '"ANSWER or 7" 1 pays 100% of what right answers earn' in said and "kinds of answers earn what they" in said
+    with pytest.raises(SystemExit):
+        main([path, "--data", "nowhere.jsonl"])
+    assert "there is no file" in capsys.readouterr().err
+    assert main(["--data", data]) == 1  # no data_source has a rule
+    assert "is not implemented for data_source=None" in " ".join(capsys.readouterr().out.split())
+
+
+CASES = '{"inputs": ["1 2"], "outputs": ["3"]}'
+TEMPLATES = {  # task: (ground truth, right answer)
+    "math": ("12", r"\boxed{12}"),
+    "code": (CASES, "```python\nprint(sum(map(int, input().split())))\n```"),
+    "qa": ("Rome", "<answer>Rome</answer>"),
+    "env": (None, None),
+}
+
+
+@pytest.mark.parametrize("task", TEMPLATES)
+def test_a_template_runs_as_it_is_and_passes_its_test(task: str, tmp_path: Path):
+    output = tmp_path / f"my_{task}.py"
+    create_reward_template.main(["--task", task, "--output", str(output)])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / f"test_my_{task}.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    truth, answer = TEMPLATES[task]
+    if truth is not None:
+        row = {"responses": answer, "ground_truths": truth, "prompts": "p", "data_source": "mine", "extra_info": {}}
+        [outcome] = Scorer(load_reward(str(output), None), ROOMY)([row])
+        assert (outcome.status, outcome.score) == ("ok", 1.0)
+
+
+@pytest.mark.parametrize("task", ["math", "qa"])
+def test_a_template_is_sound(task: str, tmp_path: Path):
+    create_reward_template.main(["--task", task, "--output", str(tmp_path / "sound.py")])
+    reward = load_reward(str(tmp_path / "sound.py"), None)
+    assert not [finding for finding in audit(rows(), Scorer(reward, ROOMY)) if finding.warning]
+
+
+def test_a_template_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "test_mine.py").write_text("kept")
+    for name, said in (("mine.py", "would be overwritten"), ("my-reward.py", "can be imported"), ("mine", "with .py")):
+        with pytest.raises(SystemExit):
+            create_reward_template.main(["--task", "qa", "--output", str(tmp_path / name)])
+        assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]

@@ -1,0 +1,64 @@
+r"""The rule of MATH: the last \boxed{…} is the reference's, after Hendrycks' normalisation of LaTeX (2021)."""
+
+import re
+
+from training.reward_score.boxed import last_boxed
+
+INTEGER = r"(-?(?:0|[1-9]\d*))"
+
+
+def compute_score(solution_str: str, ground_truth: str) -> float:
+    """1.0 if the boxed answer is `ground_truth`, written in another way or not; else, and without a box, 0.0."""
+    answer = extract_answer(solution_str)
+    return float(answer is not None and is_equivalent(answer, ground_truth))
+
+
+def extract_answer(text: str) -> str | None:
+    r"""What stands in the last box; "\boxed 5" means up to the next $. None: no box, an \fbox, or an open brace."""
+    if r"\boxed " in text:
+        return text.split(r"\boxed ")[-1].split("$")[0]
+    boxed = last_boxed(text)
+    if boxed is None or not boxed.startswith(r"\boxed{"):
+        return None
+    return boxed[len(r"\boxed{") : -1]
+
+
+def is_equivalent(answer: str, truth: str) -> bool:
+    """Whether both are the same text when normalised; as they are, where that fails for either."""
+    try:
+        return normalise(answer) == normalise(truth)
+    except ValueError:
+        return answer == truth
+
+
+def normalise(text: str) -> str:
+    r"""LaTeX in one spelling: no spaces, units, \left or degrees; \frac{a}{b} for 0.5 (that alone), a/b and \fracab.
+
+    Raises:
+        ValueError: two units, or a \sqrt or \frac at the end.
+    """
+    for old, new in (("\n", ""), (r"\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""),
+                     (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")):  # fmt: skip
+        text = text.replace(old, new)
+    text, *units = text.split(r"\text{ ")
+    if len(units) > 1:
+        raise ValueError("several units")
+    text = text.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = f"0{text}"
+    name, *rest = text.split("=")
+    if len(rest) == 1 and len(name) <= 2:
+        text = rest[0]
+    if text.endswith((r"\sqrt", r"\frac")):
+        raise ValueError("an operator without an argument")
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = re.sub(r"\\frac([^{])(?:(\{)|(.))", braced, text)
+    if text == "0.5":
+        return r"\frac{1}{2}"
+    return re.sub(f"^{INTEGER}/{INTEGER}$", r"\\frac{\1}{\2}", text)
+
+
+def braced(fraction: re.Match[str]) -> str:
+    r"""\frac12 with braces, and \frac1{…} with those it lacks."""
+    numerator, brace, denominator = fraction.groups()
+    return rf"\frac{{{numerator}}}" + (brace or f"{{{denominator}}}")

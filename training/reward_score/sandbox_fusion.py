@@ -1,0 +1,126 @@
+"""Programs by test cases on a sandbox-fusion server, over HTTP."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from training.reward_score.code_cases import TestCases, calling, first_block, parse_test_cases, python_block
+
+FIRST = 10  # cases that count with `continuous`
+SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
+TRIES, DELAY_SECONDS = 3, 1.0  # of a request that the server's gateway gave up, the delay growing by as much
+SLACK_SECONDS = 10  # of a request beyond the time of compiling and running
+AT_ONCE = 16  # requests of one program
+
+
+def compute_score(
+    url: str,
+    semaphore: AbstractContextManager | None,
+    memory_limit_mb: int | None,
+    completion: str,
+    test_cases: str | dict[str, Any],
+    *,
+    continuous: bool = False,
+    timeout: int = 10,
+) -> tuple[float, list[dict[str, Any]]]:
+    """(share of the test cases that the program in `completion` passes, what became of each).
+
+    The program is the last python block, else the first block; without one, or without test cases, the score is 0.0.
+    `semaphore` limits the requests under way, of `timeout` seconds for compiling and for running; `continuous` runs and
+    counts the first ten cases alone.
+    """
+    block = python_block(completion)
+    code = first_block(completion) if block is None else block
+    try:
+        cases = parse_test_cases(test_cases)
+        program = calling(code or "", cases.function, always_json=False) if cases.function else code
+    except ValueError as error:
+        return 0.0, [{"error": f"{error}"}]
+    if code is None:
+        return 0.0, [{"error": "the response has no fenced block of code"}]
+    places = range(len(cases.inputs))[: FIRST if continuous else None]
+    if not places:
+        return 0.0, [{"error": "there are no test cases"}]
+    server = Server(url, semaphore or nullcontext(), memory_limit_mb or 1024, timeout)
+    with ThreadPoolExecutor(min(len(places), AT_ONCE)) as pool:
+        results = list(pool.map(lambda place: server.run_case(program, cases, place), places))
+    mark_no_program(results)
+    return sum(result["result"] is True for result in results) / len(results), results
+
+
+def mark_no_program(results: list[dict[str, Any]]) -> None:
+    """A program that does not compile for one case is none for the cases after it."""
+    broken = False
+    for result in results:
+        broken = broken or result["result"] == NO_PROGRAM
+        if broken:
+            result["result"] = NO_PROGRAM
+
+
+class Server:
+    """The requests for one program."""
+
+    def __init__(self, url: str, semaphore: AbstractContextManager, memory_limit_mb: int, timeout: int) -> None:
+        self.url, self.semaphore, self.memory_limit_mb, self.timeout = url, semaphore, memory_limit_mb, timeout
+        self.broken = threading.Event()  # the server says that the program does not compile
+
+    def run_case(self, program: str, cases: TestCases, place: int) -> dict[str, Any]:
+        """{case, result: True, False, -1 (the server), -2 (an error), -3 (too slow) or -4 (no program), said}."""
+        if self.broken.is_set():
+            return {"case": place, "result": NO_PROGRAM, "said": None}
+        if cases.asserts:
+            program = f"{program}\n\n{cases.asserts[place]}"
+        given = cases.inputs[place]
+        stdin = given if isinstance(given, str) else "\n".join(map(json.dumps, given) if cases.function else given)
+        try:
+            with self.semaphore:
+                said = self.post(program, stdin)
+        except (OSError, ValueError) as error:  # no server, an error of its, or no JSON
+            return {"case": place, "result": SERVER_ERROR, "said": f"{type(error).__name__}: {error}"}
+        result = judged(said, cases.outputs[place])
+        if result == NO_PROGRAM:
+            self.broken.set()
+        return {"case": place, "result": result, "said": said}
+
+    def post(self, code: str, stdin: str) -> dict[str, Any]:
+        """The server's answer. A gateway that gave up (504) is asked again, twice.
+
+        Raises:
+            OSError: it cannot be reached, or answers with another error.
+            ValueError: it does not answer in JSON.
+        """
+        body = {
+            **{"compile_timeout": self.timeout, "run_timeout": self.timeout, "code": code, "stdin": stdin},
+            **{"memory_limit_MB": self.memory_limit_mb, "language": "python", "files": {}, "fetch_files": []},
+        }
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        for attempt in range(1, TRIES + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=2 * self.timeout + SLACK_SECONDS) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                if error.code != 504 or attempt == TRIES:
+                    raise
+            time.sleep(DELAY_SECONDS * attempt)
+        raise AssertionError("the last try returns or raises")
+
+
+def judged(said: dict[str, Any], expected: str | None) -> bool | int:
+    """One case's result, from the server's answer."""
+    compiled, ran = said.get("compile_result") or {}, said.get("run_result") or {}
+    match said.get("status"):
+        case "Success" if ran.get("status") == "Finished":
+            return expected is None or (ran.get("stdout") or "").rstrip("\n") == str(expected).rstrip("\n")
+        case "Failed" if compiled.get("status") in ("Error", "TimeLimitExceeded") or compiled.get("return_code"):
+            return NO_PROGRAM
+        case "Failed" if ran.get("status") == "TimeLimitExceeded":
+            return TOO_SLOW
+        case "Failed" if ran.get("status") == "Error" or ran.get("return_code"):
+            return RUN_ERROR
+    return SERVER_ERROR
