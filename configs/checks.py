@@ -7,7 +7,7 @@ from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.multi_turn import check_episodes, check_multi_turn
-from configs.paths import find_path
+from configs.paths import is_named_source, source_files
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 from configs.threads import worker_threads
@@ -30,7 +30,7 @@ def check_config(config: Config) -> None:
 def check_data(config: Config) -> None:
     if config.env.id is None and not config.data.train_files:
         raise ConfigError(
-            "there is nothing to train on: set data.train_files to .parquet, .json or .jsonl files, or env.id to a "
+            "there is nothing to train on: set data.train_files (docs/data.md says what it may name), or env.id to a "
             "gymnasium environment (python main.py --config-name frozenlake shows one)."
         )
     if config.env.id is not None and config.data.train_files:
@@ -41,8 +41,10 @@ def check_data(config: Config) -> None:
     for key in ("train_files", "val_files"):
         files = getattr(config.data, key) or []
         for file in [files] if isinstance(files, str) else files:
-            if not find_path(file).is_file():
-                raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+            try:
+                _ = is_named_source(file) or source_files(file)
+            except FileNotFoundError as error:
+                raise ConfigError(f"data.{key}={error}") from error
     chosen = config.data.custom_cls
     if chosen.path is None and (unread := sorted(chosen.extras) + sorted(chosen.kwargs)):
         raise ConfigError(

@@ -216,7 +216,6 @@ ONLY_VALUE = {
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
     "data.tokenizer": ((None,), "set actor_rollout_ref.model.tokenizer_path."),
-    "data.datagen.path": ((None,), "rows come from data.train_files, or from a dataset class (data.custom_cls)."),
     "actor_rollout_ref.model.hf_config_path": ((None,), "config.json is read from actor_rollout_ref.model.path."),
     "actor_rollout_ref.model.lora_adapter_path": ((None,), "LoRA is not part of this version: merge it first."),
     "actor_rollout_ref.actor.router_replay.mode": (("disabled",), "routes of experts are not recorded."),

@@ -48,12 +48,24 @@ class DatasetClassConfig(Frozen):
 class SamplerConfig(Frozen):
     class_path: str | None = setting(None, "File or module of a sampler of yours; null: our own order.")
     class_name: str | None = setting(None, "Class in that file, a subclass of data.sampler.AbstractSampler.")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor.")
+
+
+@dataclass
+class DatagenConfig(Frozen):
+    path: str | None = setting(None, "File or module of a generator of yours, which adds rows in a run; null: none.")
+    name: str | None = setting(None, "Class in that file, a subclass of data.dynamic_dataset.AbstractDataGenerator.")
 
 
 @dataclass
 class DataConfig(Frozen):
-    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).", texts=True)
-    val_files: Any = setting(None, "Validation rows: one path or a list; null: no validation on rows.", texts=True)
+    train_files: Any = setting(
+        None,
+        "Training rows, one source or a list: .parquet, .json, .jsonl or .csv files, folders, globs, datasets:NAME, "
+        "reasoning_gym:TASK.",
+        texts=True,
+    )
+    val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
     val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
@@ -73,6 +85,13 @@ class DataConfig(Frozen):
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
     custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
+    max_bad_fraction: float = setting(
+        0.0, "Share of the rows of files that may be unusable: they are left out, counted and listed.", ge=0, lt=1
+    )
+    source_weights: dict[str, Any] = setting(
+        {}, "How often rows of each source (column reward_fn_key) are drawn, in proportion; {}: each row once an epoch."
+    )
+    datagen: DatagenConfig = group(DatagenConfig, "Rows that are made as the run goes (verl's DynamicGenDataset).")
 
 
 @dataclass

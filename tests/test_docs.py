@@ -144,6 +144,10 @@ def test_reward_rules_page_tries_and_audits(copy: Path, follow: Callable[[Path],
     assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
 
 
+def test_data_page(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/data.md")
+
+
 def test_config_page(copy: Path, follow: Callable[[Path], None]):
     follow(ROOT / "docs/config.md")
 

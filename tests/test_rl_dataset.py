@@ -16,8 +16,9 @@ from configs.schema import DataConfig, DatasetClassConfig
 from data import chat, rl_dataset
 from data.chat import encode_prompt, parse_prompt
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
+from data.row_making import overlong_rows, row_maker
 from data.rows import read_rows
-from data.sampler import PromptLoader, SequentialSampler, overlong_rows, row_maker
+from data.sampler import PromptLoader, SequentialSampler
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -172,7 +173,9 @@ def test_the_arrays_pandas_makes_of_parquet_lists_are_prompts_too(tmp_path):
         (None, "the prompt is None; it must be"),
         (7, "the prompt is 7; it must be"),
         ([], r"the prompt is \[\]; it must be"),
-        ("", "the prompt has no tokens"),
+        ("", "the prompt is empty"),
+        ([{"role": "user", "content": " "}], "the prompt is empty"),
+        ("half \ud83d", "the prompt holds .*half a character"),
         ([{"content": "no role"}], "the prompt holds .*'role' and a 'content'"),
         ([{"role": "user", "content": None}], "the prompt holds"),
         (["text"], "the prompt holds 'text'"),
@@ -207,12 +210,12 @@ def test_extra_info_that_is_no_dictionary_names_file_and_row(tmp_path, tokenizer
 @pytest.mark.parametrize(
     ("name", "content", "error", "complaint"),
     [
-        ("rows.csv", "prompt\na", ValueError, r"rows.csv: unknown ending '.csv'; known are .parquet, .json and .jsonl"),
+        ("rows.txt", "a", ValueError, r"rows.txt: unknown ending '.txt'; known are .parquet, .json, .jsonl and .csv"),
         (
             "rows.jsonl",
             None,
             FileNotFoundError,
-            r"rows.jsonl: there is no file .*working directory is .*data.train_files",
+            r"rows.jsonl: there is no such file \(looked in .*data.train_files",
         ),
         ("rows.jsonl", "", ValueError, "no rows in .*rows.jsonl"),
         ("rows.json", "[]", ValueError, "no rows in .*rows.json"),
@@ -294,7 +297,7 @@ def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
 def test_a_long_file_shows_progress_and_keeps_every_row(tmp_path, tokenizer, monkeypatch, capsys):
     path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(10)])
     dataset(path, tokenizer)
-    assert capsys.readouterr().out == ""
+    assert "tokenising prompts" not in capsys.readouterr().out
     monkeypatch.setattr(rl_dataset, "PROGRESS_BAR_FROM", 10)
     assert len(dataset(path, tokenizer)) == 10
     assert "tokenising prompts" in capsys.readouterr().out

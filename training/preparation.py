@@ -12,7 +12,8 @@ from configs.schema import Config, DataConfig
 from data.import_utils import load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
+from data.row_making import overlong_rows, row_maker
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
