@@ -44,6 +44,7 @@ EXEMPT = {
         "custom/text_env.py": "names the state in which a user's environment raised",
         "data/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
+        "training/scorer_process.py": "answers what the user's reward raised, in a process of its own",
         "workers/deadlines.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
