@@ -9,7 +9,15 @@ from configs.loader import notice, workers_asked_for
 from configs.multi_turn import check_episodes, check_multi_turn
 from configs.paths import is_named_source, source_files
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
-from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
+from configs.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScoringConfig,
+)
 from configs.threads import worker_threads
 
 
@@ -197,12 +205,13 @@ def check_rewards(config: Config) -> None:
             f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
             "differ from itself. Set n to at least 2 (8 is usual)."
         )
-    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    if manager != type(manager)() and (function.path or config.env.id is None):
-        why = f"reward.custom_reward_function.path={function.path} scores" if function.path else "env.id is null"
+    check_functions(config.reward)
+    source, manager = config.reward.source(), config.reward.reward_manager
+    if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
         raise ConfigError(
-            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers in an environment, "
-            f"and {why}: take it back. Of verl's names, naive, batch, dapo and gdpo are accepted."
+            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, and {source} scores "
+            "them: take one of the two back. Of verl's names, naive, batch, dapo, gdpo, prime, remote and rate_limited "
+            "are accepted."
         )
     key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
     buffer = shaping.overlong_buffer_cfg
@@ -211,6 +220,23 @@ def check_rewards(config: Config) -> None:
             f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: so many "
             "tokens before the longest length the penalty begins. Leave it null for a fifth of that length."
         )
+
+
+def check_functions(reward: ScoringConfig) -> None:
+    """Raises ConfigError for an entry of reward.functions without a file, and for functions in two places."""
+    if reward.functions and reward.custom_reward_function.path:
+        raise ConfigError(
+            f"{reward.source()} and reward.custom_reward_function.path={reward.custom_reward_function.path}: set one "
+            "of the two; reward.functions may name a single function as well."
+        )
+    if reward.in_process and (reward.max_rpm or reward.max_tpm):
+        raise ConfigError(
+            f"reward.max_rpm={reward.max_rpm}, reward.max_tpm={reward.max_tpm} and reward.in_process=true: calls in "
+            "this process are not counted by the minute. Set reward.in_process=false."
+        )
+    for place, entry in enumerate(reward.functions):
+        if not entry.path:
+            raise ConfigError(f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function.")
 
 
 def check_trainer(config: Config) -> None:

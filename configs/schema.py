@@ -388,8 +388,11 @@ class RewardFunctionConfig(Frozen):
 
 @dataclass
 class RewardManagerConfig(Frozen):
-    path: str = setting("custom/reward_manager.py", "File or module of the reward manager used with an environment.")
-    name: str = setting("CustomRewardManager", "Class in that file: name(environment).")
+    path: str = setting("custom/reward_manager.py", "File or module of a reward manager of yours.")
+    name: str = setting(
+        "CustomRewardManager",
+        "Class in that file, of an environment: name(environment), else in verl's contract; or a registered name.",
+    )
 
 
 @dataclass
@@ -417,12 +420,53 @@ class SandboxFusionConfig(Frozen):
 
 
 @dataclass
-class RewardConfig(Frozen):
+class WeightedFunctionConfig(RewardFunctionConfig):
+    name: str = setting("compute_score", "Function in that file; the part of the score is logged as reward/NAME/….")
+    weight: float = setting(1.0, "By which what it returns counts in the score.")
+
+
+@dataclass
+class ScoringConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
-    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
     max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
     timeout: float | None = setting(
-        None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
+        60.0, "Seconds that scoring a response may take; its process is then killed. null: any.", gt=0
+    )
+    functions: list[WeightedFunctionConfig] = setting(
+        [], "Several reward functions, each {path, name, weight, reward_kwargs}: the score is their weighted sum."
+    )
+    num_workers: int = setting(16, "Processes that call a reward function, at most; slow functions get them.", ge=1)
+    memory_limit_mb: int | None = setting(
+        2048, "MiB that such a process may take beyond what loading your file takes; null: any.", ge=1
+    )
+    in_process: bool = setting(
+        False, "Call reward functions in the run's own process, for breakpoints: none is killed, and an error ends it."
+    )
+    on_failure: str = setting(
+        "mask",
+        "What becomes of a response that could not be scored: nothing is learnt from it, or it gets failure_score.",
+        choices=("mask", "score"),
+    )
+    failure_score: float = setting(0.0, "The score of such responses with on_failure=score.")
+    max_failed_fraction: float = setting(
+        0.5, "The run ends when more than this share of the responses cannot be scored; 0: at the first.", ge=0, le=1
+    )
+    max_rpm: int | None = setting(None, "Calls of a reward function a minute, at most; null: any.", ge=1)
+    max_tpm: int | None = setting(None, "Tokens a minute that they may take together, by the estimate.", ge=1)
+    estimated_tokens_per_request: int = setting(2000, "Tokens that a call is counted as for max_tpm.", ge=1)
+
+    def source(self) -> str | None:
+        """The setting that names functions, with what it names; None: none does."""
+        if self.functions:
+            return f"reward.functions=[{', '.join(entry.name for entry in self.functions)}]"
+        path = self.custom_reward_function.path
+        return f"reward.custom_reward_function.path={path}" if path else None
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    reward_manager: RewardManagerConfig = group(
+        RewardManagerConfig, "A reward manager of yours; an environment has one."
     )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
     sandbox_fusion: SandboxFusionConfig = group(

@@ -23,7 +23,7 @@ RUN_COLUMNS = frozenset((
     "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
     "rollout_is_weights", "drawn_row", "turn_ids", "episode", "episode_return", "success", "invalid_actions", "failure",
     "__num_turns__", "tool_call_counts", "tool_failures",
-    "tool_rewards", "turn_scores", "reset_seed",
+    "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
 
 

@@ -46,6 +46,7 @@ EXEMPT = {
         "training/reward.py": "names the line of the user's reward",
         "training/row_scorer.py": "what a user's reward raises is what came of the row",
         "training/sandbox_child.py": "what a policy's program raises is its output",
+        "training/scorer_process.py": "answers what the user's reward raised, in a process of its own",
         "workers/deadlines.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
@@ -151,7 +152,9 @@ def module_of(file: str) -> str:
 def cycles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """No module imports itself through others, not even lazily."""
     modules = {module_of(file): file for file in trees}
-    edges = {file: {modules[name] for name in imported(tree) if name in modules} for file, tree in trees.items()}
+    edges = {
+        file: {modules[name] for name in imported(tree) if name in modules} - {file} for file, tree in trees.items()
+    }
     for file in trees:
         reached, frontier = set(), [file]
         while frontier:

@@ -23,7 +23,7 @@ from torch import Tensor
 from data.protocol import DataProto
 from training.episodes import Episodes
 
-FAILED_END_REASONS = ("env_error", "timeout", "aborted")
+FAILED_END_REASONS = ("env_error", "timeout", "aborted", "reward_timeout", "reward_error")
 END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value

@@ -85,7 +85,7 @@ class Validator:
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
-        return add_scores(batch, self.reward, self.tokenizer)
+        return add_scores(batch, self.reward, self.tokenizer, self.config.reward)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
