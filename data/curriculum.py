@@ -7,6 +7,7 @@ Both hear of every sample that was drawn, also of those that dynamic sampling le
 and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
 """
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -67,9 +68,9 @@ class CurriculumSampler(AbstractCurriculumSampler):
         self.bin_of = {position: name for name, positions in self.bins.items() for position in positions.tolist()}
         self._draw_from: np.ndarray | None = None
 
+    @abstractmethod
     def weights(self) -> np.ndarray:
         """How often each of `self.bins` is drawn from, [bins] float64, in proportion."""
-        raise NotImplementedError
 
     def rate(self, name: str) -> float:
         """The success rate of a bin, as far as it is known."""

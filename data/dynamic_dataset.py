@@ -16,6 +16,7 @@ from data.file_formats import Origin, Row
 from data.import_utils import load_extern_object, takes
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
+from data.rows import standard_names
 
 
 class AbstractDataGenerator(ABC):
@@ -70,12 +71,16 @@ class DynamicGenDataset(RLHFDataset):
         self.add(generate(self, batch=batch) if takes(generate, "batch") else generate(self))
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Adds `rows`, which count from the first that was made."""
-        for row in map(dict, rows):
-            before = len(self.rows)
-            self._add(row, Origin(self.config.datagen.name, len(self.made)))
-            self.made.append(row)
-            self.num_filtered += len(self.rows) == before
+        """Adds `rows`, which count from the first that was made; what some lack of the columns of others is None."""
+        for row in rows:
+            known, before = (self.rows[0] if self.rows else {}), len(self.rows)
+            self._add(dict.fromkeys(known) | standard_names(row), Origin(self.config.datagen.name, len(self.made)))
+            self.made.append(dict(row))
+            if len(self.rows) == before:
+                self.num_filtered += 1
+            elif new := self.rows[-1].keys() - known.keys():
+                for old in self.rows[:-1]:
+                    old |= dict.fromkeys(new)
 
     def state_dict(self) -> dict[str, Any]:
         return {"made": self.made}

@@ -44,7 +44,7 @@ def read_rows(
     rows = []
     for origin, row in chain.from_iterable(map(read_source, sources)):
         if not isinstance(row, BadRow):
-            rows.append((origin, _standard_names(row)))
+            rows.append((origin, standard_names(row)))
         elif bad is None:
             raise row
         else:
@@ -55,7 +55,7 @@ def read_rows(
     return [(origin, {name: row.get(name) for name in columns}) for origin, row in rows]
 
 
-def _standard_names(row: Row) -> Row:
+def standard_names(row: Row) -> Row:
     """`row` with `prompt` and `response`, where it spells them differently."""
     row = dict(row)
     if "output" in row:

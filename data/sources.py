@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from urllib.parse import parse_qsl
 
 import yaml
@@ -33,7 +32,7 @@ def read_source(source: str | Path) -> Iterator[Found]:
     if is_named_source(source):
         scheme, _, rest = str(source).partition(":")
         name, _, query = rest.partition("?")
-        return READERS[scheme](str(source), name, {key: yaml.safe_load(value) for key, value in parse_qsl(query)})
+        return READERS[scheme](str(source), name, dict(parse_qsl(query)))
     folder = find_path(source)
     if any((folder / name).is_file() for name in SAVED_TO_DISK):
         return read_datasets(str(source), str(folder), {})
@@ -44,7 +43,7 @@ def read_source(source: str | Path) -> Iterator[Found]:
     return (found for file in files for found in read_file(file))
 
 
-def read_datasets(source: str, name: str, settings: dict[str, Any]) -> Iterator[Found]:
+def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
     """The rows of a data set of the Hugging Face hub, or of a folder; of its split `split` (train)."""
     datasets = optional_package("datasets", source)
     settings = {"split": "train"} | settings
@@ -63,14 +62,14 @@ def read_datasets(source: str, name: str, settings: dict[str, Any]) -> Iterator[
     return ((Origin(source, number), dict(row)) for number, row in enumerate(found))
 
 
-def read_reasoning_gym(source: str, name: str, settings: dict[str, Any]) -> Iterator[Found]:
+def read_reasoning_gym(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
     """Tasks of reasoning-gym in verl's form; training/reward_score/reasoning_gym.py scores them.
 
     `settings`: `size` (tasks), `seed`, and whatever the task's own configuration has.
     """
     package = optional_package("reasoning_gym", source)
     try:
-        tasks = package.create_dataset(name, **settings)
+        tasks = package.create_dataset(name, **{key: yaml.safe_load(text) for key, text in settings.items()})
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(f"{source}: {error}. The form is reasoning_gym:TASK?size=500&seed=0&SETTING=…") from error
     for number, entry in enumerate(tasks):
@@ -99,7 +98,7 @@ def optional_package(name: str, source: str) -> ModuleType:
         ) from error
 
 
-READERS: dict[str, Callable[[str, str, dict[str, Any]], Iterator[Found]]] = {
+READERS: dict[str, Callable[[str, str, dict[str, str]], Iterator[Found]]] = {
     "datasets": read_datasets,
     "reasoning_gym": read_reasoning_gym,
 }
