@@ -8,6 +8,7 @@ from configs.checks import batch_arithmetic, check_config, sampling_summary
 from configs.errors import late_refusals, refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
+from configs.rehearsal import rehearsal
 from configs.schema import Config
 from data.locking import sole_run
 
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     with refusals():
         config = load_config(arguments, Config)
         check_config(config)
+        config = rehearsal(config)
         from training.preparation import prepare
         from workers.batch_rollout import load_rollout_class
         from workers.worker_group import check_machine, start_command
@@ -40,18 +42,21 @@ def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
     from training.preparation import prepare
 
+    config = rehearsal(config)
     with own_folder(config):
         return train(config, prepare(config))
 
 
 def own_folder(config: Config) -> AbstractContextManager[None]:
     """Holds the run's folder, unless nothing is written to it."""
-    return nullcontext() if config.trainer.val_only else sole_run(config.trainer.default_local_dir)
+    writes = not (config.trainer.val_only or config.trainer.dry_run)
+    return sole_run(config.trainer.default_local_dir) if writes else nullcontext()
 
 
 @users_line_noted()
 def train(config: Config, parts: "Parts") -> dict[str, float]:
     """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
+    from training.dry_run import dry_run
     from training.preparation import needed_roles
     from training.ray_trainer import RayPPOTrainer
     from training.reports import files_to_come
@@ -67,7 +72,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
         print(memory)
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
-        roles = remote_roles(pools)
+        roles = remote_roles(pools, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,
@@ -78,7 +83,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
             validator=validator if parts.can_validate else None,
             total_steps=parts.total_steps,
         )
-        return trainer.fit()
+        return dry_run(trainer) if config.trainer.dry_run else trainer.fit()
     finally:
         for group in distinct_groups(pools):
             group.close()

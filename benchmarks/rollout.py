@@ -44,7 +44,8 @@ from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
 from workers.rollout import Request, Rollout
 from workers.scoring_model import scoring_model
-from workers.vllm_rollout_spmd import BLOCK, head_size, vLLMRollout
+from workers.vllm_rollout_spmd import vLLMRollout
+from workers.vllm_settings import BLOCK, head_size
 
 SMOLLM2 = {
     "num_hidden_layers": 30,

@@ -7,7 +7,8 @@ from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.multi_turn import check_episodes, check_multi_turn
-from configs.paths import find_path
+from configs.paths import is_named_source, source_files
+from configs.reward_checks import check_rewards
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
 from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
 from configs.threads import worker_threads
@@ -18,7 +19,7 @@ def check_config(config: Config) -> None:
     check_data(config)
     check_batches(config)
     check_workers(config)
-    check_engine(config.actor_rollout_ref.rollout)
+    check_engine(config.actor_rollout_ref.rollout, workers_asked_for(config.trainer))
     check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
     check_episodes(config)
     check_policy(config)
@@ -30,7 +31,7 @@ def check_config(config: Config) -> None:
 def check_data(config: Config) -> None:
     if config.env.id is None and not config.data.train_files:
         raise ConfigError(
-            "there is nothing to train on: set data.train_files to .parquet, .json or .jsonl files, or env.id to a "
+            "there is nothing to train on: set data.train_files (docs/data.md says what it may name), or env.id to a "
             "gymnasium environment (python main.py --config-name frozenlake shows one)."
         )
     if config.env.id is not None and config.data.train_files:
@@ -41,8 +42,10 @@ def check_data(config: Config) -> None:
     for key in ("train_files", "val_files"):
         files = getattr(config.data, key) or []
         for file in [files] if isinstance(files, str) else files:
-            if not find_path(file).is_file():
-                raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+            try:
+                _ = is_named_source(file) or source_files(file)
+            except FileNotFoundError as error:
+                raise ConfigError(f"data.{key}={error}") from error
     chosen = config.data.custom_cls
     if chosen.path is None and (unread := sorted(chosen.extras) + sorted(chosen.kwargs)):
         raise ConfigError(
@@ -186,29 +189,6 @@ def check_rollout_correction(config: Config) -> None:
 
 def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionConfig) -> str:
     return "bypass_mode" if correction.bypass_mode else settings.loss_mode
-
-
-def check_rewards(config: Config) -> None:
-    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    if groups.enable and rollout.n < 2:
-        raise ConfigError(
-            f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
-            "differ from itself. Set n to at least 2 (8 is usual)."
-        )
-    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    if manager != type(manager)() and (function.path or config.env.id is None):
-        why = f"reward.custom_reward_function.path={function.path} scores" if function.path else "env.id is null"
-        raise ConfigError(
-            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers in an environment, "
-            f"and {why}: take it back. Of verl's names, naive, batch, dapo and gdpo are accepted."
-        )
-    key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
-    buffer = shaping.overlong_buffer_cfg
-    if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:
-        raise ConfigError(
-            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: so many "
-            "tokens before the longest length the penalty begins. Leave it null for a fifth of that length."
-        )
 
 
 def check_trainer(config: Config) -> None:

@@ -19,6 +19,7 @@ VLLM_SETTINGS = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
     "load_format",
+    "tensor_model_parallel_size",
 )
 
 
@@ -56,7 +57,8 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     return OpenAISettings(**given)
 
 
-def check_engine(rollout: RolloutConfig) -> None:
+def check_engine(rollout: RolloutConfig, workers: int) -> None:
+    """Raises ConfigError for an engine that there is not, or that cannot do what is set; `workers`: of the run."""
     key, name = "actor_rollout_ref.rollout", rollout.name
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
@@ -80,6 +82,12 @@ def check_engine(rollout: RolloutConfig) -> None:
         )
     if name == "openai":
         openai_settings(rollout)
+    if name == "vllm" and workers % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"{key}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the {workers} "
+            "workers of the run (trainer.nnodes × n_gpus_per_node, or × n_workers_per_node): each engine is split over "
+            "so many of them. Set it to 1, or to a number that does."
+        )
     longest = rollout.prompt_length + rollout.response_length
     if name in ("vllm", "sglang", "openai") and rollout.max_model_len is not None and rollout.max_model_len < longest:
         raise ConfigError(

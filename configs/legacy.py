@@ -3,8 +3,8 @@
 `RENAMED`: old key or section → today's; `OF_ALL_WORKERS`: the same, for a number that the workers share among them.
 `RENAMED_VALUES`: one value of a key that became another key.
 `NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown. `ONLY_VALUE`: accepted with the
-one value that says what is so here; any other asks for something this version does not have. `NO_EFFECT_VALUES` and
-`REFUSED_VALUES`: the same for single values of a key that means more than those here.
+one value that says what is so here; any other asks for something this version does not have. `NO_EFFECT_VALUES`: the
+same for single values of a key that means more than those here.
 """
 
 RENAMED = {
@@ -12,11 +12,19 @@ RENAMED = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_manager.module.path": "reward.reward_manager.path",
     "reward_manager": "reward.reward_manager",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
     "reward_model.max_concurrent": "reward.max_concurrent",
     "reward_model.sandbox_fusion": "reward.sandbox_fusion",
     "reward_model.timeout": "reward.timeout",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.max_rpm": "reward.max_rpm",
+    "reward_model.max_tpm": "reward.max_tpm",
+    "reward_model.estimated_tokens_per_request": "reward.estimated_tokens_per_request",
+    "reward.reward_manager.module.path": "reward.reward_manager.path",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.name",
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "actor_rollout_ref.actor.policy_loss.rollout_correction": "algorithm.rollout_correction",
     "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
@@ -96,7 +104,6 @@ NO_EFFECT = {
     **{f"{section}.{name}": _WHOLE_MODEL for section in _FSDP_SECTIONS for name in _SHARDING},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
     "trainer.balance_batch": "workers always get shares of about equal work",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _WHOLE_ENGINE,
     "actor_rollout_ref.rollout.data_parallel_size": _WHOLE_ENGINE,
     "actor_rollout_ref.rollout.mode": "engines live in the process of their worker",
     "actor_rollout_ref.hybrid_engine": _BY_DESIGN,
@@ -176,9 +183,18 @@ NO_EFFECT = {
     "actor_rollout_ref.rollout.agent.num_workers": "the samples of a prompt are asked for together, in one loop",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "weights go over one by one",
     "algorithm.filter_groups.max_inflight_gen_batches": "draws follow one another",
-    "reward.num_workers": "an async reward function has reward.max_concurrent calls under way",
-    "reward_model.num_workers": "an async reward function has reward.max_concurrent calls under way",
-    "reward_model.use_reward_loop": "an async reward function is awaited, any other is called",
+    **{
+        key: "a registered name goes before a class in reward.reward_manager.path, and the class says how it is called"
+        for key in (
+            "reward.reward_manager.source",
+            "reward_manager.source",
+            "reward.reward_manager.module.name",
+            "reward_manager.module.name",
+            "reward_model.reward_loop_source",
+        )
+    },
+    "reward_model.launch_reward_fn_async": "rows are scored while others are generated",
+    "reward_model.use_reward_loop": "reward functions are called while responses are generated, in processes",
     "reward_model.enable_resource_pool": "there is no reward model that would need a pool",
     "reward_model.n_gpus_per_node": "there is no reward model that would need a GPU",
     "reward_model.nnodes": "there is no reward model that would need a GPU",
@@ -197,27 +213,12 @@ HYDRA = (
 
 _FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
 
-_MANAGER_FILE = (
-    f"a file's reward manager is for an environment (reward.reward_manager.path and .name); without one, {_FUNCTION}."
-)
-
 ONLY_VALUE = {
     "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
-    "reward.reward_manager.source": (("register",), _MANAGER_FILE),
-    "reward.reward_manager.module.path": ((None,), _MANAGER_FILE),
-    "reward.reward_manager.module.name": ((None, "custom_reward_manager"), _MANAGER_FILE),
-    "reward_model.reward_loop_source": (("register",), _MANAGER_FILE),
-    "reward_model.reward_loop_module_path": ((None,), _MANAGER_FILE),
-    "reward_model.reward_loop_class_name": ((None,), _MANAGER_FILE),
-    "reward_model.launch_reward_fn_async": (
-        (False,),
-        "an `async def` reward function is awaited for reward.max_concurrent rows at once.",
-    ),
     "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
     "data.tokenizer": ((None,), "set actor_rollout_ref.model.tokenizer_path."),
-    "data.datagen.path": ((None,), "rows come from data.train_files, or from a dataset class (data.custom_cls)."),
     "actor_rollout_ref.model.hf_config_path": ((None,), "config.json is read from actor_rollout_ref.model.path."),
     "actor_rollout_ref.model.lora_adapter_path": ((None,), "LoRA is not part of this version: merge it first."),
     "actor_rollout_ref.actor.router_replay.mode": (("disabled",), "routes of experts are not recorded."),
@@ -256,7 +257,8 @@ ONLY_VALUE = {
 }
 
 _MANAGER = "reward.reward_manager.name"
-_NO_POOL = f"scoring in a pool of processes is not part of this version: take the manager back, and {_FUNCTION}."
+_IN_PROCESSES = "reward functions are called in reward.num_workers processes anyway"
+_FAILURES = "reward.on_failure=score gives responses that could not be scored a 0"
 
 NO_EFFECT_VALUES = {
     ("actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"): f"{_MULTI_TURN}.enable decides it",
@@ -264,11 +266,8 @@ NO_EFFECT_VALUES = {
     (_MANAGER, "batch"): "the signature of a reward function says whether it scores one response or a batch",
     (_MANAGER, "dapo"): "reward.reward_kwargs.overlong_buffer_cfg asks for the overlong penalty",
     (_MANAGER, "gdpo"): "what a reward function returns beside the score goes to the estimator",
-}
-
-REFUSED_VALUES = {
-    (_MANAGER, "prime"): _NO_POOL,
-    (_MANAGER, "remote"): _NO_POOL,
-    (_MANAGER, "rate_limited"): "a limit by the minute is not part of this version: take the manager back, and "
-    "make the function `async def`; reward.max_concurrent limits its calls at once, reward.timeout their seconds.",
+    (_MANAGER, "prime"): f"{_IN_PROCESSES}, each for reward.timeout seconds; {_FAILURES}",
+    (_MANAGER, "remote"): _IN_PROCESSES,
+    (_MANAGER, "rate_limited"): "reward.max_rpm, reward.max_tpm and reward.max_concurrent limit whatever scores; "
+    f"{_FAILURES}",
 }

@@ -166,8 +166,6 @@ def move_old_spellings(given: DictConfig) -> None:
         spelt = (today, str(value))
         if today in legacy.ONLY_VALUE and value not in legacy.ONLY_VALUE[today][0]:
             raise ConfigError(f"{key}={value}: {legacy.ONLY_VALUE[today][1]}")
-        if spelt in legacy.REFUSED_VALUES:
-            raise ConfigError(f"{key}={value}: {legacy.REFUSED_VALUES[spelt]}")
         if without_effect(today, value):
             delete(given, key)
             reason = legacy.NO_EFFECT.get(today) or legacy.NO_EFFECT_VALUES.get(spelt, "it is always so here")

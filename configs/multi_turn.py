@@ -41,11 +41,10 @@ def check_episodes(config: Config) -> None:
         return
     if config.env.id is None:
         raise ConfigError("env.mode=episode: there is no environment to play. Set env.id, e.g. env.id=FrozenLake-v1.")
-    if config.reward.custom_reward_function.path:
+    if source := config.reward.source():
         raise ConfigError(
-            f"reward.custom_reward_function.path={config.reward.custom_reward_function.path}, and env.mode=episode: "
-            "the environment pays for its episodes. Have it pay otherwise (a gymnasium wrapper), or train on single "
-            "states: env.mode=step."
+            f"{source}, and env.mode=episode: the environment pays for its episodes. Have it pay otherwise (a "
+            "gymnasium wrapper), or train on single states: env.mode=step."
         )
     if config.env.val_size:
         raise ConfigError(

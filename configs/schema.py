@@ -48,12 +48,24 @@ class DatasetClassConfig(Frozen):
 class SamplerConfig(Frozen):
     class_path: str | None = setting(None, "File or module of a sampler of yours; null: our own order.")
     class_name: str | None = setting(None, "Class in that file, a subclass of data.sampler.AbstractSampler.")
+    kwargs: dict[str, Any] = setting({}, "Passed on to the constructor.")
+
+
+@dataclass
+class DatagenConfig(Frozen):
+    path: str | None = setting(None, "File or module of a generator of yours, which adds rows in a run; null: none.")
+    name: str | None = setting(None, "Class in that file, a subclass of data.dynamic_dataset.AbstractDataGenerator.")
 
 
 @dataclass
 class DataConfig(Frozen):
-    train_files: Any = setting(None, "Training rows: one path or a list (.parquet, .json, .jsonl).", texts=True)
-    val_files: Any = setting(None, "Validation rows: one path or a list; null: no validation on rows.", texts=True)
+    train_files: Any = setting(
+        None,
+        "Training rows, one source or a list: .parquet, .json, .jsonl or .csv files, folders, globs, datasets:NAME, "
+        "reasoning_gym:TASK.",
+        texts=True,
+    )
+    val_files: Any = setting(None, "Validation rows, as train_files; null: no validation on rows.", texts=True)
     train_max_samples: int = setting(-1, "Use at most so many training rows; -1: all.", ge=-1)
     val_max_samples: int = setting(-1, "Use at most so many validation rows; -1: all.", ge=-1)
     prompt_key: str = setting("prompt", "Column with the prompt: a list of chat messages, or a plain string.")
@@ -73,6 +85,13 @@ class DataConfig(Frozen):
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to the tokenizer's apply_chat_template.")
     custom_cls: DatasetClassConfig = group(DatasetClassConfig, "A dataset class of yours; null: RLHFDataset.")
     sampler: SamplerConfig = group(SamplerConfig, "A sampler of yours (curriculum).")
+    max_bad_fraction: float = setting(
+        0.0, "Share of the rows of files that may be unusable: they are left out, counted and listed.", ge=0, lt=1
+    )
+    source_weights: dict[str, Any] = setting(
+        {}, "How often rows of each source (column reward_fn_key) are drawn, in proportion; {}: each row once an epoch."
+    )
+    datagen: DatagenConfig = group(DatagenConfig, "Rows that are made as the run goes (verl's DynamicGenDataset).")
 
 
 @dataclass
@@ -310,6 +329,9 @@ class RolloutConfig(Frozen):
         "dummy",
         "With vllm: how its weights start (dummy: at random, or any of its formats); the actor's replace them.",
     )
+    tensor_model_parallel_size: int = setting(
+        1, "With vllm: workers that one engine is split over; it divides the number of all workers.", ge=1
+    )
     engine_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."
     )
@@ -366,8 +388,11 @@ class RewardFunctionConfig(Frozen):
 
 @dataclass
 class RewardManagerConfig(Frozen):
-    path: str = setting("custom/reward_manager.py", "File or module of the reward manager used with an environment.")
-    name: str = setting("CustomRewardManager", "Class in that file: name(environment).")
+    path: str = setting("custom/reward_manager.py", "File or module of a reward manager of yours.")
+    name: str = setting(
+        "CustomRewardManager",
+        "Class in that file, of an environment: name(environment), else in verl's contract; or a registered name.",
+    )
 
 
 @dataclass
@@ -395,12 +420,53 @@ class SandboxFusionConfig(Frozen):
 
 
 @dataclass
-class RewardConfig(Frozen):
+class WeightedFunctionConfig(RewardFunctionConfig):
+    name: str = setting("compute_score", "Function in that file; the part of the score is logged as reward/NAME/….")
+    weight: float = setting(1.0, "By which what it returns counts in the score.")
+
+
+@dataclass
+class ScoringConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
-    reward_manager: RewardManagerConfig = group(RewardManagerConfig, "Reward of an environment.")
     max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
     timeout: float | None = setting(
-        None, "Seconds that a call of an async reward function may take before the run ends; null: any.", gt=0
+        60.0, "Seconds that scoring a response may take; its process is then killed. null: any.", gt=0
+    )
+    functions: list[WeightedFunctionConfig] = setting(
+        [], "Several reward functions, each {path, name, weight, reward_kwargs}: the score is their weighted sum."
+    )
+    num_workers: int = setting(16, "Processes that call a reward function, at most; slow functions get them.", ge=1)
+    memory_limit_mb: int | None = setting(
+        2048, "MiB that such a process may take beyond what loading your file takes; null: any.", ge=1
+    )
+    in_process: bool = setting(
+        False, "Call reward functions in the run's own process, for breakpoints: none is killed, and an error ends it."
+    )
+    on_failure: str = setting(
+        "mask",
+        "What becomes of a response that could not be scored: nothing is learnt from it, or it gets failure_score.",
+        choices=("mask", "score"),
+    )
+    failure_score: float = setting(0.0, "The score of such responses with on_failure=score.")
+    max_failed_fraction: float = setting(
+        0.5, "The run ends when more than this share of the responses cannot be scored; 0: at the first.", ge=0, le=1
+    )
+    max_rpm: int | None = setting(None, "Calls of a reward function a minute, at most; null: any.", ge=1)
+    max_tpm: int | None = setting(None, "Tokens a minute that they may take together, by the estimate.", ge=1)
+    estimated_tokens_per_request: int = setting(2000, "Tokens that a call is counted as for max_tpm.", ge=1)
+
+    def source(self) -> str | None:
+        """The setting that names functions, with what it names; None: none does."""
+        if self.functions:
+            return f"reward.functions=[{', '.join(entry.name for entry in self.functions)}]"
+        path = self.custom_reward_function.path
+        return f"reward.custom_reward_function.path={path}" if path else None
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    reward_manager: RewardManagerConfig = group(
+        RewardManagerConfig, "A reward manager of yours; an environment has one."
     )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
     sandbox_fusion: SandboxFusionConfig = group(
@@ -481,6 +547,9 @@ class TrainerConfig(Frozen):
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
+    dry_run: bool = setting(
+        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
+    )
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)

@@ -12,10 +12,15 @@ from omegaconf import II
 
 from configs.checks import check_output_folder, is_greedy
 from configs.errors import ConfigError
-from configs.schema import ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from configs.reward_checks import check_functions
+from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
 
-TRAINING_ONLY = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")  # of `rollout`
+TRAINING_ONLY = (  # of `rollout`
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_max_token_len_per_gpu",
+    "tensor_model_parallel_size",
+)
 BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`: a server is told by each request
 TABLES = (".jsonl", ".parquet")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -70,16 +75,9 @@ class EvaluationDataConfig(Frozen):
 
 
 @dataclass
-class EvaluationRewardConfig(Frozen):
-    custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "The reward function, as in training.")
-    max_concurrent: int = setting(RewardConfig.max_concurrent, "Calls of an async function under way at once.", ge=1)
-    timeout: float | None = setting(RewardConfig.timeout, "Seconds that such a call may take; null: any.", gt=0)
-
-
-@dataclass
 class EvaluationConfig(Frozen):
     data: EvaluationDataConfig = group(EvaluationDataConfig, "Responses in, figures out.")
-    reward: EvaluationRewardConfig = group(EvaluationRewardConfig, "What scores them.")
+    reward: ScoringConfig = group(ScoringConfig, "What scores them, as in training.")
 
 
 @dataclass
@@ -138,9 +136,10 @@ def check_generation(config: GenerationConfig) -> None:
 
 def check_evaluation(config: EvaluationConfig) -> None:
     """Raises ConfigError for settings that cannot work together."""
-    data, function = config.data, config.reward.custom_reward_function
+    data = config.data
     check_files(data.path, "rows with responses")
-    if function.path is None:
+    check_functions(config.reward)
+    if config.reward.source() is None:
         raise ConfigError("reward.custom_reward_function.path is not set: name the file of the reward function.")
     if data.output_path is not None:
         check_output_folder(str(Path(data.output_path).parent), "data.output_path")

@@ -7,8 +7,6 @@ the actions since restore everything.
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +21,7 @@ import cloudpickle
 
 from configs.errors import users_line
 from custom.text_env import EnvState, TextEnv, split_id
+from data.children import start_child
 from data.import_utils import load_module
 
 START_SECONDS = 300.0  # for a process to import and build the environment
@@ -142,11 +141,7 @@ class Process:
         if self._process is not None and self._process.poll() is None:
             return
         self._connection, theirs = Pipe()
-        # A plain child: multiprocessing would run the user's main script in it once more.
-        program = (
-            f"import sys; sys.path[:] = {sys.path}; from custom.process_env import serve; serve({theirs.fileno()})"
-        )
-        self._process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
+        self._process = start_child("custom.process_env", "serve", theirs.fileno())
         theirs.close()
         module, _, _ = split_id(self.environment.env_id)
         self._connection.send((os.getpid(), module, cloudpickle.dumps(self.environment)))

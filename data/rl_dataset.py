@@ -19,8 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
+from data.file_formats import BadRow, Origin, Row
 from data.import_utils import arguments_taken, load_extern_object
-from data.rows import Origin, Row, own_names, read_rows, with_labels
+from data.load_report import BadRows, report_lines
+from data.mixture import value_in
+from data.prompt_checks import check_says_something, least_tokens
+from data.rows import own_names, read_rows, with_labels
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
@@ -80,7 +84,7 @@ class RLHFDataset(Dataset):
         self.rows: list[Row] = []
         self.prompt_ids: list[np.ndarray] = []  # int32: a ninth of what lists take
         if data_files is not None:
-            self._load(self._sample(read_rows(data_files), max_samples))
+            self._load(data_files, max_samples)
             prompts = (prompt_text(parse_prompt(self._prompt(row))) for row in self.rows)
             report_unknown_characters(zip(prompts, self.prompt_ids, strict=True), tokenizer, str(data_files))
 
@@ -89,6 +93,14 @@ class RLHFDataset(Dataset):
 
     def __getitem__(self, position: int) -> Row:
         return self.make_row(self.rows[position], position, self.prompt_ids[position].tolist())
+
+    def column(self, name: str) -> list[Any]:
+        """One value a row, of the files' column; dots lead into dictionaries: extra_info.difficulty.
+
+        A subclass whose rows are many, or made when asked for, overrides it.
+        """
+        rows = self.rows if len(self.rows) == len(self) else (self[position] for position in range(len(self)))
+        return [value_in(row, name) for row in rows]
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt before any cut; override for a format of your own."""
@@ -129,25 +141,55 @@ class RLHFDataset(Dataset):
         chosen = np.random.default_rng(self.config.seed or 0).choice(len(rows), max_samples, replace=False)
         return [rows[i] for i in chosen]
 
-    def _load(self, rows: list[tuple[Origin, Row]]) -> None:
-        overlong = []
+    def _load(self, data_files: str | Path | Iterable[str | Path], max_samples: int) -> None:
+        unread: list[BadRow] = []
+        rows = self._sample(read_rows(data_files, unread), max_samples)
+        bad, overlong = BadRows(len(rows) + len(unread), self.config.max_bad_fraction), []
+        for error in unread:
+            bad.add(error)
         for origin, row in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
-            columns = with_labels(row, origin)
-            ids = self._encode(columns, origin)
-            if self.config.filter_overlong_prompts and len(ids) > self.config.max_prompt_length:
-                overlong.append((origin, len(ids)))
+            try:
+                length = self._add(row, origin)
+            except OverlongPrompt:
+                raise
+            except ValueError as error:
+                bad.add(BadRow(origin, str(error), cause=error))
                 continue
-            self.rows.append(columns)
-            self.prompt_ids.append(np.asarray(self._fit(ids, origin), dtype=np.int32))
+            if length > self.config.max_prompt_length and self.config.filter_overlong_prompts:
+                overlong.append((origin, length))
+        bad.check()
         self.num_filtered = len(overlong)
+        limit = self.config.max_prompt_length
         if overlong:
-            report_overlong(overlong, len(rows), self.config.max_prompt_length)
+            report_overlong(overlong, len(rows) - len(bad.errors) + len(unread), limit)
+        left_out = {
+            f"longer than data.max_prompt_length={limit}": [origin.place for origin, _ in overlong],
+            "unusable": [f"{error.origin.place}: {error}" for error in bad.errors],
+        }
+        lengths = [len(ids) for ids in self.prompt_ids]
+        for line in report_lines(data_files, self.rows, lengths, left_out, self.config.reward_fn_key):
+            print(line)
+
+    def _add(self, row: Row, origin: Origin) -> int:
+        """Adds `row`, unless its prompt is left out as too long; the number of the prompt's tokens."""
+        columns = with_labels(row, origin)
+        if self.config.filter_overlong_prompts:
+            least = least_tokens(self._prompt(columns), self.tokenizer)
+            if least > self.config.max_prompt_length:  # ten megabytes would take a minute to encode
+                return least
+        ids = self._encode(columns, origin)
+        if not self.config.filter_overlong_prompts or len(ids) <= self.config.max_prompt_length:
+            self.prompt_ids.append(np.asarray(self._fit(ids, origin), dtype=np.int32))
+            self.rows.append(columns)
+        return len(ids)
 
     def _encode(self, columns: Row, origin: Origin) -> list[int]:
         """Token ids of a row's prompt, however many; ValueError says which row is bad, and why."""
         try:
-            ids = self.encode_prompt(parse_prompt(self._prompt(columns)))
-        except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
+            prompt = parse_prompt(self._prompt(columns))
+            check_says_something(prompt)
+            ids = self.encode_prompt(prompt)
+        except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
             filled = ", ".join(name for name, value in columns.items() if value is not None)
             raise ValueError(
                 f"{origin}: {error} The prompt is read from the column data.prompt_key={self.config.prompt_key}; "
@@ -208,13 +250,14 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor | np.ndarray:
 
 
 def get_dataset_class(config: DataConfig) -> type[Dataset]:
-    """The class data.custom_cls names, or RLHFDataset.
+    """The class data.custom_cls names, or RLHFDataset; with data.datagen, the one that adds rows to it.
 
     Raises:
         TypeError: it is no subclass of torch.utils.data.Dataset.
     """
     if config.custom_cls.path is None:
-        return RLHFDataset
+        growing = config.datagen.path is not None
+        return load_extern_object("data/dynamic_dataset.py", "DynamicGenDataset") if growing else RLHFDataset
     found = load_extern_object(config.custom_cls.path, config.custom_cls.name)
     if not isinstance(found, type) or not issubclass(found, Dataset):
         raise TypeError(
@@ -238,7 +281,7 @@ def create_rl_dataset(
     dataset_class = get_dataset_class(config)
     if data_files is None and dataset_class is RLHFDataset:
         raise ValueError(
-            "data.train_files is not set: name a .parquet, .json or .jsonl file, "
+            "data.train_files is not set: name a .parquet, .json, .jsonl or .csv file (docs/data.md has all sources), "
             "or let an environment give the prompts, e.g. env.id=FrozenLake-v1."
         )
     key, kwargs = f"data.custom_cls.name={config.custom_cls.name}", config.custom_cls.kwargs

@@ -1,4 +1,4 @@
-"""Rows of data files: .parquet, .json and .jsonl in, plain dictionaries that know where they come from out.
+"""Rows of all sources of a run, under one set of names.
 
 The names of columns are brought to verl's where rows spell them differently; what a column holds is left to datasets.
 """
@@ -8,16 +8,14 @@ import reprlib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any
 
 from configs.loader import notice
-from configs.paths import find_path
+from data.file_formats import BadRow, Origin, Row
+from data.sources import read_source
 
-Row = dict[str, Any]
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
 RUN_COLUMNS = frozenset((
     "uid", "dataset_position", "prompts", "responses", "ground_truths", "input_ids", "attention_mask", "position_ids",
@@ -25,73 +23,39 @@ RUN_COLUMNS = frozenset((
     "ref_log_prob", "values", "advantages", "returns", "loss_mask", "entropys", "sum_pi_squared", "reward_baselines",
     "rollout_is_weights", "drawn_row", "turn_ids", "episode", "episode_return", "success", "invalid_actions", "failure",
     "__num_turns__", "tool_call_counts", "tool_failures",
-    "tool_rewards", "turn_scores", "reset_seed",
+    "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
 
 
-class Origin(NamedTuple):
-    """Where a row comes from; rows count from 0."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.file}, row {self.number}"
-
-
-def read_rows(data_files: str | Path | Iterable[str | Path]) -> list[tuple[Origin, Row]]:
-    """All rows of one or several .parquet, .json or .jsonl files, as plain python objects, in order.
+def read_rows(
+    data_files: str | Path | Iterable[str | Path], bad: list[BadRow] | None = None
+) -> list[tuple[Origin, Row]]:
+    """All rows of one or several sources (data/sources.py), as plain python objects, in order.
 
     A row without `prompt` gets it from `instruction` (and a text in `input` below it) or from `messages` (an answer at
     the end becomes `response`); one without `response` gets it from `output`. Rows that lack a column of others hold
-    None there.
+    None there. Rows that cannot be read are raised, or added to `bad` where it is given.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: an unknown ending, a file that cannot be parsed, or no rows at all.
+        ValueError: an unknown ending, a file or a row that cannot be read, or no rows at all.
     """
-    files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-    rows = [(Origin(str(file), i), _standard_names(row)) for file in files for i, row in enumerate(_read_file(file))]
-    if not rows:
-        raise ValueError(f"no rows in {', '.join(map(str, files)) or 'an empty list of data files'}.")
+    sources = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+    rows = []
+    for origin, row in chain.from_iterable(map(read_source, sources)):
+        if not isinstance(row, BadRow):
+            rows.append((origin, standard_names(row)))
+        elif bad is None:
+            raise row
+        else:
+            bad.append(row)
+    if not rows and not bad:
+        raise ValueError(f"no rows in {', '.join(map(str, sources)) or 'an empty list of data files'}.")
     columns = dict.fromkeys(name for _, row in rows for name in row)
     return [(origin, {name: row.get(name) for name in columns}) for origin, row in rows]
 
 
-def _read_file(file: str | Path) -> list[Row]:
-    path = find_path(file)
-    if path.suffix not in (".parquet", ".json", ".jsonl"):
-        raise ValueError(f"data file {file}: unknown ending {path.suffix!r}; known are .parquet, .json and .jsonl.")
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"data file {file}: there is no file {path.absolute()} (the working directory is {Path.cwd()}). "
-            "data.train_files and data.val_files name the files of a run."
-        )
-    if path.suffix == ".parquet":
-        # Not pandas: it makes arrays of nested lists, and floats of integers beside a null.
-        try:
-            return pyarrow.parquet.ParquetFile(path).read().to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"data file {file}: this is not a parquet file that can be read: {error}") from error
-    return _read_json(file, path.read_text(encoding="utf-8"))
-
-
-def _read_json(file: str | Path, text: str) -> list[Row]:
-    """Rows of a JSON array of objects, or of one object a line."""
-    rows, documents = [], [text] if text.lstrip().startswith("[") else text.split("\n")
-    for line, document in enumerate(documents, start=1):
-        try:
-            found = json.loads(document) if document.strip() else []
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data file {file}, line {line}: this is not JSON: {error}.") from error
-        rows += found if isinstance(found, list) else [found]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{Origin(str(file), number)} is {reprlib.repr(row)}; a row must be a JSON object.")
-    return rows
-
-
-def _standard_names(row: Row) -> Row:
+def standard_names(row: Row) -> Row:
     """`row` with `prompt` and `response`, where it spells them differently."""
     row = dict(row)
     if "output" in row:

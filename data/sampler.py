@@ -8,21 +8,18 @@ a step decides over the very next row.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sized
-from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from rich.progress import track
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
-from data.import_utils import load_extern_object
+from data.import_utils import arguments_taken, load_extern_object
+from data.mixture import column_of, mixed_order
 from data.protocol import DataProto
-from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, collate_fn, report_overlong
+from data.rl_dataset import collate_fn
 from data.rows import Row
 from data.seeding import numpy_generator
 
@@ -51,10 +48,12 @@ class Dynamic(Protocol):
 class AbstractSampler(Sampler[int], ABC):
     """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many.
 
-    `self.epoch` is set before `__iter__` is called: an order drawn from a seed and it needs no state to be resumed.
+    `self.epoch` and `self.num_rows`, those that the dataset had as the epoch began, are set before `__iter__` is
+    called: an order drawn from a seed and them needs no state to be resumed, also where the dataset grows.
     """
 
     epoch = 0
+    num_rows: int | None = None  # None: all that there are
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
         self.data_source = data_source
@@ -69,11 +68,24 @@ class AbstractSampler(Sampler[int], ABC):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def rows_of_epoch(self) -> int:
+        return len(self.data_source) if self.num_rows is None else self.num_rows
+
     def update(self, batch: DataProto) -> None:
         """Called after every training step with its batch, rewards included; does nothing here.
 
         It may be `update(self, indices, metrics)` instead: see training/feedback.py, which calls it.
         """
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that must hear of every step, as verl's of this name: by `update(batch)` or `update(indices, metrics)`.
+
+    What it learnt belongs into its `state_dict`. data/curriculum.py has two.
+    """
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None: ...
 
 
 def hears_metrics(sampler: AbstractSampler) -> bool:
@@ -98,7 +110,7 @@ class SequentialSampler(AbstractSampler):
     """Rows as they stand in the files."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self)))
+        return iter(range(self.rows_of_epoch()))
 
     def __len__(self) -> int:
         return len(self.data_source)
@@ -112,68 +124,62 @@ class RandomSampler(SequentialSampler):
         self.seed = seed
 
     def __iter__(self) -> Iterator[int]:
-        return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(len(self)).tolist())
+        return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(self.rows_of_epoch()).tolist())
+
+
+class MixtureSampler(SequentialSampler):
+    """Rows of several sources (column data.reward_fn_key), so many of each as data.source_weights says.
+
+    An epoch is as many rows as the dataset has. A source that runs out in it begins anew; of one with more rows than
+    its share, each epoch draws others.
+
+    Raises:
+        ValueError: a source has no weight, or a weight no source.
+    """
+
+    def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:
+        super().__init__(data_source, data_config)
+        self.seed = seed
+        iter(self)  # or raises
+
+    def __iter__(self) -> Iterator[int]:
+        sources = column_of(self.data_source, self.data_config.reward_fn_key)[: self.rows_of_epoch()]
+        weights, rng = self.data_config.source_weights, numpy_generator(self.seed, "mixture", self.epoch)
+        return iter(mixed_order(sources, weights, rng, self.data_config.shuffle))
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> AbstractSampler:
-    """The sampler data.sampler names, else a random (data.shuffle) or sequential one.
+    """The sampler data.sampler names, one that mixes by data.source_weights, a random (data.shuffle) or sequential one.
 
     Args:
         seed: trainer.seed; data.seed, where set, comes first.
 
     Raises:
-        AssertionError, ValueError: the user's class is no AbstractSampler, or has an `update` of another form.
+        AssertionError, ValueError: the user's class is no AbstractSampler, cannot be called with data.sampler.kwargs,
+            or has an `update` of another form; both it and weights are set, or weights are not those of the data.
     """
-    chosen = data_config.sampler
+    chosen, seed = data_config.sampler, seed if data_config.seed is None else data_config.seed
     if chosen.class_path is not None:
         sampler_class = load_extern_object(chosen.class_path, chosen.class_name)
         assert isinstance(sampler_class, type) and issubclass(sampler_class, AbstractSampler), (
             f"data.sampler.class_name={chosen.class_name} in {chosen.class_path} is {sampler_class!r}; "
             "it must be a subclass of data.sampler.AbstractSampler"
         )
-        sampler = sampler_class(data_source=dataset, data_config=data_config)
+        if data_config.source_weights:
+            raise ValueError(
+                f"data.sampler.class_path={chosen.class_path} and data.source_weights are both set, and each chooses "
+                "the rows: take one back."
+            )
+        given = {"data_source": dataset, "data_config": data_config}
+        key = f"data.sampler.class_name={chosen.class_name}"
+        sampler = sampler_class(**arguments_taken(sampler_class, key, given, chosen.kwargs))
         hears_metrics(sampler)  # or raises
         return sampler
+    if data_config.source_weights:
+        return MixtureSampler(dataset, data_config, seed)
     if data_config.shuffle:
-        return RandomSampler(dataset, data_config, seed if data_config.seed is None else data_config.seed)
+        return RandomSampler(dataset, data_config, seed)
     return SequentialSampler(dataset, data_config)
-
-
-def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
-    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
-    if isinstance(dataset, RLHFDataset):
-        return dataset.make_row
-    maker = RLHFDataset(None, tokenizer, config=config)
-    return partial(maker.make_row, source=type(dataset).__name__)
-
-
-def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> frozenset[int]:
-    """The positions of rows to leave out, as their prompts are longer than data.max_prompt_length; in a warning, too.
-
-    For a class of the user's, all rows of which are made once: those of files were measured when they were read, and
-    those that change by the step (`on_batch_end`) cannot be. None are left out where prompts may be cut instead
-    (data.filter_overlong_prompts=false data.truncation=left): nothing is measured then.
-
-    Raises:
-        OverlongPrompt: the first such row, if data.filter_overlong_prompts is false and data.truncation "error".
-        ValueError: all rows are too long, or a row cannot be used.
-    """
-    measured = type(dataset).__getitem__ is RLHFDataset.__getitem__
-    may_be_cut = not config.filter_overlong_prompts and config.truncation != "error"
-    if measured or may_be_cut or isinstance(dataset, Dynamic):
-        return frozenset()
-    make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
-    total, overlong = len(dataset), {}
-    for position in track(range(total), "measuring prompts", disable=total < PROGRESS_BAR_FROM):
-        try:
-            make_row(dataset[position], position)
-        except OverlongPrompt as error:
-            if not config.filter_overlong_prompts:
-                raise
-            overlong[position] = (error.origin, error.length)
-    if overlong:
-        report_overlong(list(overlong.values()), total, config.max_prompt_length)
-    return frozenset(overlong)
 
 
 class PromptLoader:
@@ -205,9 +211,10 @@ class PromptLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.index = 0
+        self.num_rows = len(dataset)  # as the epoch began
         if len(self) == 0:
             raise self._no_batch()
-        self._rest = self._begin_epoch()
+        self._rest = self._positions(self.num_rows)
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -223,8 +230,8 @@ class PromptLoader:
         """The next batch, of the next epoch where this one has no more."""
         positions = self._take(self._rest)
         if not positions:
-            self.epoch, self.index = self.epoch + 1, 0
-            self._rest = self._begin_epoch()
+            self.epoch, self.index, self.num_rows = self.epoch + 1, 0, len(self.dataset)
+            self._rest = self._positions(self.num_rows)
             positions = self._take(self._rest)
         if not positions:
             raise self._no_batch()
@@ -233,18 +240,20 @@ class PromptLoader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor | np.ndarray]]:
         """One whole epoch from its start; where `next_batch` stands does not change, unless the sampler is Stateful."""
-        rows = self._begin_epoch()
+        rows = self._positions(len(self.dataset))
         while positions := self._take(rows):
             yield self._collate(positions)
 
     def row(self, position: int) -> Row:
         """A row of the dataset, as batches hold it."""
+        if position >= len(self.dataset):
+            raise ValueError(f"row {position} of {len(self.dataset)}: a dataset may grow in a run, but not shrink.")
         return self.make_row(self.dataset[position], position)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the states of a dataset and a sampler that have their own."""
         states = {name: part.state_dict() for name, part in self._parts().items() if isinstance(part, Stateful)}
-        return {"epoch": self.epoch, "index": self.index, **states}
+        return {"epoch": self.epoch, "index": self.index, "num_rows": self.num_rows, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the loader that gave `state` stood.
@@ -261,13 +270,16 @@ class PromptLoader:
             if isinstance(part, Stateful):
                 part.load_state_dict(state[name])
         self.epoch, self.index = state["epoch"], state["index"]
+        self.num_rows = state.get("num_rows", len(self.dataset))  # older checkpoints do not say
         num_seen = 0 if isinstance(self.sampler, Stateful) else self.index
-        self._rest = islice(self._begin_epoch(), num_seen, None)
+        self._rest = islice(self._positions(self.num_rows), num_seen, None)
 
     def _parts(self) -> dict[str, Any]:
         return {"dataset": self.dataset, "sampler": self.sampler}
 
-    def _begin_epoch(self) -> Iterator[int]:
+    def _positions(self, num_rows: int) -> Iterator[int]:
+        """Those of an epoch that begins with so many rows."""
+        self.sampler.num_rows = num_rows
         self.sampler.set_epoch(self.epoch)
         return (position for position in self.sampler if position not in self.left_out)
 

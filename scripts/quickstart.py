@@ -19,11 +19,11 @@ if __name__ == "__main__":
     set_environment()  # before torch is loaded
 
 import argparse
-import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import main as rl
@@ -43,7 +43,16 @@ from training.reports import plot_metric
 from workers.worker_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"
-DEMONSTRATIONS = 12800
+DEMONSTRATIONS = 16000
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is imitated, by the settings `sft`, a config of supervised training, with `overrides`."""
+
+    rows: Callable[[Config], Iterable[dict[str, Any]]]
+    sft: str
+    overrides: Sequence[str] = ()
 
 
 def main() -> None:
@@ -98,37 +107,44 @@ def write_summary(config: Config, success: str, seconds: float) -> dict[str, Any
 
 def warm_start(config: Config, folder: Path) -> None:
     """Makes the model that RL starts from, where the RL config expects it."""
-    seed = config.trainer.seed
-    imitate(config, folder, "frozenlake_sft", lambda: demonstrations(build_environment(config), DEMONSTRATIONS, seed))
+    imitate(config, folder, [WANDERERS_LESSON])
 
 
-def imitate(config: Config, folder: Path, sft: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
-    """A tiny model trained on `rows` by the settings `sft`, where the RL config expects it."""
+def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
+    """A tiny model that has learnt one lesson after another, where the RL config expects it."""
     seed, target = config.trainer.seed, Path(config.actor_rollout_ref.model.path)
-    save_tiny_model(folder / "random_model", derive_seed(seed, "tiny_model"))
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(folder / "random_model", target)  # whose tokenizer the rows may need
-    dump_jsonl(folder / "demonstrations.jsonl", rows())
-    sft_config = compose(
-        SFTConfig,
-        sft,
-        [
+    model = folder / "random_model"
+    save_tiny_model(model, derive_seed(seed, "tiny_model"))
+    for number, lesson in enumerate(lessons, start=1):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(model, target)  # whose tokenizer the rows may need
+        rows = folder / f"demonstrations_{number}.jsonl"
+        dump_jsonl(rows, lesson.rows(config))
+        own = [
             f"trainer.seed={seed}",
-            f"data.train_files={folder}/demonstrations.jsonl",
-            f"model.path={folder}/random_model",
+            f"data.train_files={rows}",
+            f"model.path={model}",
             f"model.kernels={config.actor_rollout_ref.model.kernels}",
-            f"trainer.default_local_dir={folder}/sft",
-        ],
-    )
-    trained = sft_trainer.run(sft_config)
+            f"trainer.default_local_dir={folder}/sft_{number}",
+        ]
+        model = sft_trainer.run(compose(SFTConfig, lesson.sft, [*own, *lesson.overrides]))
     shutil.rmtree(target)
-    shutil.copytree(trained, target)
+    shutil.copytree(model, target)
+
+
+def wanderers_moves(config: Config) -> list[dict[str, Any]]:
+    """What the careful wanderer does in states from all over the maps, also where a run trains on whole episodes."""
+    environment = build_environment(replace(config, env=replace(config.env, mode="step")))
+    return demonstrations(environment, DEMONSTRATIONS, config.trainer.seed)
+
+
+WANDERERS_LESSON = Lesson(wanderers_moves, "frozenlake_sft")
 
 
 def demonstrations(environment: TextEnv, count: int, seed: int) -> list[dict[str, Any]]:
     """Moves of the careful wanderer: any that neither falls into a hole nor runs into the edge, all equally likely."""
     rng = numpy_generator(seed, "demonstrations")
-    environment = dataclasses.replace(environment, seed=derive_seed(seed, "demonstrated_states"))
+    environment = replace(environment, seed=derive_seed(seed, "demonstrated_states"))
     states = (environment.get_state(i) for i in range(count))
     return [
         {

@@ -46,6 +46,7 @@ EXEMPT = {
         "training/reward.py": "names the line of the user's reward",
         "training/row_scorer.py": "what a user's reward raises is what came of the row",
         "training/sandbox_child.py": "what a policy's program raises is its output",
+        "training/scorer_process.py": "answers what the user's reward raised, in a process of its own",
         "workers/deadlines.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
@@ -55,7 +56,9 @@ EXEMPT = {
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/calculator_task.py": "a command",
         "custom/tiny_model.py": "a command",
+        "data/rl_dataset.py": "says what became of the rows of files",
         "main.py": "the batch arithmetic, at the start of a run",
+        "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",
         "training/main_server.py": "says where it serves",
         "training/ray_trainer.py": "says what a run resumes from, what a validation found, and what it leaves",
@@ -150,7 +153,9 @@ def module_of(file: str) -> str:
 def cycles(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """No module imports itself through others, not even lazily."""
     modules = {module_of(file): file for file in trees}
-    edges = {file: {modules[name] for name in imported(tree) if name in modules} for file, tree in trees.items()}
+    edges = {
+        file: {modules[name] for name in imported(tree) if name in modules} - {file} for file, tree in trees.items()
+    }
     for file in trees:
         reached, frontier = set(), [file]
         while frontier:

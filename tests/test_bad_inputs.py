@@ -110,7 +110,7 @@ BEFORE_ANYTHING_STARTS = [
     Case("wrong type", "trainer.seed=one", "trainer.seed='one'", "could not be converted to Integer"),
     Case("bad choice", "data.truncation=top", "must be one of error, left, right, middle"),
     Case("missing file", "data.train_files=DIR/no.jsonl", "no.jsonl: there is no such file", "looked in"),
-    Case("unknown ending", "data.train_files=DIR/rows.csv", "unknown ending '.csv'", ".parquet", rows_csv="a,b"),
+    Case("unknown ending", "data.train_files=DIR/rows.txt", "unknown ending '.txt'", ".parquet", rows_txt="a,b"),
     Case("no parquet", "data.train_files=DIR/a.parquet", "a.parquet: this is not a parquet file", a_parquet="PAR?"),
     Case("missing column", "data.prompt_key=question", "rows.jsonl, row 0", "prompt_key=question", "columns prompt"),
     Case("empty data", "", "no rows in .*rows.jsonl", rows_jsonl="\n"),

@@ -20,7 +20,7 @@ from configs import engines, schema, serving
 from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
 from configs.engines import check_engine
 from configs.errors import ConfigError
-from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, REFUSED_VALUES, RENAMED
+from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
 from configs.loader import (
     CONFIG_DIR,
     Arguments,
@@ -464,13 +464,15 @@ REFUSED_ALGORITHMS = [
         (["data.train_files=x.jsonl"], "both set: prompts come from one of them"),
         (["env.id=null", "data.train_files=[x.jsonl]"], "data.train_files=x.jsonl: there is no such file"),
         (
-            ["env.id=null", "data.train_files=Makefile", "reward.reward_manager.name=Mine"],
-            "name: Mine} scores answers in an environment, and env.id is null: take it back",
+            ["reward.reward_manager.path=mine.py", "reward.custom_reward_function.path=score.py"],
+            "path: mine.py, .*and reward.custom_reward_function.path=score.py scores them: take one of the two back",
         ),
         (
-            ["reward.reward_manager.path=mine.py", "reward.custom_reward_function.path=score.py"],
-            "path: mine.py, .*and reward.custom_reward_function.path=score.py scores: take it back",
+            ["reward.custom_reward_function.path=a.py", "reward.functions=[{path: b.py, name: f}]"],
+            r"reward.functions=\[f\] and reward.custom_reward_function.path=a.py: set one of the two",
         ),
+        (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
+        (["reward.in_process=true", "reward.max_rpm=60"], "not counted by the minute. Set reward.in_process=false"),
         (["trainer.default_local_dir=Makefile/run"], "cannot be written to .*: name another folder"),
         *REFUSED_ALGORITHMS,
     ],
@@ -488,32 +490,41 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout, 1)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
-    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout)
+        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout, 1)
+
+
+def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    split = compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2").actor_rollout_ref.rollout
+    for workers in (2, 4):
+        check_engine(split, workers)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2 does not divide the 3 workers"):
+        check_engine(split, 3)
 
 
 def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
-    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout, 1)
     assert capsys.readouterr().err == ""
     keys = [
         f"{ROLLOUT}.gpu_memory_utilization=0.4",
         f"{ROLLOUT}.load_format=dummy_dtensor",
         f"{ROLLOUT}.enforce_eager=true",
     ]
-    check_engine(compose(*keys).actor_rollout_ref.rollout)
+    check_engine(compose(*keys).actor_rollout_ref.rollout, 1)
     said = capsys.readouterr().err
     assert (
         f"{ROLLOUT} sets gpu_memory_utilization, enforce_eager, which the vllm engine reads, and name=hf does" in said
     )
     server = f"{ROLLOUT}.engine_kwargs.openai.base_url=http://127.0.0.1:8000/v1"
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout, 1)
     assert capsys.readouterr().err == ""
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout)
+    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout, 1)
     assert "which the vllm engine reads, and name=openai does not" in capsys.readouterr().err
     config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
@@ -707,27 +718,32 @@ MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_mod
 
 
 @pytest.mark.parametrize("key", MANAGER_KEYS)
-@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo"])
-def test_managers_of_verl_that_do_what_is_done_here_are_accepted_with_the_reason(key, name, capsys):
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime", "remote", "rate_limited"])
+def test_managers_of_verl_are_accepted_with_what_is_done_here(key, name, capsys):
     assert compose(f"{key}={name}") == compose()
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"notice: {key}={name} has no effect: ")
 
 
-@pytest.mark.parametrize("key", MANAGER_KEYS)
-@pytest.mark.parametrize("name", [name for _, name in REFUSED_VALUES])
-def test_other_managers_of_verl_are_refused_with_a_way_out(key, name):
-    with pytest.raises(ConfigError, match=f"^{key}={name}: .* not part of this version: take the manager back, and "):
-        compose(f"{key}={name}")
-
-
-def test_managers_of_verl_from_a_file_are_refused():
+def test_managers_of_a_file_and_limits_by_the_minute_are_read_in_every_spelling_of_verl():
     assert compose("reward.reward_manager.source=register", "reward.reward_manager.module.path=null") == compose()
-    for override in ("reward_manager.source=importlib", "reward.reward_manager.module.path=mine.py"):
-        with pytest.raises(
-            ConfigError, match=f"^{override}: .*for an environment .*reward.custom_reward_function.path"
-        ):
-            compose(override)
+    chosen = {compose("reward_manager.source=importlib", f"{key}=mine.py", "reward_manager.name=Mine").reward
+              .reward_manager.path for key in ("reward_manager.module.path", "reward.reward_manager.module.path",
+                                               "reward_model.reward_loop_module_path")}  # fmt: skip
+    assert chosen == {"mine.py"}
+    limits = compose("reward_model.max_rpm=30", "reward_model.max_tpm=500", "reward_model.num_workers=3").reward
+    assert (limits.max_rpm, limits.max_tpm, limits.num_workers) == (30, 500, 3)
+
+
+def test_entries_of_reward_functions_are_checked_as_settings_are():
+    [entry] = compose(
+        "env.id=null", "data.train_files=Makefile", "reward.functions=[{path: a.py, weight: 0.5}]"
+    ).reward.functions
+    assert (entry.path, entry.name, entry.weight, entry.reward_kwargs) == ("a.py", "compute_score", 0.5, {})
+    with pytest.raises(ConfigError, match=r"reward\.functions.*wight"):
+        compose("reward.functions=[{path: a.py, wight: 0.5}]")
+    with pytest.raises(ConfigError, match=r"reward\.functions.*heavy"):
+        compose("reward.functions=[{path: a.py, weight: heavy}]")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

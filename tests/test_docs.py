@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks import multi_turn, rollout
+from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
 from configs.legacy import RENAMED
 from configs.loader import known_keys, renamed_key
@@ -119,6 +119,21 @@ def test_multiturn_page_plays_episodes_and_calls_a_tool(copy: Path, follow: Call
     assert entry["data"]["num_turns/mean"] == 1 and entry["data"]["tool_call_counts/mean"] == 0
 
 
+def test_rewards_page_scores_by_two_functions_and_a_manager(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/rewards.md")
+    entries = recorded(copy / "outputs/two_rewards")
+    assert [entry["step"] for entry in entries] == [1, 2]
+    logged = entries[-1]["data"]
+    parts = logged["reward/compute_score/mean"] + 0.2 * logged["reward/brevity/mean"]
+    assert logged["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
+    assert logged["reward/timeout"] == logged["reward/error"] == 0 <= logged["timing_s/reward"]
+
+
+def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_time():
+    figures = scoring.measure(rows=20, seconds=0.01)
+    assert len(figures) == 4 and all(value > 0 for value in figures.values())
+
+
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
     """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
     (copy / "refusals.py").write_text(
@@ -142,6 +157,10 @@ def test_reward_rules_page_tries_and_audits(copy: Path, follow: Callable[[Path],
     (copy / "outputs").mkdir(exist_ok=True)
     follow(ROOT / "docs/reward_rules.md")
     assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
+
+
+def test_data_page(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/data.md")
 
 
 def test_config_page(copy: Path, follow: Callable[[Path], None]):

@@ -34,7 +34,8 @@ from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
-from workers.vllm_rollout_spmd import BLOCK, vLLMRollout
+from workers.vllm_rollout_spmd import vLLMRollout
+from workers.vllm_settings import BLOCK
 from workers.weight_probe import check_weights, probe_distance
 
 P, R = 40, 12

@@ -17,6 +17,7 @@ from training.metric_utils import (
     calc_maj_val,
     compute_data_metrics,
     compute_group_metrics,
+    compute_source_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     flatten_validation_metrics,
@@ -427,3 +428,14 @@ def test_core_metrics_are_those_of_the_largest_n_of_the_core_variable():
         "val-core/pole/return/mean@1": 9.0,
         **mean_max_min("val-aux/num_turns", 3, 6, 1),
     }
+
+
+def test_metrics_of_sources_by_hand_where_a_batch_has_several(batch):
+    assert compute_source_metrics(batch) == {}
+    batch.non_tensor_batch["data_source"] = np.array(["a", "b", "a"], dtype=object)
+    # Of a, the second row is aborted: it counts as drawn, and is no measurement.
+    assert compute_source_metrics(batch) == pytest.approx(
+        {"source/a/share": 2 / 3, "source/a/score/mean": 1.0, "source/b/share": 1 / 3, "source/b/score/mean": -0.5}
+    )
+    batch.non_tensor_batch["data_source"] = np.array(["a", "a", "a"], dtype=object)
+    assert compute_source_metrics(batch) == {}

@@ -15,7 +15,9 @@ from scripts import multiturn
 from scripts.quickstart import compose
 from training.game import build_environment
 
-GAMES = [name for name, task in multiturn.TASKS.items() if task.sft == "multiturn_sft"]
+GAMES = {
+    name: lesson for name, task in multiturn.TASKS.items() for lesson in task.lessons if lesson.sft == "multiturn_sft"
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,12 @@ def config_of(name: str, model: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_demonstrated_episodes_fit_and_are_what_the_environment_says(name: str, model: Path, monkeypatch):
-    monkeypatch.setattr(multiturn, "EPISODES", 4)
+def test_demonstrated_episodes_fit_and_are_what_the_environment_says(name: str, model: Path):
     config = config_of(name, model)
     environment = build_environment(config)
     dataset = CustomEnvDataset(environment, load_tokenizer(config.actor_rollout_ref.model), config.data, size=4)
     chat = ChatFormat(dataset.tokenizer, {})
-    rows = [*islice(multiturn.TASKS[name].rows(config), 40)]
+    rows = [*islice(GAMES[name].rows(config), 40)]
     assert rows
     for row in rows:
         prompt, *said = row["messages"] if "messages" in row else [*row["prompt"], row]

@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from custom.tiny_model import build_tokenizer
+from data.protocol import DataProto
+from tests.batches import padded
 from training.no_signal import NoSignal, likeliest_cause, teaches_nothing
 
 TIES = {"critic/score/max": 0.0, "critic/score/min": 0.0, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
@@ -13,7 +16,20 @@ TEACHES = {
     "critic/advantages/max": 0.7,
     "critic/advantages/min": -0.7,
 }
-LENGTHS = {"response_length/max": 8.0, "response_length/clip_ratio": 0.0}
+LENGTHS = {"response_length/max": 8.0, "response_length/clip_ratio": 0.0, "training/global_step": 7.0}
+TOKENIZER = build_tokenizer()
+
+
+def scored(responses: list[str]) -> DataProto:
+    """A batch of these responses to "?", which all score 0."""
+    prompts, texts = ([TOKENIZER.encode(text) for text in found] for found in (["?"] * len(responses), responses))
+    batch = padded(prompts, texts, 1, max(map(len, responses)), TOKENIZER.pad_token_id)
+    batch.batch["token_level_scores"] = 0.0 * batch.batch["response_mask"]
+    batch.meta_info["reward_extra_keys"] = []
+    return batch.union(DataProto.from_single_dict({"raw_prompt_ids": prompts}))
+
+
+BATCH = scored(["none", "of", "these", "pays"])
 
 
 @pytest.mark.parametrize(
@@ -59,22 +75,30 @@ def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):
 
 
 def test_it_is_said_once_in_a_row_and_again_after_a_step_that_taught(caplog):
-    watch = NoSignal(3)
+    watch = NoSignal(3, TOKENIZER)
     for metrics in [TIES, TIES, TEACHES, TIES, TIES]:
-        watch.check({**LENGTHS, **metrics})
+        watch.check({**LENGTHS, **metrics}, BATCH)
     assert not caplog.records
     for _ in range(5):
-        watch.check({**LENGTHS, **TIES})
+        watch.check({**LENGTHS, **TIES}, BATCH)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "3 steps in a row taught nothing (trainer.no_signal_steps)"
     ]
     for metrics in [TEACHES, TIES, TIES, TIES]:
-        watch.check({**LENGTHS, **metrics})
+        watch.check({**LENGTHS, **metrics}, BATCH)
     assert len(caplog.records) == 2
 
 
 def test_with_0_it_is_never_said(caplog):
-    watch = NoSignal(0)
+    watch = NoSignal(0, TOKENIZER)
     for _ in range(30):
-        watch.check({**LENGTHS, **TIES})
+        watch.check({**LENGTHS, **TIES}, BATCH)
     assert not caplog.records
+
+
+def test_two_responses_are_shown_with_it(caplog, capsys):
+    watch = NoSignal(1, TOKENIZER)
+    watch.check({**LENGTHS, **TIES}, BATCH)
+    shown = capsys.readouterr().out
+    assert "of a step that taught nothing · 1 of 2" in shown and "2 of 2" in shown
+    assert [text for text in ("none", "of these", "pays") if f" {text} " in shown] == ["none", "pays"]

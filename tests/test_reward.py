@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +14,34 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import RewardConfig, RewardFunctionConfig, SandboxFusionConfig
+from configs.schema import (
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardManagerConfig,
+    RolloutConfig,
+    SandboxFusionConfig,
+    ScoringConfig,
+    WeightedFunctionConfig,
+)
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from training.reward import FunctionReward, add_scores, compute_reward, load_reward_manager, reward_metrics, reward_view
+from tests.runs import compose
+from training.rate_limit import AsyncTokenBucket
+from training.reward import (
+    FunctionReward,
+    add_scores,
+    compute_reward,
+    count_as_reward,
+    functions_of,
+    load_reward_manager,
+    reward_metrics,
+    reward_view,
+)
+from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
+from training.roles import SamplingParams
+from workers.early_scores import EarlyScores
+from workers.rollout import Completion, Rollout
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
@@ -62,10 +86,11 @@ FILES = {
 }
 
 
-def load(folder: Path, text: str, name: str, **reward_kwargs) -> FunctionReward:
+def load(folder: Path, text: str, name: str, in_process: bool = True, **reward_kwargs) -> FunctionReward:
     file = folder / "my_reward.py"
     file.write_text(text)
-    return load_reward_manager(RewardConfig(RewardFunctionConfig(str(file), name, reward_kwargs)), TOKENIZER, None)
+    function = RewardFunctionConfig(str(file), name, reward_kwargs)
+    return load_reward_manager(RewardConfig(function, in_process=in_process), TOKENIZER, None)
 
 
 def rollout(*responses: str, width: int = 8, **columns: list) -> DataProto:
@@ -87,18 +112,19 @@ def rollout(*responses: str, width: int = 8, **columns: list) -> DataProto:
 
 
 def score(result, batch: DataProto) -> tuple[torch.Tensor, dict]:
-    return compute_reward(batch, lambda data: result, TOKENIZER)
+    return compute_reward(batch, lambda data: result, TOKENIZER, ScoringConfig())[:2]
 
 
+@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("form", FILES)
-def test_every_form_works_alone_and_in_a_run(tmp_path, form):
+def test_every_form_works_alone_and_in_a_run(tmp_path, form, in_process):
     name, text = FILES[form]
-    reward = load(tmp_path, text, name)
+    reward = load(tmp_path, text, name, in_process)
     alone = [result["score"] if isinstance(result, dict) else float(result) for result in reward(ALONE)]
     assert alone == [1.0, 0.0]
     labels = [{"style": "rule", "ground_truth": "4"}] * 2
     batch = rollout("4", "5", reward_model=labels, data_source=["sums"] * 2, extra_info=[{}] * 2)
-    scores, _ = compute_reward(batch, reward, TOKENIZER)
+    scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
     assert scores.sum(1).tolist() == [1.0, 0.0]
 
 
@@ -213,7 +239,9 @@ def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key(
     answers = rollout("one", "stuck", "two", width=5)
     message = r"raised TimeoutError: the call for response 1 was not done after reward.timeout=0.2 seconds: raise it"
     with pytest.raises(RuntimeError, match=message):
-        compute_reward(answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER)
+        compute_reward(
+            answers, FunctionReward(compute_score, max_concurrent=1, timeout=0.2), TOKENIZER, ScoringConfig()
+        )
     assert cancelled == ["stuck"]
 
 
@@ -321,14 +349,14 @@ def test_text_of_the_environment_earns_nothing(tmp_path):
     assert [*view.responses] == ["", "42"]
     assert [*view.prompts] == ["2+2="] * 2 and [*view.ground_truths] == ["42"] * 2
     reward = FunctionReward(lambda solution_str, ground_truth: float(ground_truth in solution_str))
-    scores, _ = compute_reward(batch, reward, TOKENIZER)
+    scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
     assert scores.sum(1).tolist() == [0.0, 1.0]
 
 
 def test_a_reward_per_token_stays_where_it_is():
     batch = rollout("ab", "a[t]b")
     per_token = torch.rand(2, 8) * batch.response_mask
-    scores, _ = compute_reward(batch, lambda data: per_token.double() * data.response_mask, TOKENIZER)
+    scores, *_ = compute_reward(batch, lambda data: per_token.double() * data.response_mask, TOKENIZER, ScoringConfig())
     assert torch.equal(scores, per_token)
     with pytest.raises(
         ValueError, match=r"scored 12 tokens that the policy did not produce.*= \[0, 2\].*response_mask"
@@ -388,19 +416,21 @@ def test_a_wrong_result_is_refused_and_located(result, message):
         return result
 
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        compute_reward(rollout("a", "b"), my_reward, TOKENIZER)
+        compute_reward(rollout("a", "b"), my_reward, TOKENIZER, ScoringConfig())
     assert f"my_reward ({__file__})" in str(caught.value)
 
 
+@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronous):
+def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronous, in_process):
     text = "import json\ndef compute_score(solution_str):\n    value = json.loads(solution_str)\n    return value"
     name = "compute_score"
-    reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name)
+    reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name, in_process=in_process)
     message = rf"compute_score \({tmp_path}/my_reward.py\) raised JSONDecodeError: .*\(at {tmp_path}/my_reward.py:3\)"
     with pytest.raises(RuntimeError, match=message) as caught:
-        compute_reward(rollout("a"), reward, TOKENIZER)
-    assert type(caught.value.__cause__).__name__ == "JSONDecodeError"
+        compute_reward(rollout("a"), reward, TOKENIZER, ScoringConfig())
+    trace = caught.value.__notes__[0] if not in_process else str(type(caught.value.__cause__))
+    assert "JSONDecodeError" in trace
 
 
 def test_errors_name_partials_and_objects_too():
@@ -413,7 +443,7 @@ def test_errors_name_partials_and_objects_too():
 
     for manager, name in ((Manager(), "Manager"), (FunctionReward(partial(weighted, 2.0)), "weighted")):
         with pytest.raises(ValueError, match=rf"{name} \(.*test_reward.py\) returned"):
-            compute_reward(rollout("a"), manager, TOKENIZER)
+            compute_reward(rollout("a"), manager, TOKENIZER, ScoringConfig())
 
 
 def test_what_a_dict_says_beside_the_score_becomes_columns_and_metrics_of_the_rows_that_did_not_fail():
@@ -457,3 +487,284 @@ def test_a_reward_sees_texts_as_attributes_and_the_batchs_tensors_below_batch():
 def test_a_signature_says_whether_there_must_be_a_ground_truth(tmp_path, signature, reward_kwargs, needs):
     reward = load(tmp_path, f"def compute_score({signature}):\n    return 0.0\n", "compute_score", **reward_kwargs)
     assert reward.needs_ground_truth == needs
+
+
+# Rows that could not be scored
+
+FAILS = """
+import time
+def compute_score(solution_str):
+    if solution_str == "slow":
+        time.sleep(3600)
+    if solution_str == "bad":
+        raise KeyError("lost")
+    return {"score": 1.0, "pred": solution_str, "size": len(solution_str)}
+"""
+
+
+def fails(folder: Path, **settings) -> tuple[FunctionReward, RewardConfig]:
+    (folder / "my_reward.py").write_text(FAILS)
+    function = RewardFunctionConfig(str(folder / "my_reward.py"))
+    config = RewardConfig(function, **{"timeout": 0.5} | settings)
+    return load_reward_manager(config, TOKENIZER, None), config
+
+
+def test_rows_that_could_not_be_scored_are_masked_out_counted_and_said(tmp_path, caplog):
+    reward, config = fails(tmp_path, max_failed_fraction=0.7)
+    batch = rollout("good", "bad", "slow", end_reason=["terminated"] * 3)
+    batch = add_scores(batch, reward, TOKENIZER, config)
+    assert batch.batch["response_mask"].sum(1).tolist() == [4, 0, 0]
+    assert batch.token_level_scores.sum(1).tolist() == [1.0, 0.0, 0.0]
+    assert [*batch.end_reason] == ["terminated", "reward_error", "reward_timeout"]
+    metrics = reward_metrics(batch)
+    assert (metrics["reward/error"], metrics["reward/timeout"]) == (1, 1)
+    assert metrics["reward/size/mean"] == 4 and [*batch.pred] == ["good", None, None]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "2 of 3 responses could not be scored (1 error, 1 timeout), and are left out: " in said
+
+
+def test_they_may_get_a_score_instead(tmp_path):
+    reward, config = fails(tmp_path, max_failed_fraction=0.7, on_failure="score", failure_score=-0.5)
+    batch = add_scores(rollout("good", "bad", end_reason=["terminated"] * 2), reward, TOKENIZER, config)
+    assert batch.token_level_scores.sum(1).tolist() == [1.0, -0.5]
+    assert batch.batch["response_mask"].any(1).all() and [*batch.end_reason] == ["terminated"] * 2
+    assert reward_metrics(batch)["reward/error"] == 1
+
+
+@pytest.mark.parametrize(("answers", "limit", "counts"), [
+    (["bad", "good"], 0.0, "1 of 2 .*1 error"), (["bad", "good", "bad", "bad"], 0.5, "3 of 4 .*3 error"),
+])  # fmt: skip
+def test_too_many_of_them_end_the_run_at_the_users_line(tmp_path, answers, limit, counts):
+    reward, config = fails(tmp_path, max_failed_fraction=limit)
+    said = f"{counts}), more than reward.max_failed_fraction={limit:g}".replace(")", r"\)")
+    message = rf"raised KeyError: 'lost' \(at {tmp_path}/my_reward.py:7\)\. {said}"
+    with pytest.raises(RuntimeError, match=message):
+        compute_reward(rollout(*answers), reward, TOKENIZER, config)
+
+
+def test_a_batch_reward_of_lists_has_the_time_of_all_its_rows(tmp_path):
+    text = """
+import time
+def compute_score(solution_strs):
+    time.sleep(float(solution_strs[0]))
+    return [1.0] * len(solution_strs)
+"""
+    (tmp_path / "my_reward.py").write_text(text)
+    config = RewardConfig(RewardFunctionConfig(str(tmp_path / "my_reward.py")), timeout=0.4)
+    reward = load_reward_manager(config, TOKENIZER, None)
+    assert reward(DataProto.from_single_dict({"responses": ["0.6"] * 100})) == [1.0] * 100
+    results = reward(DataProto.from_single_dict({"responses": ["60"] * 2}))
+    assert [result.outcome for result in results] == ["timeout"] * 2 and "each of 2 responses" in results[0].said
+
+
+# Several functions
+
+PARTS = """
+def correct(response, ground_truth):
+    return {"score": float(response == ground_truth), "pred": response}
+def brevity(responses, most=10):
+    return [1 - len(text) / most for text in responses]
+def broken(response):
+    raise KeyError("lost")
+def of_data(data):
+    return [0.0] * len(data)
+"""
+
+
+def functions(folder: Path, *entries: dict, **settings) -> RewardConfig:
+    (folder / "parts.py").write_text(PARTS)
+    entries = [WeightedFunctionConfig(**{"path": str(folder / "parts.py")} | entry) for entry in entries]
+    return RewardConfig(functions=entries, **settings)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path, in_process):
+    entries = [{"name": "correct", "weight": 2.0}, {"name": "brevity", "weight": -0.5, "reward_kwargs": {"most": 8}}]
+    config = functions(tmp_path, *entries, in_process=in_process)
+    reward = load_reward_manager(config, TOKENIZER, None)
+    batch = rollout("42", "no", reward_model=[{"ground_truth": "42"}] * 2)
+    batch = add_scores(batch, reward, TOKENIZER, config)
+    assert batch.token_level_scores.sum(1).tolist() == [2.0 - 0.375, -0.375]
+    metrics = reward_metrics(batch)
+    assert metrics["reward/correct/mean"] == 0.5 and metrics["reward/brevity/mean"] == 0.75
+    assert [*batch.get("correct/pred")] == ["42", "no"]
+    assert [function.needs_ground_truth for function in functions_of(reward)] == [True, False]
+
+
+def test_a_row_that_one_of_them_cannot_score_is_not_scored_and_the_message_names_it(tmp_path):
+    config = functions(tmp_path, {"name": "brevity"}, {"name": "broken"})
+    reward = load_reward_manager(config, TOKENIZER, None)
+    message = rf"reward.functions \(brevity, broken\) raised KeyError: 'lost' \(at {tmp_path}/parts.py:7\), in broken"
+    with pytest.raises(RuntimeError, match=message):
+        compute_reward(rollout("a", "b"), reward, TOKENIZER, config)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"name": "brevity"}, {"name": "briefly"}], r"reward.functions\[1\]: .*has no 'briefly'; it has .*brevity"),
+        ([{"name": "of_data"}], r"reward.functions\[0\]: of_data in .*takes a DataProto"),
+        ([{"name": "brevity"}] * 2, r"\[1\] and reward.functions\[0\] would both be logged as reward/parts.brevity"),
+        ([{"name": "brevity", "reward_kwargs": {"least": 1}}], r"reward.functions\[0\].reward_kwargs"),
+    ],
+)
+def test_an_entry_that_cannot_work_is_named(tmp_path, entries, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward_manager(functions(tmp_path, *entries), TOKENIZER, None)
+
+
+# Managers
+
+MANAGERS = """
+import torch
+from training.reward_manager import register
+
+@register("mine")
+class Mine:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"):
+        self.compute_score = compute_score
+
+    def __call__(self, data, return_dict=False):
+        scores = torch.zeros(data.batch["responses"].shape)
+        for row in range(len(data)):
+            item = data[row]
+            length = int(item.batch["attention_mask"][-scores.shape[1]:].sum())
+            truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+            scores[row, length - 1] = self.compute_score(item.responses, truth)
+        extra = {"acc": [float(score > 0) for score in scores.sum(1)]}
+        return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
+
+class Judge:
+    def __init__(self, config, tokenizer, compute_score):
+        self.compute_score = compute_score
+
+    async def run_single(self, data):
+        assert len(data) == 1
+        [text], [truth] = data.responses, data.ground_truths
+        return {"reward_score": self.compute_score(text, truth), "reward_extra_info": {"acc": 1.0}}
+
+def compute_score(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture(scope="module")
+def managers(tmp_path_factory) -> str:
+    """A file that registers a class, which is loaded once."""
+    file = tmp_path_factory.mktemp("users") / "managers.py"
+    file.write_text(MANAGERS)
+    return str(file)
+
+
+@pytest.mark.parametrize("name", ["mine", "Judge"])
+def test_managers_in_verls_contracts_score_a_batch_or_a_row(managers, name):
+    file = managers
+    config = RewardConfig(RewardFunctionConfig(file), reward_manager=RewardManagerConfig(file, name))
+    batch = rollout("4", "57", reward_model=[{"ground_truth": "4"}] * 2)
+    batch.batch["attention_mask"] = batch.batch["response_mask"]
+    batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
+    assert batch.token_level_scores.tolist()[0][0] == 1.0 and batch.token_level_scores.sum() == 1.0
+    assert "reward/acc/mean" in reward_metrics(batch)
+
+
+def test_an_unknown_manager_and_a_name_used_twice_are_refused():
+    config = RewardConfig(reward_manager=RewardManagerConfig(name="nobody"))
+    with pytest.raises(ValueError, match=r"Unknown reward manager: nobody.*@register.'nobody'"):
+        load_reward_manager(config, TOKENIZER, None)
+
+    class One:
+        pass
+
+    assert register("one of the tests")(One) is register("one of the tests")(One) is One
+    assert get_reward_manager_cls("one of the tests") is One
+    with pytest.raises(ValueError, match="One already"):
+        register("one of the tests")(type("Two", (), {}))
+
+
+def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
+    waits = []
+
+    class Asyncio:
+        async def sleep(seconds):
+            waits.append(round(seconds, 3))
+
+    class Time:
+        def monotonic():
+            return next(clock)
+
+    async def ask(bucket, *amounts):
+        for amount in amounts:
+            await bucket.acquire(amount)
+
+    clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.rate_limit.asyncio", Asyncio)
+        patch.setattr("training.rate_limit.time", Time)
+        bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
+        assert bucket.last_update is None
+        asyncio.run(ask(bucket, 3, 1, 1))  # full, then 1 and 2 owed
+        assert waits == [0.5, 1.0]
+        asyncio.run(ask(bucket, 1, 1))  # 2 came in the second that went by
+        assert waits[2:] == [0.5, 1.0]
+        asyncio.run(ask(bucket, 3, 7))  # no more than 3 pile up; more than that may be asked for
+        assert waits[4:] == [3.5]
+
+
+# While others are generated
+
+TOUCHES = """
+from pathlib import Path
+def compute_score(solution_str, ground_truth):
+    (Path(__file__).parent / f"scored {solution_str}").touch()
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+"""
+ANSWERS = ["4", "57", "4", ""]
+
+
+class Patient(Rollout):
+    """Answers a row a step, and the next only when the one before has been scored."""
+
+    def __init__(self, folder: Path):
+        super().__init__(RolloutConfig(prompt_length=8, response_length=8), TOKENIZER, None)
+        self.folder = folder
+
+    def step(self) -> list[Completion]:
+        number = min(self.waiting)
+        before = self.folder / f"scored {ANSWERS[number - 1]}"
+        deadline = time.monotonic() + 60
+        while number and not before.exists():
+            assert time.monotonic() < deadline, "rows are not scored before all are there"
+            time.sleep(0.01)
+        del self.waiting[number]
+        ids = TOKENIZER.encode(ANSWERS[number])
+        return [Completion(number, ids, [0.0] * len(ids), "stop" if ids else "aborted", 0)]
+
+
+def test_rows_are_scored_while_others_are_generated_and_as_they_would_be_at_the_end(tmp_path):
+    (tmp_path / "my_reward.py").write_text(TOUCHES)
+    config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
+    early, engine = EarlyScores(config, TOKENIZER), Patient(tmp_path)
+    prompts = DataProto.from_single_dict({
+        "raw_prompt_ids": [TOKENIZER.encode("2+2=")] * 4, "uid": [0, 0, 1, 1],
+        "reward_model": [{"ground_truth": "4"}] * 4, "data_source": ["sums"] * 4,
+    })  # fmt: skip
+    sampling = SamplingParams(True, 1.0, -1, 1.0, 8)
+    with early.of_answers(engine, prompts):
+        batch = engine.generate_sequences(prompts, sampling, 0)
+    plain, batch = batch.clone(), early.attach(batch)
+    timing = {"gen": 10.0}
+    count_as_reward(batch, timing)
+    assert timing["gen"] + timing["reward"] == 10 and timing["reward"] > 0
+    reward = load_reward_manager(config.reward, TOKENIZER, None)
+    found, wanted = (add_scores(one, reward, TOKENIZER, config.reward) for one in (batch, plain))
+    assert found.token_level_scores.sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert torch.equal(found.token_level_scores, wanted.token_level_scores)
+    assert [*found.length] == [*wanted.length] and found.non_tensor_batch.keys() == wanted.non_tensor_batch.keys()
+    early.close()
+
+
+@pytest.mark.parametrize("setting", ["reward.in_process=true", "reward.custom_reward_function.name=of_lists"])
+def test_what_cannot_score_single_rows_is_called_when_all_are_there(tmp_path, setting):
+    (tmp_path / "my_reward.py").write_text(TOUCHES + "def of_lists(responses):\n    return [0.0] * len(responses)\n")
+    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
+    assert EarlyScores(compose("env.id=null", "env.val_episodes=0", path, setting), TOKENIZER).reward is None

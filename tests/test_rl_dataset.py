@@ -12,12 +12,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema import DataConfig, DatasetClassConfig
+from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
 from data import chat, rl_dataset
 from data.chat import encode_prompt, parse_prompt
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
+from data.row_making import overlong_rows, row_maker
 from data.rows import read_rows
-from data.sampler import PromptLoader, SequentialSampler, overlong_rows, row_maker
+from data.sampler import PromptLoader, SequentialSampler
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -97,6 +98,19 @@ def test_values_keep_their_type_beside_missing_ones(tmp_path, ending):
     ]
 
 
+def test_folders_and_globs_are_all_their_files_by_name(tmp_path):
+    for name, prompt in (("b/2.jsonl", "b2"), ("a/1.jsonl", "a1"), ("a/_draft.jsonl", "draft"), ("a/notes.txt", "no")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"prompt": prompt}))
+    (tmp_path / "a/3.csv").write_text('prompt,extra_info\na3,"{""index"": 7}"\n')
+    for source, prompts in ((tmp_path, ["a1", "a3", "b2"]), (f"{tmp_path}/*/[12].jsonl", ["a1", "b2"])):
+        assert [row["prompt"] for _, row in read_rows(source)] == prompts
+    (tmp_path / "empty").mkdir()
+    for source, said in ((f"{tmp_path}/*.json", "no file matches it"), (tmp_path / "empty", "no file in it ends in")):
+        with pytest.raises(FileNotFoundError, match=said):
+            read_rows(source)
+
+
 def test_several_files_are_read_in_order(tmp_path, tokenizer):
     files = [write(tmp_path / "a.jsonl", [{"prompt": "1"}]), write(tmp_path / "b.parquet", [{"prompt": "2"}])]
     assert [row["raw_prompt"] for row in dataset(files, tokenizer)] == ["1", "2"]
@@ -172,7 +186,9 @@ def test_the_arrays_pandas_makes_of_parquet_lists_are_prompts_too(tmp_path):
         (None, "the prompt is None; it must be"),
         (7, "the prompt is 7; it must be"),
         ([], r"the prompt is \[\]; it must be"),
-        ("", "the prompt has no tokens"),
+        ("", "the prompt is empty"),
+        ([{"role": "user", "content": " "}], "the prompt is empty"),
+        ("half \ud83d", "the prompt holds .*half a character"),
         ([{"content": "no role"}], "the prompt holds .*'role' and a 'content'"),
         ([{"role": "user", "content": None}], "the prompt holds"),
         (["text"], "the prompt holds 'text'"),
@@ -207,12 +223,12 @@ def test_extra_info_that_is_no_dictionary_names_file_and_row(tmp_path, tokenizer
 @pytest.mark.parametrize(
     ("name", "content", "error", "complaint"),
     [
-        ("rows.csv", "prompt\na", ValueError, r"rows.csv: unknown ending '.csv'; known are .parquet, .json and .jsonl"),
+        ("rows.txt", "a", ValueError, r"rows.txt: unknown ending '.txt'; known are .parquet, .json, .jsonl and .csv"),
         (
             "rows.jsonl",
             None,
             FileNotFoundError,
-            r"rows.jsonl: there is no file .*working directory is .*data.train_files",
+            r"rows.jsonl: there is no such file \(looked in .*data.train_files",
         ),
         ("rows.jsonl", "", ValueError, "no rows in .*rows.jsonl"),
         ("rows.json", "[]", ValueError, "no rows in .*rows.json"),
@@ -294,7 +310,7 @@ def test_sub_sampling_is_the_first_rows_or_a_seeded_draw(tmp_path, tokenizer):
 def test_a_long_file_shows_progress_and_keeps_every_row(tmp_path, tokenizer, monkeypatch, capsys):
     path = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(10)])
     dataset(path, tokenizer)
-    assert capsys.readouterr().out == ""
+    assert "tokenising prompts" not in capsys.readouterr().out
     monkeypatch.setattr(rl_dataset, "PROGRESS_BAR_FROM", 10)
     assert len(dataset(path, tokenizer)) == 10
     assert "tokenising prompts" in capsys.readouterr().out
@@ -538,3 +554,44 @@ def test_arguments_of_the_constructor_come_from_the_config(custom, tokenizer):
     config = replace(config, custom_cls=replace(config.custom_cls, kwargs={"level": 3, "data_files": ["c"]}))
     made = create_rl_dataset(["a", "b"], config, tokenizer)
     assert made.kwargs == {"level": 3, "max_samples": -1} and made[0] == {"raw_prompt": "c: 1+0="}
+
+
+GENERATOR = """
+from data.dynamic_dataset import AbstractDataGenerator
+
+class Counting(AbstractDataGenerator):
+    def generate(self, dataset, batch=None):
+        return [{"instruction": f"{batch} {len(dataset.rows)}", "level": 1}, {"prompt": "x" * 99}]
+
+class Quiet(AbstractDataGenerator):
+    def generate(self, dataset):
+        return []
+
+class Other:
+    pass
+"""
+
+
+def test_a_generator_adds_rows_at_the_start_and_after_every_step_and_the_checkpoint_holds_them(tmp_path, tokenizer):
+    (tmp_path / "generator.py").write_text(GENERATOR)
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "file", "reward_model": {"ground_truth": "4"}}])
+
+    def fresh(name="Counting"):
+        chosen = DatagenConfig(str(tmp_path / "generator.py"), name)
+        return create_rl_dataset(path, DataConfig(datagen=chosen, max_prompt_length=20), tokenizer)
+
+    rows = fresh()
+    rows.on_batch_end("step")
+    assert [row["prompt"] for row in rows] == ["file", "None 1", "step 2"]
+    assert rows.num_filtered == 2, "too long prompts are left out"
+    batch = collate_fn(list(rows))
+    assert batch["level"].tolist() == [None, 1, 1]
+    assert [label["ground_truth"] for label in batch["reward_model"]] == ["4", None, None]
+    resumed = fresh()
+    resumed.load_state_dict(rows.state_dict())
+    assert list(resumed) == list(rows)
+    quiet = fresh("Quiet")
+    quiet.on_batch_end("step")
+    assert len(quiet) == 1
+    with pytest.raises(TypeError, match=r"data.datagen.name=Other.* must be a subclass of"):
+        fresh("Other")

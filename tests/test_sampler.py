@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from configs.schema import DataConfig, SamplerConfig
+from data.curriculum import DifficultySampler, SuccessRateSampler
+from data.mixture import mixed_order, shares
 from data.protocol import DataProto
 from data.sampler import (
     AbstractSampler,
+    Dynamic,
     PromptLoader,
     RandomSampler,
     SequentialSampler,
     Stateful,
     create_rl_sampler,
+    hears_metrics,
 )
 
 CONFIG = DataConfig()
@@ -310,3 +314,147 @@ def test_a_users_sampler_gets_the_data_and_its_config_by_keyword(tmp_path):
     sampler = create_rl_sampler(config, Numbers(3), seed=0)
     assert isinstance(sampler, AbstractSampler) and sampler.data_config is config
     assert list(sampler) == [2, 1, 0]
+
+
+def test_a_mixture_draws_each_source_in_its_share_evenly_and_every_row_before_any_comes_twice():
+    sources = ["a"] * 6 + ["b"] * 30
+    order = mixed_order(sources, {"a": 1, "b": 2}, np.random.default_rng(0))
+    assert len(order) == 36
+    of_a = [position for position in order if position < 6]
+    assert len(of_a) == 12 and sorted(of_a[:6]) == sorted(of_a[6:]) == [*range(6)]
+    of_b = [position for position in order if position >= 6]
+    assert len(of_b) == len(set(of_b)) == 24
+    drawn = np.cumsum([position < 6 for position in order])
+    assert np.abs(drawn - np.arange(1, 37) / 3).max() <= 2, "at no place is one source ahead of its share"
+    assert mixed_order(["a", "b", "b"], {"a": 1, "b": 0}, np.random.default_rng(0)) == [0, 0, 0]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(0, 50))
+def test_shares_are_whole_and_sum_up(weights, total):
+    given = {str(number): weight for number, weight in enumerate(weights)}
+    counts = shares(given, total)
+    assert sum(counts.values()) == total
+    assert all(abs(counts[name] - total * given[name] / sum(weights)) < 1 for name in given)
+
+
+@pytest.mark.parametrize("weights", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": -1, "b": 2}, {"a": 0, "b": 0}])
+def test_weights_that_are_not_those_of_the_data_are_refused_with_its_sources(weights):
+    with pytest.raises(ValueError, match=r"data.source_weights=.* the sources .* are a, b"):
+        create_rl_sampler(DataConfig(source_weights=weights), Levels([0, 1], sources="ab"), seed=0)
+
+
+class Levels(Dataset):
+    """Rows with a level, and a source; may grow."""
+
+    def __init__(self, levels, sources=None):
+        self.levels, self.sources = list(levels), sources
+
+    def __len__(self):
+        return len(self.levels)
+
+    def __getitem__(self, i):
+        source = self.sources[i % len(self.sources)] if self.sources else "one"
+        return {"index": i, "data_source": source, "extra_info": {"difficulty": self.levels[i]}}
+
+    def on_batch_end(self, batch):
+        self.levels.append(0)
+
+    def state_dict(self):
+        return {"levels": self.levels}
+
+    def load_state_dict(self, state):
+        self.levels = list(state["levels"])
+
+
+def heard(loader, batch, reward):
+    """The step behind `batch` is over: sampler and dataset hear of it."""
+    places = batch["dataset_position"].astype(np.int64)
+    if hears_metrics(loader.sampler):
+        loader.sampler.update(places, {"reward": np.array([reward(place) for place in places])})
+    if isinstance(loader.dataset, Dynamic):
+        loader.dataset.on_batch_end(batch)
+
+
+CURRICULA = {
+    "success rate of a row": {"sampler": SamplerConfig("data/curriculum.py", "SuccessRateSampler")},
+    "success rate of a level": {
+        "sampler": SamplerConfig("data/curriculum.py", "SuccessRateSampler", {"key": "extra_info.difficulty"})
+    },
+    "difficulty": {"sampler": SamplerConfig("data/curriculum.py", "DifficultySampler", {"memory": 0.5})},
+    "mixture": {"source_weights": {"a": 1, "b": 3}},
+    "random": {},
+}
+
+
+@pytest.mark.parametrize("name", CURRICULA)
+def test_resuming_in_the_middle_of_a_curriculum_over_a_growing_dataset_is_exact(name):
+    config = DataConfig(**CURRICULA[name])
+
+    def fresh():
+        dataset = Levels([0, 0, 1, 1, 2, 2, 0], sources="ab")
+        return PromptLoader(dataset, 2, create_rl_sampler(config, dataset, 3))
+
+    def reward(place):
+        return float(place % 3 > 0)
+
+    straight, states, batches = fresh(), [], []
+    for _ in range(14):
+        states.append(through_json(straight.state_dict()))
+        batch = straight.next_batch()
+        batches.append(seen(batch))
+        heard(straight, batch, reward)
+    assert straight.epoch > 0 and max(map(max, batches)) > 6, "rows that were added are drawn, from the next epoch on"
+    for step, state in enumerate(states):
+        resumed = fresh()
+        resumed.load_state_dict(state)
+        for expected in batches[step:]:
+            batch = resumed.next_batch()
+            assert seen(batch) == expected
+            heard(resumed, batch, reward)
+
+
+def test_the_success_rate_sampler_draws_what_is_neither_won_nor_lost():
+    dataset = Levels([0, 1, 2] * 20)
+    sampler = SuccessRateSampler(dataset, CONFIG, key="extra_info.difficulty", memory=0.5)
+    assert np.allclose(sampler.weights(), 1), "nothing is known"
+    for reward in (1.0, 0.0):
+        sampler.update(np.array([0, 1, 2]), {"reward": np.array([1.0, reward, 0.0])})
+    assert [sampler.rate(level) for level in "012"] == [1, 0.5, 0]
+    assert np.allclose(sampler.weights(), [0.05, 1, 0.05])
+    levels = [position % 3 for position in sampler]
+    assert len(levels) == 60 and levels.count(1) > 45
+    sampler.update(np.array([4]), {"reward": np.array([0.0])})
+    assert sampler.rate("1") == 0.25 and np.allclose(sampler.weights()[1], 0.75)
+
+
+def test_the_difficulty_sampler_goes_on_once_a_level_is_won():
+    sampler = DifficultySampler(Levels([2, 0, 1] * 20), CONFIG, memory=1.0, review=0.2)
+    levels = {0: 1, 1: 2, 2: 0}
+    assert {sampler.data_source.levels[position] for position in sampler} == {0}
+    for level, weights in ((0, [0.2, 0.8, 0]), (1, [0.1, 0.1, 0.8]), (2, [0.1, 0.1, 0.8])):
+        sampler.update(np.array([levels[level]]), {"reward": np.array([0.0])})
+        before = sampler.level
+        sampler.update(np.array([levels[level]]), {"reward": np.array([1.0])})
+        assert sampler.level == min(before + 1, 2)
+        assert np.allclose(sampler.weights(), weights)
+
+
+def test_a_row_without_a_level_is_named():
+    with pytest.raises(ValueError, match=r"row 0 and 1 others have no extra_info.level.*sampler.kwargs.key"):
+        SuccessRateSampler(Numbers(2), CONFIG, key="extra_info.level")
+
+
+def test_a_dataset_that_shrinks_is_told():
+    dataset = Numbers(4)
+    loader = PromptLoader(dataset, 2, make_sampler(dataset, shuffle=False))
+    dataset.num_rows = 1
+    with pytest.raises(ValueError, match="row 1 of 1: a dataset may grow in a run, but not shrink"):
+        loader.next_batch()
+
+
+def test_settings_of_a_sampler_that_it_does_not_take_are_refused():
+    chosen = SamplerConfig("data/curriculum.py", "DifficultySampler", {"ke": "level"})
+    with pytest.raises(TypeError, match="ke"):
+        create_rl_sampler(DataConfig(sampler=chosen), Levels([0]), 0)
+    with pytest.raises(ValueError, match=r"data.sampler.class_path=.* and data.source_weights are both set"):
+        create_rl_sampler(DataConfig(sampler=chosen, source_weights={"one": 1}), Levels([0]), 0)

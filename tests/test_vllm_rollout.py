@@ -11,13 +11,15 @@ from transformers import AutoTokenizer
 
 import main
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
+from custom.tiny_model import save_tiny_model
 from tests.runs import compose, learning_metrics, needs_vllm, run_main, short_run
 from training.roles import SamplingParams
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
 from workers.rollout import Request
-from workers.vllm_rollout_spmd import cpu_cache_bytes, engine_settings, vLLMRollout
+from workers.vllm_rollout_spmd import vLLMRollout
+from workers.vllm_settings import cpu_cache_bytes, engine_settings
 from workers.weight_probe import check_weights, probe_distance
 from workers.worker_group import WorkerError
 
@@ -175,6 +177,31 @@ def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_
     assert one.keys() == two.keys()
     for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_an_engine_split_over_two_workers_equals_one_in_one_also_in_whole_episodes(tmp_path: Path):
+    model = tmp_path / "model"
+    save_tiny_model(model, hidden_size=256, layers=1)
+    for count in (1, 2):
+        split = [f"trainer.n_workers_per_node={count}", f"actor_rollout_ref.rollout.tensor_model_parallel_size={count}"]
+        short = [*split, "trainer.total_training_steps=2", "env.max_turns=2"]
+        done = run_main(*vllm_run(model, tmp_path / str(count), *short), name="frozenlake_multiturn")
+        assert done.returncode == 0, done.stderr
+    one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
+    assert one.keys() == two.keys() == {0, 1, 2}
+    for step in one:
+        for name in one[step]:
+            assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-5), name
+    assert max(step.get("rollout_mismatch/abs_log_prob_diff", 0) for step in two.values()) < 1e-5
+
+
+def test_a_model_that_cannot_be_split_so_is_refused(wide_headed_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    assert engine_settings(RolloutConfig(**LENGTHS), model).get("tensor_parallel_size") is None
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: the model has intermediate_size=341, which"):
+        engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
 
 
 BREAKING = '''

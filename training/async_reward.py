@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 STOP_SECONDS = 1  # for coroutines to clean up when one has failed, or at an interrupt
@@ -51,6 +51,15 @@ def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
     It gets STOP_SECONDS for that. A task that blocks instead of awaiting, and so cannot be cancelled, is left behind:
     it does not keep the process from ending.
     """
+    loop, thread = start_loop()
+    try:
+        yield loop
+    finally:
+        stop_loop(loop, thread)
+
+
+def start_loop() -> tuple[asyncio.AbstractEventLoop, Thread]:
+    """An event loop that runs in a thread of its own."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
@@ -59,8 +68,11 @@ def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
     thread = Thread(target=serve, daemon=True)
     thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
+    return loop, thread
+
+
+def stop_loop(loop: asyncio.AbstractEventLoop, thread: Thread) -> None:
+    """Ends what `start_loop` started, and cancels what it still does."""
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not current_thread():
         thread.join(STOP_SECONDS)

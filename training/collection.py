@@ -15,7 +15,7 @@ from training.failures import check_failures
 from training.game import begun
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, add_scores, reward_metrics
+from training.reward import RewardManager, add_scores, count_as_reward, reward_metrics
 from training.roles import Rollout, SamplingParams
 from training.selection import groups_by_signal
 
@@ -74,12 +74,13 @@ class Collector:
             batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
             check_failures(batch, self.config.env.max_failed_fraction)
             check_log_probs(batch, self.config.algorithm.rollout_correction)
+        count_as_reward(batch, timing)
         with timer("reward", timing):
-            batch = add_scores(batch, self.reward, self.tokenizer)
+            batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                scored = add_scores(greedy, self.reward, self.tokenizer)
+                scored = add_scores(greedy, self.reward, self.tokenizer, self.config.reward)
             batch.batch["reward_baselines"] = greedy_scores(scored, batch)
         return batch
 

@@ -6,6 +6,7 @@ from data.protocol import DataProto
 from training.episodes import Episodes
 
 EPISODE_FAILURES = ("env_error", "timeout")  # end reasons that are the environment's fault, or a tool's
+NOT_MEASURED = (*EPISODE_FAILURES, "reward_timeout", "reward_error")
 
 
 def check_failures(batch: DataProto, limit: float) -> None:
@@ -35,9 +36,9 @@ def check_failures(batch: DataProto, limit: float) -> None:
 
 
 def measured(batch: DataProto) -> DataProto:
-    """The last row of each episode that did not fail, which says how the whole went."""
+    """The last row of each episode that did not fail and was scored, which says how the whole went."""
     last_rows = Episodes(batch).last_row.tolist()
-    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in EPISODE_FAILURES])
+    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in NOT_MEASURED])
 
 
 def place_of(cause: str) -> str:

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean, stdev
 
 from rich.console import Console
@@ -25,14 +26,14 @@ from rich.table import Table
 
 from configs.errors import refusals
 from configs.loader import load_config, parse_arguments
+from configs.schema import ScoringConfig
 from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
 from data.chat import parse_prompt
 from data.files import replacing
-from data.import_utils import load_extern_object
 from data.protocol import DataProto, object_array
 from data.rows import Origin, Row, read_rows, with_labels
 from data.unknown_characters import prompt_text
-from training.reward import FunctionReward, RewardManager, view_scores
+from training.reward import RewardManager, load_functions, view_scores
 
 Figures = dict[str, float]  # by metric; NAME/stderr beside a mean over several prompts
 
@@ -61,15 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """The figures of each data source, as `evaluate` has them."""
     rows = [with_responses(row, origin, config.data) for origin, row in read_rows(config.data.path)]
-    return evaluate(grade(rows, load_reward(config)), config.data.pass_score)
-
-
-def load_reward(config: EvaluationConfig) -> FunctionReward:
-    reward = config.reward
-    chosen = reward.custom_reward_function
-    function = load_extern_object(chosen.path, chosen.name)
-    limits = {"max_concurrent": reward.max_concurrent, "timeout": reward.timeout}
-    return FunctionReward(function, None, chosen.reward_kwargs, **limits)
+    return evaluate(grade(rows, load_functions(config.reward, None), config.reward), config.data.pass_score)
 
 
 def with_responses(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
@@ -98,8 +91,9 @@ def with_responses(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
     }
 
 
-def grade(rows: Sequence[Row], reward: RewardManager) -> list[Graded]:
-    """Every response scored by `reward`, as in training: all of them in one call of it.
+def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
+    """Every response scored by `reward`, as in training: all of them in one call of it. Those that it could not score
+    are left out, or get reward.failure_score.
 
     Raises:
         RuntimeError, ValueError: the reward raised, or returned what is no score; names it.
@@ -108,13 +102,16 @@ def grade(rows: Sequence[Row], reward: RewardManager) -> list[Graded]:
     view = DataProto.from_single_dict(
         {name: object_array([row[name] for row in flat]) for name in flat[0]}, {"validate": True}
     )
-    scores, extra = view_scores(view, reward, (len(flat), 1))
+    scores, extra, failures = view_scores(view, reward, (len(flat), 1), config)
     scores, answers = iter(scores.reshape(len(flat)).tolist()), iter(extra.get("pred", ()))
-    graded = []
+    left_out = failures if config.on_failure == "mask" else {}
+    numbers, graded = count(), []
     for row in rows:
-        own = [next(scores) for _ in row["responses"]]
-        said = [str(next(answers)) for _ in own] if "pred" in extra else None
-        graded.append(Graded(row["data_source"], own, said))
+        found = [(next(numbers), next(scores), str(next(answers, ""))) for _ in row["responses"]]
+        kept = [(score, answer) for number, score, answer in found if number not in left_out]
+        said = [answer for _, answer in kept] if "pred" in extra else None
+        if kept:
+            graded.append(Graded(row["data_source"], [score for score, _ in kept], said))
     return graded
 
 

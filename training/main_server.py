@@ -35,7 +35,7 @@ from workers.models import training_device
 from workers.server import Served, build_app
 from workers.standalone_rollout import StandaloneRollout
 from workers.vllm_process import vllm_environment
-from workers.vllm_rollout_spmd import shared_settings
+from workers.vllm_settings import shared_settings
 
 WEIGHTS_READER = "workers.shared_weights.SharedWeights"
 PATIENCE = 5  # seconds that open requests get when the server is stopped

@@ -23,7 +23,7 @@ from torch import Tensor
 from data.protocol import DataProto
 from training.episodes import Episodes
 
-FAILED_END_REASONS = ("env_error", "timeout", "aborted")
+FAILED_END_REASONS = ("env_error", "timeout", "aborted", "reward_timeout", "reward_error")
 END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
@@ -122,6 +122,21 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
     return metrics | {f"group/{verdict}_frac": share for verdict, share in shares.items()}
 
 
+def compute_source_metrics(batch: DataProto) -> dict[str, float]:
+    """Of a batch of several data sources: `source/<data source>/score/mean` and its share of the samples."""
+    episodes, finished = _episodes(batch)
+    sources = (
+        np.array([str(source) for source in batch.data_source[episodes.last_row]]) if "data_source" in batch else []
+    )
+    metrics: dict[str, float] = {}
+    for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
+        of_source = torch.from_numpy(sources == source)
+        metrics[f"source/{source}/share"] = of_source.float().mean().item()
+        if (measured := of_source & finished).any():
+            metrics[f"source/{source}/score/mean"] = episodes.scores()[measured].mean().item()
+    return metrics
+
+
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """`timing_s/<stage>` in seconds, and for the stages that read tokens `timing_per_token_ms/<stage>`.
 
@@ -161,6 +176,7 @@ def compute_step_metrics(
         **compute_data_metrics(batch, use_critic),
         **compute_group_metrics(batch),
         **compute_episode_metrics(batch),
+        **compute_source_metrics(batch),
         **compute_timing_metrics(batch, timing_raw),
         **compute_throughout_metrics(batch, timing_raw, n_gpus),
     }

@@ -3,26 +3,37 @@
 import logging
 from collections.abc import Mapping
 
+from transformers import PreTrainedTokenizerBase
+
+from data.protocol import DataProto
+from training.validation import print_rows, sample_rows, spread
+
 logger = logging.getLogger(__name__)
+
+SHOWN = 2  # responses
 
 
 class NoSignal:
     """Counts the steps in a row whose rewards teach nothing, and says so once when they are `limit`; 0: never.
 
-    A step teaches nothing if all its responses score alike, or if every advantage is 0.
+    A step teaches nothing if all its responses score alike, or if every advantage is 0. Said are the likeliest cause
+    and, to see it, the best and the worst response of the last of these steps, decoded by `tokenizer`.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self.limit = limit
+        self.tokenizer = tokenizer
         self.in_a_row = 0
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Counts a step by its metrics."""
+    def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Counts a step, by its metrics and the batch that it learnt from."""
         self.in_a_row = self.in_a_row + 1 if teaches_nothing(metrics) else 0
         if self.in_a_row == self.limit > 0:
             logger.warning(
                 "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
             )
+            rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]))
+            print_rows("of a step that taught nothing", [*spread(rows, SHOWN)])
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:

@@ -12,7 +12,8 @@ from configs.schema import Config, DataConfig
 from data.import_utils import load_modules, takes
 from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
 from data.rl_dataset import create_rl_dataset
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler, overlong_rows, row_maker
+from data.row_making import overlong_rows, row_maker
+from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
 from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
@@ -27,7 +28,7 @@ from training.core_algos import (
 )
 from training.game import Game, build_environment, build_game, data_settings, env_dataset
 from training.policy_loss import check_loss_signature
-from training.reward import FunctionReward, RewardManager, load_reward_manager, reward_name
+from training.reward import FunctionReward, RewardManager, functions_of, load_reward_manager, reward_name
 from training.reward_function import FORMS
 from training.reward_score import KNOWN, default_compute_score, has_rule
 from training.tracking import check_loggers
@@ -97,7 +98,7 @@ def check_warmup(config: Config, total_steps: int) -> None:
 
 def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if the reward function cannot do without ground_truth and no row looked at has one."""
-    if not isinstance(reward, FunctionReward) or not reward.needs_ground_truth:
+    if not any(function.needs_ground_truth for function in functions_of(reward)):
         return
     rows = [loader.row(position) for position in rows_looked_at(loader)]
     labels = [row["reward_model"] for row in rows if isinstance(row.get("reward_model"), dict)]

@@ -90,7 +90,7 @@ class RayPPOTrainer:
             "Often: a learning rate too high (actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
             self.folder,
         )
-        self.no_signal = NoSignal(config.trainer.no_signal_steps)
+        self.no_signal = NoSignal(config.trainer.no_signal_steps, tokenizer)
         self.mismatch_alarm = MismatchAlarm(config.trainer.max_rollout_mismatch)
 
     def fit(self) -> Metrics:
@@ -123,7 +123,7 @@ class RayPPOTrainer:
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
                 self.skipped_updates.check(self.metrics)
-                self.no_signal.check(self.metrics)
+                self.no_signal.check(self.metrics, batch)
                 self.mismatch_alarm.check(self.metrics)
             self.saver.check(self.global_step)
         print(files_left(self.folder))

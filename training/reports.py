@@ -176,6 +176,8 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
     folder = trainer.default_local_dir
     if trainer.val_only:
         return f"trainer.val_only=true: nothing is written to {folder}."
+    if trainer.dry_run:
+        return f"trainer.dry_run=true: one small step without a weight change, and nothing is written to {folder}."
     written = f"files go to {folder}: {METRICS_FILE}, {CONFIG_FILE}"
     if trainer.save_freq <= 0:
         return (

@@ -12,8 +12,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds that 
     raise SystemExit(main())
 
 import numbers
-import reprlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,41 +22,84 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import users_line
-from configs.schema import RewardConfig
+from configs.schema import (
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardManagerConfig,
+    SandboxFusionConfig,
+    ScoringConfig,
+)
 from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
 from training.episodes import Episodes
-from training.reward_function import FunctionReward
-from training.reward_score import default_compute_score
+from training.reward_failures import check_failures, mark, outcome_metrics
+from training.reward_function import FunctionReward, load_function
+from training.reward_manager import UsersManager, load_manager_class
+from training.reward_results import Columns, Failures, as_scores
+from training.weighted_reward import WeightedReward, load_parts
 
 RewardManager = Callable[[DataProto], Any]
+EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
+
+
+@dataclass(frozen=True)
+class EarlyResult:
+    """What the `begin` of the reward had for a row, and the seconds that generation waited for it at its end."""
+
+    result: list[Any]
+    waited: float
 
 
 def load_reward_manager(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> RewardManager:
-    """The run's reward: a function named in the config, else the manager of its environment, else the rules of public
-    data sets by each row's data source.
+    """The run's reward: a manager in verl's contract, or the functions that the config names, or its environment's, or
+    the rules of public data sets by each row's data source.
 
     Raises:
         ValueError: the function has an unknown form.
     """
-    chosen = config.custom_reward_function
-    limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout}
-    if chosen.path:
-        function = load_extern_object(chosen.path, chosen.name)
-        return FunctionReward(function, tokenizer, chosen.reward_kwargs, **limits)
+    if environment is None and has_manager(config):
+        function = config.custom_reward_function
+        scores = load_extern_object(function.path, function.name) if function.path else None
+        return UsersManager(load_manager_class(config.reward_manager), config, tokenizer, scores)
+    if reward := load_functions(config, tokenizer):
+        return reward
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)
-    server = config.sandbox_fusion
+    return load_function(default_function(config.sandbox_fusion), config, tokenizer)
+
+
+def default_function(server: SandboxFusionConfig) -> RewardFunctionConfig:
+    """The rules of public data sets; programs run at `server`, if it has a url."""
     kwargs = {
         "sandbox_fusion_url": server.url,
         "concurrent_semaphore": server.max_concurrent,
         "memory_limit_mb": server.memory_limit_mb,
     }
-    return FunctionReward(default_compute_score, tokenizer, kwargs, **limits)
+    return RewardFunctionConfig("training.reward_score", "default_compute_score", kwargs)
+
+
+def has_manager(config: RewardConfig) -> bool:
+    """Whether a manager is chosen: of an environment, or in verl's contract."""
+    return config.reward_manager != RewardManagerConfig()
+
+
+def load_functions(
+    config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> FunctionReward | WeightedReward | None:
+    """The manager around the function, or the functions, that the config names; None: it names none.
+
+    Raises:
+        ValueError: one has an unknown form.
+    """
+    if config.functions:
+        return WeightedReward(load_parts(config, lambda entry, key: load_function(entry, config, tokenizer, key)))
+    if config.custom_reward_function.path:
+        return load_function(config.custom_reward_function, config, tokenizer)
+    return None
 
 
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
@@ -69,10 +112,15 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
     masked = [
         ids[mask.bool()] for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
     ]
+    return view_of(batch, masked, tokenizer)
+
+
+def view_of(batch: DataProto, policy_ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> DataProto:
+    """`batch` with the texts of a `reward_view`; `policy_ids`: what the policy produced in each row."""
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     texts = {
         "prompts": tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True),
-        "responses": tokenizer.batch_decode(masked, skip_special_tokens=True),
+        "responses": tokenizer.batch_decode(policy_ids, skip_special_tokens=True),
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
     }
     texts |= {"extra_info": said_of_conversations(batch)} if "tool_call_counts" in batch else {}
@@ -89,10 +137,13 @@ def said_of_conversations(batch: DataProto) -> list[dict[str, Any]]:
     return [(own[row] or {}) | {name: column[row] for name, column in columns.items()} for row in range(len(batch))]
 
 
-def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase) -> DataProto:
+def add_scores(
+    batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, config: ScoringConfig | None = None
+) -> DataProto:
     """`batch` with token_level_scores and, named in meta_info["reward_extra_keys"], what the reward returned beside.
 
-    Episodes of an environment bring their scores.
+    Rows that could not be scored become what `config` says (training/reward_failures.py). Episodes of an environment
+    bring their scores.
 
     Raises:
         as `compute_reward`.
@@ -100,18 +151,28 @@ def add_scores(batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTo
     if "token_level_scores" in batch and "turn_ids" in batch:
         batch.meta_info["reward_extra_keys"] = []
         return batch
-    batch.batch["token_level_scores"], extra = compute_reward(batch, manager, tokenizer)
+    config = config or ScoringConfig()  # alone, in a test
+    batch.batch["token_level_scores"], extra, failures = compute_reward(batch, manager, tokenizer, config)
+    mark(batch, failures, config)
     batch.non_tensor_batch.update(extra)
     batch.meta_info["reward_extra_keys"] = sorted(extra)
     return batch
 
 
+def count_as_reward(batch: DataProto, timing: dict[str, float]) -> None:
+    """Moves the time that generation waited for scores, at its end, from gen to reward."""
+    waited = max((early.waited for early in batch.non_tensor_batch.get(EARLY, [])), default=0.0)
+    timing["gen"] -= waited
+    timing["reward"] = timing.get("reward", 0.0) + waited
+
+
 def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score.
+    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how many rows
+    could not be scored, reward/timeout and reward/error.
 
     Over samples that did not fail; of an episode of several rows it is the last row's.
     """
-    metrics: dict[str, float] = {}
+    metrics = outcome_metrics(batch)
     episodes = Episodes(batch)
     completed = episodes.last_row[episodes.completed().numpy()]
     for name in batch.meta_info["reward_extra_keys"]:
@@ -123,96 +184,63 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def compute_reward(
-    batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Tensor, dict[str, np.ndarray]]:
+    batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, config: ScoringConfig
+) -> tuple[Tensor, Columns, Failures]:
     """Scores a batch of rollouts.
 
     Returns:
-        token_level_scores [B, R] float32, a row's score on its last policy token; and the extra columns ([B] objects)
-        of managers that return dicts.
+        token_level_scores [B, R] float32, a row's score on its last policy token; the extra columns ([B] objects)
+        of managers that return dicts; and the rows that could not be scored.
 
     Raises:
-        RuntimeError: the manager raised; names it and the line.
+        RuntimeError: the manager raised, or too many rows could not be scored; names it and the line.
         ValueError: wrong number, type or shape, a score that is not finite or that no token of the policy earns, or an
             extra column that the batch already has; names the row or the column.
     """
     name, mask = reward_name(manager), batch.batch["response_mask"]
-    scores, extra = view_scores(reward_view(batch, tokenizer), manager, mask.shape)
+    if EARLY in batch:
+        begun = batch.non_tensor_batch.pop(EARLY)
+        scores, extra, failures = checked(
+            manager.of_rows([early.result for early in begun]), manager, mask.shape, config
+        )
+    else:
+        scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
     if taken := [key for key in extra if key in batch]:
         raise ValueError(
             f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
         )
-    return place_scores(scores, mask, name), extra
+    return place_scores(scores, mask, name), extra, failures
 
 
 def view_scores(
-    view: DataProto, manager: RewardManager, shape: tuple[int, int]
-) -> tuple[Tensor, dict[str, np.ndarray]]:
-    """What `manager` makes of a `reward_view`: scores [B] or [B, R], with `shape` (B, R), and extra columns [B].
+    view: DataProto, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
+) -> tuple[Tensor, Columns, Failures]:
+    """What `manager` makes of a `reward_view`: scores [B] or [B, R], with `shape` (B, R), extra columns [B], and the
+    rows that it could not score, which have the score reward.failure_score.
 
     Raises:
         RuntimeError, ValueError: as `compute_reward`.
     """
-    name = reward_name(manager)
     try:
         result = manager(view)
     except Exception as error:  # the boundary to the user's code: say where it broke, then stop
         raise RuntimeError(
-            f"the reward {name} raised {type(error).__name__}: {error} (at {users_line(error)}). "
+            f"the reward {reward_name(manager)} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
-    return as_scores(result, shape, name)
+    return checked(result, manager, shape, config)
 
 
-def as_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, dict[str, np.ndarray]]:
-    """Numbers, dicts or a tensor → float32 scores ([B] or [B, R], with `shape` (B, R)) and the dicts' columns."""
-    rows, extra = shape[0], {}
-    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
-    if isinstance(result, np.ndarray):
-        result = list(result) if result.ndim == 1 else torch.as_tensor(result)
-    if isinstance(result, list | tuple):
-        if len(result) != rows:
-            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
-        if any(isinstance(item, dict) for item in result):
-            result, extra = split_dicts(result, name)
-        result = torch.tensor([as_number(score, row, name) for row, score in enumerate(result)])
-    if not isinstance(result, Tensor):
-        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
-    scores = result.detach().float().cpu()
-    if tuple(scores.shape) not in ((rows,), tuple(shape)):
-        raise ValueError(f"the reward {name} returned scores of shape {list(scores.shape)}: {allowed}.")
-    bad = (~torch.isfinite(scores)).nonzero().tolist()
-    if bad:
-        raise ValueError(
-            f"the reward {name} returned {scores[tuple(bad[0])].item()} for response {bad[0][0]} ({len(bad)} of "
-            f"{scores.numel()} scores are not finite): return 0.0 where there is no score."
-        )
-    return scores, extra
-
-
-def as_number(score: Any, row: int, name: str) -> float:
-    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
-        score = score.item()
-    if not isinstance(score, numbers.Real | np.bool_):
-        raise ValueError(
-            f"the reward {name} returned {reprlib.repr(score)} for response {row}: it must be a number, or a dict "
-            "with the number as 'score'."
-        )
-    return float(score)
-
-
-def split_dicts(results: list[dict], name: str) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """The scores, and every other key as a column."""
-    keys = next(set(result) for result in results if isinstance(result, dict))
-    for row, result in enumerate(results):
-        if not isinstance(result, dict) or set(result) != keys or "score" not in keys:
-            found = sorted(result) if isinstance(result, dict) else reprlib.repr(result)
-            raise ValueError(
-                f"the reward {name} returned {found} for response {row} and {sorted(keys)} for another: either every "
-                "response gets a dict, each with 'score' and the same keys, or every response gets a number."
-            )
-    columns = {key: [result[key] for result in results] for key in results[0]}
-    return columns.pop("score"), {key: object_array(values) for key, values in columns.items()}
+def checked(
+    result: Any, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
+) -> tuple[Tensor, Columns, Failures]:
+    """What a manager returned, as `view_scores` has it."""
+    name = reward_name(manager)
+    scores, extra, failures = as_scores(result, shape, name)
+    check_failures(failures, shape[0], config, name)
+    if failures and config.on_failure == "score":
+        scores[sorted(failures)] = config.failure_score
+    return scores, extra, failures
 
 
 def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
@@ -229,4 +257,13 @@ def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
 
 
 def reward_name(manager: RewardManager) -> str:
+    if isinstance(manager, WeightedReward):
+        return f"reward.functions ({', '.join(part.label for part in manager.parts)})"
     return callable_name(manager.function if isinstance(manager, FunctionReward) else manager)
+
+
+def functions_of(manager: RewardManager) -> list[FunctionReward]:
+    """The functions of the user's that a manager calls."""
+    if isinstance(manager, WeightedReward):
+        return [part.function for part in manager.parts]
+    return [manager] if isinstance(manager, FunctionReward) else []

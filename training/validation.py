@@ -59,7 +59,7 @@ class Validator:
         if settings.log_val_generations:
             shown = [*spread(samples, settings.log_val_generations)]
             for kind, rows in by_kind(shown).items():
-                print_kind(kind, step, rows)
+                print_rows(f"validation {kind} at step {step}", rows)
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
@@ -85,7 +85,7 @@ class Validator:
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
-        return add_scores(batch, self.reward, self.tokenizer)
+        return add_scores(batch, self.reward, self.tokenizer, self.config.reward)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
@@ -165,10 +165,9 @@ def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
     return {kind: rows for kind, rows in kinds.items() if rows}
 
 
-def print_kind(kind: str, step: int, rows: Sequence[Row]) -> None:
+def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Prints rows of one of the kinds of `by_kind`; of what is in the dumped file, what is worth reading."""
-    title = f"validation {kind} at step {step}"
-    if kind == "episodes":
+    if "turns" in rows[0]:
         print_records(title, rows, brief=True)
     else:
         print_samples(title, [printed(row) for row in rows])

@@ -7,7 +7,7 @@ its draws depend on its row and number alone.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -25,7 +25,7 @@ from training.roles import SamplingParams
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments
 from workers.episodes import Episode, EpisodeFailed, Limits, Row, SingleAnswer, play, unless_failed
-from workers.rollout import Completion, Rollout
+from workers.rollout import Completion, Rollout, nothing
 from workers.tool_episode import ToolEpisodes
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class AgentLoop:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: Game | None) -> None:
         self.config, self.engine = config, engine
+        self.on_finished: Callable[[int, list[Sample]], None] = nothing  # hears of each row's episode when it is over
         rollout = config.actor_rollout_ref.rollout
         self.environments = Environments(game) if game else None
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
@@ -91,7 +92,12 @@ class AgentLoop:
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
-        return await asyncio.gather(*map(self.play_row, rows, policies))
+        async def played(place: int) -> list[Sample]:
+            samples = await self.play_row(rows[place], policies[place])
+            self.on_finished(place, samples)
+            return samples
+
+        return await asyncio.gather(*map(played, range(len(rows))))
 
     async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
         """The rows of an episode, tried again if the other side raised."""

@@ -24,6 +24,7 @@ from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
+from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
@@ -109,20 +110,33 @@ class ColocatedRollout:
         game = game_of_worker(self.config, self.tokenizer) if self.config.env.id else None
         return AgentLoop(self.config, self.tokenizer, self.engine, game)
 
+    @cached_property
+    def early_scores(self) -> EarlyScores:
+        return EarlyScores(self.config, self.tokenizer)
+
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch, or the
         episodes that they begin."""
         with forked_rng(seed), self.policy.autocast():
             self.engine.wake_up()
             try:
-                if are_episodes(prompts):
-                    return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
-                return generate_batch(self.engine, prompts, sampling, seed, first_row)
+                with self.engine.together():
+                    batch = self._generate(prompts, sampling, seed, first_row)
             finally:
                 self.engine.sleep()
+        return self.early_scores.attach(batch)
+
+    def _generate(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
+        if are_episodes(prompts):
+            with self.early_scores.of_episodes(self.agent_loop, prompts):
+                return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
+        with self.early_scores.of_answers(self.engine, prompts):
+            return generate_batch(self.engine, prompts, sampling, seed, first_row)
 
     def close(self) -> None:
         self.engine.close()
+        if "early_scores" in vars(self):
+            self.early_scores.close()
         if "agent_loop" in vars(self):
             self.agent_loop.close()
 
@@ -130,7 +144,9 @@ class ColocatedRollout:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""
         self.engine.load_weights(self.policy.weights(), version)
         if self.engine.own_weights:
-            check_weights(self.engine, self.policy)
+            with self.engine.together() as asks:
+                if asks:
+                    check_weights(self.engine, self.policy)
 
 
 def files_of_rows(config: Config) -> list[str]:

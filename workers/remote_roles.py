@@ -20,10 +20,10 @@ from training.roles import Roles, SamplingParams
 from workers.local_group import WorkerGroup, distinct_groups
 
 
-def remote_roles(pools: Mapping[str, WorkerGroup]) -> Roles:
+def remote_roles(pools: Mapping[str, WorkerGroup], workers_per_engine: int = 1) -> Roles:
     """The roles that the loop speaks to, one for each of `pools`, which names the group that plays it."""
     return Roles(
-        rollout=RemoteRollout(pools["rollout"], "rollout"),
+        rollout=RemoteRollout(pools["rollout"], "rollout", workers_per_engine),
         actor=RemoteActor(pools["actor"], "actor"),
         ref=RemoteScorer(pools["ref"], "ref") if "ref" in pools else None,
         critic=RemoteCritic(pools["critic"], "critic") if "critic" in pools else None,
@@ -48,9 +48,16 @@ class RemoteRole:
         return self.group.submit(self.name, method, shares).result()
 
 
+@dataclass
 class RemoteRollout(RemoteRole):
+    """Of the `workers_per_engine` that an engine is split over, neighbours in rank, the first gets its rows."""
+
+    workers_per_engine: int = 1
+
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        parts = prompts.chunk_uneven(self.group.size)
+        parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine)
+        none = [prompts[0:0]] * (self.workers_per_engine - 1)
+        parts = [share for part in parts for share in (part, *none)]
         first_rows = accumulate(map(len, parts), initial=0)
         shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
         answers = self.group.submit(self.name, "generate_sequences", shares).result()

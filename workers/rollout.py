@@ -9,7 +9,8 @@ subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,10 @@ class Completion:
             )
 
 
+def nothing(*_: Any) -> None:
+    """Hears of what is finished, and does nothing."""
+
+
 class Rollout:
     """Base of all engines, which implement `step`, or `generate` alone, or `generate_sequences` alone.
 
@@ -79,6 +84,7 @@ class Rollout:
 
     own_weights: bool = False
     elsewhere: bool = False
+    on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -149,7 +155,9 @@ class Rollout:
             for request in requests:
                 self.add(request)
             while self.has_unfinished_requests():
-                done |= {completion.id: completion for completion in self.step()}
+                for completion in self.step():
+                    done[completion.id] = completion
+                    self.on_finished(completion)
         finally:
             self.abort([request.id for request in requests])
         missing = [request.id for request in requests if request.id not in done]
@@ -170,6 +178,15 @@ class Rollout:
 
     def wake_up(self) -> None:
         """Takes the memory again that `sleep` gave back."""
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """Within the block the engine is asked; whether this worker does. All workers of one engine enter it at once.
+
+        An engine whose model is split over several workers has the others do, at the start of the block, what the one
+        that asks does within its own.
+        """
+        yield True
 
     def close(self) -> None:
         """Ends the engine, which is not asked again."""

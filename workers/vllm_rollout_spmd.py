@@ -1,8 +1,9 @@
 """Rollouts by vLLM, in the worker's own process: requests join at any step, and equal prompts share their cache.
 
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
-`load_weights` brought last. Every worker has an engine of its own, of whole weights. vLLM is imported here alone, and
-lazily: this module loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
+`load_weights` brought last. Every worker has an engine of its own, of whole weights, or, with
+tensor_model_parallel_size, a part of one (workers/lockstep.py). vLLM is imported here alone, and lazily: this module
+loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
 back (workers/vllm_process.py); while it steps, it may only draw random numbers.
 """
 
@@ -17,15 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from workers.collectives import rank
+from workers.lockstep import Lockstep
 from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
 from workers.vllm_process import process_as_it_is, vllm_environment
+from workers.vllm_settings import engine_settings, longest_sequence
 
-BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
-CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +47,8 @@ class vLLMRollout(Rollout):
         self.running: dict[int, Request] = {}  # by id
         self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
-        self.engine = start_engine(config, model)
+        self.lockstep = Lockstep(config.tensor_model_parallel_size)
+        self.engine = start_engine(config, model, self.lockstep.place)
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
@@ -58,12 +60,18 @@ class vLLMRollout(Rollout):
         """Hands waiting requests over and has vLLM draw a token of every row that has its place."""
         if not self.has_unfinished_requests():
             return []
+        joining = [*self.waiting.values()]
+        self.waiting.clear()
+        self.lockstep.tell(("step", joining))
+        return self._step(joining)
+
+    def _step(self, joining: Iterable[Request]) -> list[Completion]:
         self.wake_up()
         with self._alone():
-            for request in list(self.waiting.values()):
+            for request in joining:
                 prompt = {"prompt_token_ids": request.prompt_ids}
                 self.engine.add_request(str(request.id), prompt, self._sampling_params(request))
-                self.running[request.id] = self.waiting.pop(request.id)
+                self.running[request.id] = request
             outputs = self.engine.step()
         self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
         return [self._completion(output) for output in outputs if output.finished]
@@ -71,9 +79,29 @@ class vLLMRollout(Rollout):
     def abort(self, ids: Iterable[int]) -> None:
         dropped = set(ids)
         super().abort(dropped)
-        running = [request_id for request_id in dropped if self.running.pop(request_id, None)]
-        if running:
-            self.engine.abort_request([str(request_id) for request_id in running])
+        if running := sorted(dropped & self.running.keys()):
+            self.lockstep.tell(("abort", running))
+            self._abort(running)
+
+    def _abort(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            del self.running[request_id]
+        self.engine.abort_request([*map(str, ids)])
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        """Of a model that is split over workers, the leader does as it likes within the block, and so do the others
+        before it, which then have nothing to do."""
+        leads = self.lockstep.place == 0
+        if not leads:
+            verbs = {"step": self._step, "abort": self._abort}
+            for verb, argument in self.lockstep.orders():
+                verbs[verb](argument)
+        try:
+            yield leads
+        finally:
+            if leads:
+                self.lockstep.tell(None)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
@@ -170,12 +198,17 @@ class vLLMRollout(Rollout):
         return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
 
 
-def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
-    """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back."""
+def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> Any:
+    """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back.
+
+    `place`: which part of the model it has, where that is split over several workers.
+    """
     with ExitStack() as held:
         held.enter_context(process_as_it_is())
         os.environ |= vllm_environment(model.device.type)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+        if config.tensor_model_parallel_size > 1:  # a worker sees no GPU but its own
+            os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(place)}
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
         save_config(model, folder)
         settings = engine_settings(config, model)
@@ -192,82 +225,6 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel) -> Any:
             ) from error
         with torch.autocast(model.device.type, enabled=False):
             return LLMEngine.from_engine_args(arguments)
-
-
-def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What vLLM is told, as arguments of vllm.EngineArgs.
-
-    The dtype is that of the trainer: of its autocast if that is on, else of its weights.
-    """
-    device = model.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
-    settings = {
-        "model": model.name_or_path,
-        "skip_tokenizer_init": True,
-        "load_format": config.load_format,
-        "async_scheduling": False,  # a step returns what it drew
-        "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
-    }
-    return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
-
-
-def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (training/main_server.py);
-    engine_kwargs.vllm has the last word."""
-    settings = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": longest_sequence(config),
-        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "enable_chunked_prefill": config.enable_chunked_prefill,
-        "disable_log_stats": True,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # sampling is spelt out, never inherited
-    }
-    if device == "cpu":
-        check_head_size(text)
-        cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
-        settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
-        # A prompt that is cut draws a token to no purpose, and vLLM cannot put a CPU's generator back behind that.
-        whole = max(config.max_num_batched_tokens, settings["max_model_len"])
-        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
-    own = config.engine_kwargs.get("vllm") or {}
-    return settings | {name: value for name, value in own.items() if value is not None}
-
-
-def longest_sequence(config: RolloutConfig) -> int:
-    """Tokens of prompt and response together that the engine takes."""
-    return config.max_model_len or config.prompt_length + config.response_length
-
-
-def head_size(text: PretrainedConfig) -> int:
-    values = text.to_dict()
-    return values.get("head_dim") or text.hidden_size // text.num_attention_heads
-
-
-def check_head_size(text: PretrainedConfig) -> None:
-    """Raises ValueError for heads that vLLM's attention on CPUs does not know: it would fail at the first prompt."""
-    if head_size(text) not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name=vllm: on a CPU, vLLM has attention for heads of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this model's have {head_size(text)}. Set "
-            "rollout.name=hf, or choose another model."
-        )
-
-
-def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes: int) -> int:
-    """Keys and values of as many of the longest sequences as run side by side, within CPU_CACHE_BYTES; of one, always.
-
-    On a CPU vLLM would take gpu_memory_utilization of all memory.
-    """
-    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
-    block = 2 * text.num_hidden_layers * heads * head_size(text) * number_bytes * BLOCK
-    blocks = -(-longest_sequence(config) // BLOCK)
-    spare = 2  # vLLM keeps one for padding
-    return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
 
 
 def save_config(model: PreTrainedModel, folder: str) -> None:

@@ -6,12 +6,14 @@ from functools import cache
 from typing import Any
 
 from training.reward_score import (
+    countdown,
     geo3k,
     gsm8k,
     math_dapo,
     math_reward,
     prime_code,
     prime_math,
+    reasoning_gym,
     sandbox_fusion,
     search_r1_like_qa_em,
 )
@@ -28,7 +30,9 @@ GEOMETRY = ("hiyouga/geometry3k",)
 QUESTIONS = tuple(
     f"searchR1_{name}" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 )
-KNOWN = (*GSM8K, *MATH, *DAPO, f"{DAPO_PREFIX}…", *NUMINA, *CODE, *GEOMETRY, *QUESTIONS)
+COUNTDOWN = ("countdown",)
+GYM_PREFIX = "reasoning_gym/"
+KNOWN = (*COUNTDOWN, f"{GYM_PREFIX}…", *GSM8K, *MATH, *DAPO, f"{DAPO_PREFIX}…", *NUMINA, *CODE, *GEOMETRY, *QUESTIONS)
 
 
 def default_compute_score(
@@ -75,7 +79,7 @@ def semaphore_of(places: int) -> threading.BoundedSemaphore:
 
 def has_rule(data_source: Any) -> bool:
     """Whether `default_compute_score` knows `data_source`."""
-    return isinstance(data_source, str) and (data_source in KNOWN or data_source.startswith(DAPO_PREFIX))
+    return isinstance(data_source, str) and (data_source in KNOWN or data_source.startswith((DAPO_PREFIX, GYM_PREFIX)))
 
 
 def rule_of(data_source: str) -> Any:
@@ -87,12 +91,14 @@ def rule_of(data_source: str) -> Any:
         NUMINA: prime_math.compute_score,
         GEOMETRY: geo3k.compute_score,
         QUESTIONS: search_r1_like_qa_em.compute_score,
+        COUNTDOWN: countdown.compute_score,
     }
     for sources, rule in rules.items():
         if data_source in sources:
             return rule
-    if isinstance(data_source, str) and data_source.startswith(DAPO_PREFIX):
-        return math_dapo.compute_score
+    for prefix, rule in ((DAPO_PREFIX, math_dapo.compute_score), (GYM_PREFIX, reasoning_gym.compute_score)):
+        if isinstance(data_source, str) and data_source.startswith(prefix):
+            return rule
     raise NotImplementedError(
         f"Reward function is not implemented for data_source={data_source!r}. There are rules for {', '.join(KNOWN)}; "
         "for other data set reward.custom_reward_function.path to a function of yours."

@@ -1,0 +1,130 @@
+"""Public files and seeds become rows in verl's form, and each kind of row has its rule."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from data.rows import read_rows
+from scripts import competition_math, countdown
+from training.reward_score import default_compute_score
+from training.reward_score.countdown import compute_score, evaluate
+
+PROBLEM = {
+    "problem": "What is $1+1$?",
+    "level": "Level 2",
+    "type": "Algebra",
+    "solution": r"It is $\boxed{\frac{4}{2}}$.",
+}
+
+
+def test_folders_of_math_become_rows_in_verls_form(tmp_path, capsys):
+    for split, count in (("train", 3), ("test", 1)):
+        for number in range(count):
+            file = tmp_path / split / "algebra" / f"{number}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(PROBLEM, indent=4))
+    competition_math.main([str(tmp_path / "train"), str(tmp_path / "test"), "--to", str(tmp_path / "rows")])
+    rows = [row for _, row in read_rows(tmp_path / "rows/train.parquet")]
+    assert len(rows) == 3
+    asked = r"What is $1+1$? Let's think step by step and output the final answer within \boxed{}."
+    assert rows[1] == {
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [{"role": "user", "content": asked}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": r"\frac{4}{2}"},
+        "extra_info": {"split": "train", "index": 1, "difficulty": 2},
+    }
+    assert default_compute_score(rows[1]["data_source"], PROBLEM["solution"], r"\frac{4}{2}") == 1
+    assert "3 rows in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [{"problem": "p"}, {"problem": "p", "solution": "no box"}, {"solution": r"\boxed{1}"}])
+def test_a_row_that_is_none_of_math_is_named(bad, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(PROBLEM) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: a row of MATH has"):
+        list(competition_math.math_rows(file, "train"))
+
+
+def test_countdown_is_made_by_its_seed_without_an_overlap_and_every_row_can_be_solved(tmp_path):
+    for folder, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        countdown.main(["--to", str(tmp_path / folder), "--train", "30", "--test", "10", "--seed", seed])
+    rows = {folder: [row for _, row in read_rows(tmp_path / folder)] for folder in "abc"}
+    assert rows["a"] == rows["b"] != rows["c"] and len(rows["a"]) == 40
+    prompts = [row["prompt"][0]["content"] for row in rows["a"]]
+    assert len(set(prompts)) == 40
+    for row, prompt in zip(rows["a"], prompts, strict=True):
+        truth = row["reward_model"]["ground_truth"]
+        assert all(str(number) in prompt for number in truth["numbers"]) and 1 <= truth["target"] <= 100
+        assert row["extra_info"]["difficulty"] == len(truth["numbers"]) in (3, 4)
+
+
+TRUTH = {"target": 24, "numbers": [2, 3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<answer>2 * 3 * 4</answer>", 1),
+        ("<answer>1</answer> no: <answer> (4 * 3) * 2 = 24 </answer>", 1),
+        ("<answer>4 / (2 / 3) * 4</answer>", 0.1),  # 24, but 4 comes twice
+        ("<answer>4 * 3</answer>", 0.1),
+        ("<answer>2 + 3 + 4</answer>", 0.1),
+        ("<answer>24</answer>", 0.1),
+        ("<answer></answer>", 0.1),
+        ("<answer>2 * 3 * </answer>", 0.1),
+        ("<answer>4 / (3 - 3) * 2</answer>", 0.1),
+        ("<answer>2 ** 3 ** 4 ** 9 ** 9</answer>", 0.1),
+        ("<answer>__import__('os').system('true')</answer>", 0.1),
+        ("<answer>" + "(" * 5000 + "</answer>", 0.1),
+        ("<answer>" + "(" * 150 + "2" + ")" * 40 + "</answer>", 0.1),
+        ("<answer>2 * 3 * 4", 0),
+        ("2 * 3 * 4", 0),
+        ("", 0),
+    ],
+)
+def test_the_rule_of_countdown_by_hand(response, score):
+    assert compute_score(response, TRUTH) == default_compute_score("countdown", response, TRUTH) == score
+
+
+def test_countdown_counts_exactly():
+    assert evaluate("1 / 3 * 3")[0] == 1, "floats would come to 1 here, and to 0.9999 elsewhere"
+    assert compute_score("<answer>(1 / 49) * 49</answer>", {"target": 1, "numbers": [1, 49, 49]}) == 1
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    """A stand-in with the two functions that are used of the package, which is optional."""
+    module = ModuleType("reasoning_gym")
+
+    def create_dataset(name, size=2, seed=0, **settings):
+        if name != "sums" or settings:
+            raise ValueError(f"Dataset '{name}' not registered")
+        entry = {"question": "1+1?", "answer": "2", "metadata": {"source_dataset": "sums"}}
+        return [{**entry, "question": f"{seed}+{number}?"} for number in range(size)]
+
+    def get_score_answer_fn(name):
+        return lambda answer, entry: 1.0 if answer == entry["answer"] else 0.25
+
+    module.create_dataset, module.get_score_answer_fn = create_dataset, get_score_answer_fn
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+
+
+def test_tasks_of_reasoning_gym_are_rows_that_their_own_scorer_reads(gym):
+    rows = [row for _, row in read_rows("reasoning_gym:sums?size=3&seed=7")]
+    assert len(rows) == 3 and "7+2?" in rows[2]["prompt"][0]["content"]
+    truth = rows[0]["reward_model"]["ground_truth"]
+    assert default_compute_score(rows[0]["data_source"], "so <answer> 2 </answer>", truth) == 1
+    assert default_compute_score(rows[0]["data_source"], "2", truth) == 1
+    assert default_compute_score(rows[0]["data_source"], "<answer>3</answer>", truth) == 0.25
+
+
+def test_an_unknown_task_and_a_missing_package_are_told(gym, monkeypatch):
+    with pytest.raises(ValueError, match=r"reasoning_gym:products: .*not registered.*The form is reasoning_gym:TASK"):
+        read_rows("reasoning_gym:products")
+    for name, package in (("reasoning_gym", "reasoning-gym"), ("datasets", "datasets")):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ValueError, match=rf"{name}:x needs the package {package}, .*requirements-data\.txt"):
+            read_rows(f"{name}:x")

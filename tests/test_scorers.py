@@ -1,0 +1,267 @@
+"""Reward functions in processes that can be killed: hostile ones end in time, and leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.schema import ScoringConfig
+from tests.runs import ROOT
+from training.scorers import NotScored, Scorers
+
+LIMIT = 1.0  # seconds of a row
+HOSTILE = """
+import ctypes, os, re, subprocess, sys, time
+
+def compute_score(solution_str, marker=None):
+    if marker:
+        with open(marker, "a") as file:
+            print(os.getpid(), file=file)
+    return globals()[solution_str]()
+
+def well(): return {"score": 1.0, "pred": "4"}
+def loop():
+    while True: pass
+def regex(): return float(bool(re.match(r"(a+)+$", "a" * 60 + "b")))
+def swallows():
+    while True:
+        try:
+            while True: time.sleep(0.01)
+        except BaseException: pass
+def memory(): return float(len(bytearray(4 << 30)))
+def exits(): os._exit(3)
+def prints():
+    for _ in range(100): sys.stdout.write("x" * (1 << 20))
+    return 1.0
+def sleeps_in_c(): ctypes.PyDLL(None).sleep(3600)
+def children():  # a fork bomb, but for its end after 30
+    for _ in range(30): subprocess.Popen(["sleep", "3600"])
+    while True: pass
+def forks():
+    for _ in range(5): os.fork()
+    while True: time.sleep(1)
+def raises(): raise KeyError("lost")
+def leaves(): sys.exit(0)
+def no_number(): return object()
+def reads(): return float(len(sys.stdin.read()))
+"""
+OUTCOMES = {
+    "well": ("ok", ""),
+    "loop": ("timeout", "not done after reward.timeout=1 seconds"),
+    "regex": ("timeout", "not done"),
+    "swallows": ("timeout", "not done"),
+    "memory": ("error", "MemoryError"),
+    "exits": ("error", "its process ended with exit code 3"),
+    "prints": ("ok", ""),
+    "sleeps_in_c": ("timeout", "not done"),
+    "children": ("timeout", "not done"),
+    "forks": ("timeout", "not done"),
+    "raises": ("error", "KeyError: 'lost' (at FILE:31)"),
+    "leaves": ("error", "SystemExit: 0"),
+    "no_number": ("error", "it returned <object"),
+    "reads": ("ok", ""),  # nothing
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("users") / "hostile.py"
+    file.write_text(HOSTILE)
+    return file
+
+
+def scorers(file: Path, asynchronous: bool = False, reward_kwargs: dict | None = None, **settings) -> Scorers:
+    config = ScoringConfig(**{"timeout": LIMIT, "num_workers": 4} | settings)
+    return Scorers(str(file), "compute_score", reward_kwargs or {}, asynchronous, config)
+
+
+def outcomes(file: Path, marker: Path) -> dict[str, tuple[str, str]]:
+    """What becomes of each way to be hostile; asserts that a good call comes through after all of them."""
+    results = {}
+    for stuck, limit in ((False, 60.0), (True, LIMIT)):  # a busy machine must not make one of what ends by itself
+        pool = scorers(file, reward_kwargs={"marker": str(marker)}, num_workers=16, timeout=limit)
+        names = [name for name, (outcome, _) in OUTCOMES.items() if stuck is (outcome == "timeout")]
+        futures = {name: pool.submit({"solution_str": name}) for name in names}
+        results |= {name: future.result() for name, future in futures.items()}
+        if not stuck:
+            assert pool.submit({"solution_str": "well"}).result() == {"score": 1.0, "pred": "4"}
+        pool.close()
+    return {
+        name: (result.outcome, result.said) if isinstance(result, NotScored) else ("ok", "")
+        for name, result in results.items()
+    }
+
+
+def check(found: dict[str, tuple[str, str]], file: Path, marker: Path) -> None:
+    """The outcomes are right, and nothing of the processes is left, nor of what they started."""
+    for name, (outcome, said) in OUTCOMES.items():
+        assert found[name][0] == outcome and said.replace("FILE", str(file)) in found[name][1], (name, found[name])
+    groups = {int(line) for line in marker.read_text().split()}
+    assert len(groups) >= 9
+    assert not groups & groups_running()
+
+
+def groups_running() -> set[int]:
+    """The process groups in which anything runs that is not over."""
+    running = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            running.add(int(group))
+    return running
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("place", ["main thread", "thread", "process"])
+def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_path, place):
+    marker, found = tmp_path / "pids", {}
+    if place == "process":
+        call = f"outcomes(Path({str(file)!r}), Path({str(marker)!r}))"
+        program = (
+            "import json; from pathlib import Path; from tests.test_scorers import outcomes; "
+            f"said = json.dumps({call}); Path({str(tmp_path / 'said')!r}).write_text(said)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        found = json.loads((tmp_path / "said").read_text())
+        assert len(done.stdout) < 20_000  # of 100 MB
+    elif place == "thread":
+        thread = threading.Thread(target=lambda: found.update(outcomes(file, marker)))
+        thread.start()
+        thread.join()
+    else:
+        found = outcomes(file, marker)
+    check(found, file, marker)
+
+
+@pytest.mark.slow
+def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path):
+    import ray
+
+    marker = tmp_path / "pids"
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+    try:
+        asked = ray.remote(outcomes).remote(file, marker)
+        check(ray.get(asked), file, marker)
+    finally:
+        ray.shutdown()
+
+
+def test_a_call_ends_within_a_second_of_its_limit(file):
+    pool = scorers(file)
+    pool.submit({"solution_str": "well"}).result()
+    for name in ("loop", "regex", "sleeps_in_c"):
+        began = time.monotonic()
+        assert pool.submit({"solution_str": name}).result().outcome == "timeout"
+        assert LIMIT <= time.monotonic() - began < LIMIT + 30  # a second where the machine is idle
+    pool.close()
+
+
+def test_a_process_is_reused_and_replaced_when_killed(file, tmp_path):
+    marker = tmp_path / "pids"
+    pool = scorers(file, reward_kwargs={"marker": str(marker)}, num_workers=1)
+    for name in ("well", "well", "raises", "loop", "well"):
+        pool.submit({"solution_str": name}).result()
+    first, second, third, fourth, last = marker.read_text().split()
+    assert first == second == third == fourth != last
+    pool.close()
+
+
+ASYNC = """
+import asyncio, os, time
+
+running = []
+async def compute_score(solution_str):
+    if solution_str == "blocks":
+        await asyncio.sleep(0.2)
+        time.sleep(3600)
+    if solution_str == "waits":
+        await asyncio.sleep(3600)
+    running.append(solution_str)
+    await asyncio.sleep(0.05)
+    most = len(running)
+    await asyncio.sleep(0.3)
+    running.pop()
+    return {"score": most, "pid": os.getpid()}
+"""
+
+
+def test_async_calls_are_side_by_side_in_one_process_and_no_more_than_so_many(tmp_path):
+    (file := tmp_path / "judge.py").write_text(ASYNC)
+    pool = scorers(file, asynchronous=True, max_concurrent=5, timeout=60.0)
+    results = [future.result() for future in [pool.submit({"solution_str": str(row)}) for row in range(12)]]
+    assert max(result["score"] for result in results) == 5 and len({result["pid"] for result in results}) == 1
+    pool.close()
+
+
+def test_an_async_call_that_waits_too_long_is_cancelled_alone_and_one_that_blocks_takes_nobody_with_it(tmp_path):
+    (file := tmp_path / "judge.py").write_text(ASYNC)
+    pool = scorers(file, asynchronous=True)
+    waits, beside = (pool.submit({"solution_str": name}) for name in ("waits", "beside"))
+    assert waits.result().outcome == "timeout"
+    pid = beside.result()["pid"]
+    assert pool.submit({"solution_str": "next"}).result()["pid"] == pid
+    blocks, beside = (pool.submit({"solution_str": name}) for name in ("blocks", "beside"))
+    assert blocks.result().outcome == "timeout"
+    assert isinstance(beside.result(), NotScored) or beside.result()["pid"] != pid  # asked again, in the next process
+    pool.close()
+
+
+SLOW = """
+import os, time
+def compute_score(solution_str):
+    time.sleep(float(solution_str))
+    return {"score": 0.0, "pid": os.getpid()}
+"""
+
+
+def test_quick_functions_have_one_process_and_slow_ones_several(tmp_path):
+    (file := tmp_path / "slow.py").write_text(SLOW)
+    pool = scorers(file, timeout=60.0)
+    pids = {pool.submit({"solution_str": "0"}).result()["pid"] for _ in range(20)}
+    assert len(pids) == 1
+    slow = [pool.submit({"solution_str": "0.5"}) for _ in range(16)]
+    assert len({future.result()["pid"] for future in slow}) > 1
+    pool.close()
+
+
+def test_a_file_that_cannot_be_loaded_there_ends_the_wait_and_says_so(tmp_path):
+    (file := tmp_path / "mine.py").write_text("import sys\nraise ImportError('only here')\n")
+    with pytest.raises(RuntimeError, match=rf"only here \(at {file}:2\).*reward.in_process=true") as caught:
+        scorers(file).submit({"solution_str": "a"}).result()
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_an_argument_that_cannot_be_sent_is_refused(file):
+    with pytest.raises(ValueError, match=r"cannot be sent there .*extra_info.*reward.in_process=true"):
+        scorers(file).submit({"solution_str": lambda: 0})
+
+
+def test_scorers_end_with_their_parent_however_that_ends(file, tmp_path):
+    marker = tmp_path / "pids"
+    program = f"""
+from pathlib import Path
+from tests.test_scorers import scorers
+pool = scorers(Path({str(file)!r}), reward_kwargs={{"marker": {str(marker)!r}}}, timeout=None)
+pool.submit({{"solution_str": "regex"}}).result()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not marker.exists() or not marker.read_text():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    [pid] = marker.read_text().split()
+    deadline = time.monotonic() + 60
+    while int(pid) in groups_running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert int(pid) not in groups_running()
+    assert os.path.exists(file)

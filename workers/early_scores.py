@@ -1,0 +1,90 @@
+"""Scoring that overlaps generation: a row is given to the reward functions as soon as its response is finished."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.loader import workers_asked_for
+from configs.schema import Config, ScoringConfig
+from data.padding import Sample
+from data.protocol import DataProto, object_array
+from training.reward import EARLY, EarlyResult, functions_of, has_manager, load_functions, view_of
+from workers.agent_loop import AgentLoop
+from workers.rollout import Completion, Rollout, nothing
+
+
+class EarlyScores:
+    """Scores the responses of a worker while it generates further ones, where the reward functions score single rows.
+
+    Others, of a whole batch or called in the run's process, are called by the driver when all rows are there.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        reward = None
+        if not has_manager(config.reward):
+            reward = load_functions(share(config.reward, workers_asked_for(config.trainer)), tokenizer)
+        self.reward = reward if reward and all(function.scores_rows() for function in functions_of(reward)) else None
+        self.waits: dict[int, Callable[[], Any]] = {}
+
+    @contextmanager
+    def of_answers(self, engine: Rollout, prompts: DataProto) -> Iterator[None]:
+        """Scores what `engine` answers to the rows of `prompts`."""
+
+        def finished(done: Completion) -> None:
+            self.begin(prompts, done.id, done.token_ids if done.finish_reason != "aborted" else [], {})
+
+        self.waits = {}
+        engine.on_finished = finished if self.reward else nothing
+        try:
+            yield
+        finally:
+            engine.on_finished = nothing
+
+    @contextmanager
+    def of_episodes(self, loop: AgentLoop, prompts: DataProto) -> Iterator[None]:
+        """Scores the conversations that the rows of `prompts` begin; episodes of an environment have their scores."""
+
+        def finished(row: int, samples: list[Sample]) -> None:
+            [sample] = samples
+            said = zip(sample.token_ids, sample.policy_mask, strict=True)
+            extras = sample.extras | {"raw_prompt_ids": sample.prompt_ids}
+            self.begin(prompts, row, [token_id for token_id, is_policys in said if is_policys], extras)
+
+        self.waits = {}
+        loop.on_finished = finished if self.reward and loop.environments is None else nothing
+        try:
+            yield
+        finally:
+            loop.on_finished = nothing
+
+    def begin(self, prompts: DataProto, row: int, policy_ids: list[int], extras: dict[str, Any]) -> None:
+        columns = {name: values[row : row + 1] for name, values in prompts.non_tensor_batch.items()}
+        columns |= {name: object_array([value]) for name, value in extras.items()}
+        view = view_of(DataProto.from_dict({}, columns, prompts.meta_info), [policy_ids], self.tokenizer)
+        self.waits[row] = self.reward.begin(view)
+
+    def attach(self, batch: DataProto) -> DataProto:
+        """`batch` with the column reward_results, when all of them are there; as it is, if not every row was begun."""
+        if self.waits and len(self.waits) == len(batch):
+            began = perf_counter()
+            results = [self.waits[row]() for row in range(len(batch))]
+            waited = perf_counter() - began
+            batch.non_tensor_batch[EARLY] = object_array([EarlyResult(result, waited) for result in results])
+        self.waits = {}
+        return batch
+
+    def close(self) -> None:
+        for function in functions_of(self.reward) if self.reward else []:
+            function.scorers.close()
+
+
+def share(config: ScoringConfig, workers: int) -> ScoringConfig:
+    """The limits of one of so many workers."""
+    limits = ("num_workers", "max_concurrent", "max_rpm", "max_tpm")
+    shares = {name: max(1, vars(config)[name] // workers) for name in limits if vars(config)[name] is not None}
+    return replace(config, **shares)

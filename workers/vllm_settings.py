@@ -1,0 +1,102 @@
+"""What vLLM is told of a run: the arguments of vllm.EngineArgs, and which models it takes."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from configs.schema import RolloutConfig
+
+BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
+CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """What vLLM is told, as arguments of vllm.EngineArgs.
+
+    The dtype is that of the trainer: of its autocast if that is on, else of its weights.
+    """
+    device = model.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    settings = {
+        "model": model.name_or_path,
+        "skip_tokenizer_init": True,
+        "load_format": config.load_format,
+        "async_scheduling": False,  # a step returns what it drew
+        "enable_sleep_mode": device == "cuda" and config.free_cache_engine,
+    }
+    if (size := config.tensor_model_parallel_size) > 1:
+        check_splits(model.config.get_text_config(), size)
+        settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
+    return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
+
+
+def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (training/main_server.py);
+    engine_kwargs.vllm has the last word."""
+    settings = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": longest_sequence(config),
+        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),  # a row a token, each step
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # sampling is spelt out, never inherited
+    }
+    if device == "cpu":
+        check_head_size(text)
+        cache = {"block_size": BLOCK, "kv_cache_memory_bytes": cpu_cache_bytes(config, text, dtype.itemsize)}
+        settings |= cache | {"enforce_eager": True}  # compiling takes a CPU longer than it gains
+        # A prompt that is cut draws a token to no purpose, and vLLM cannot put a CPU's generator back behind that.
+        whole = max(config.max_num_batched_tokens, settings["max_model_len"])
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
+    own = config.engine_kwargs.get("vllm") or {}
+    return settings | {name: value for name, value in own.items() if value is not None}
+
+
+def longest_sequence(config: RolloutConfig) -> int:
+    """Tokens of prompt and response together that the engine takes."""
+    return config.max_model_len or config.prompt_length + config.response_length
+
+
+def head_size(text: PretrainedConfig) -> int:
+    values = text.to_dict()
+    return values.get("head_dim") or text.hidden_size // text.num_attention_heads
+
+
+def check_head_size(text: PretrainedConfig) -> None:
+    """Raises ValueError for heads that vLLM's attention on CPUs does not know: it would fail at the first prompt."""
+    if head_size(text) not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=vllm: on a CPU, vLLM has attention for heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} numbers, and this model's have {head_size(text)}. Set "
+            "rollout.name=hf, or choose another model."
+        )
+
+
+def check_splits(text: PretrainedConfig, size: int) -> None:
+    """Raises ValueError for a model that vLLM cannot split over `size` workers."""
+    widths = {"num_attention_heads": text.num_attention_heads, "intermediate_size": text.intermediate_size}
+    if uneven := {name: width for name, width in widths.items() if width % size}:
+        found = ", ".join(f"{name}={width}" for name, width in uneven.items())
+        raise ValueError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: the model has {found}, which cannot be "
+            f"divided by {size}. Choose a number that divides both, or 1."
+        )
+
+
+def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes: int) -> int:
+    """Keys and values of as many of the longest sequences as run side by side, within CPU_CACHE_BYTES; of one, always.
+
+    On a CPU vLLM would take gpu_memory_utilization of all memory.
+    """
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    block = 2 * text.num_hidden_layers * heads * head_size(text) * number_bytes * BLOCK
+    blocks = -(-longest_sequence(config) // BLOCK)
+    spare = 2  # vLLM keeps one for padding
+    return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
