@@ -272,7 +272,7 @@ def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys
     assert '"ANSWER or 7" 1 pays 100% of what right answers earn' in said and "kinds of answers earn what they" in said
     with pytest.raises(SystemExit):
         main([path, "--data", "nowhere.jsonl"])
-    assert "there is no file" in capsys.readouterr().err
+    assert "there is no such file" in capsys.readouterr().err
     assert main(["--data", data]) == 1  # no data_source has a rule
     assert "is not implemented for data_source=None" in " ".join(capsys.readouterr().out.split())
 

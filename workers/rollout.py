@@ -181,11 +181,8 @@ class Rollout:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Within the block the engine is asked; whether this worker does. All workers of one engine enter it at once.
-
-        An engine whose model is split over several workers has the others do, at the start of the block, what the one
-        that asks does within its own.
-        """
+        """Within the block the engine is asked; whether this worker asks. Of an engine that is split over several workers
+        all enter it at once, and the others do first what the one that asks tells them."""
         yield True
 
     def close(self) -> None:
