@@ -181,8 +181,8 @@ class Rollout:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Within the block the engine is asked; whether this worker asks. Of an engine that is split over several workers
-        all enter it at once, and the others do first what the one that asks tells them."""
+        """Within the block the engine is asked; whether this worker asks. Where an engine is split over workers, all of
+        them enter it at once, and the others do first what the one that asks tells them."""
         yield True
 
     def close(self) -> None:
