@@ -27,6 +27,7 @@ from configs.errors import ConfigError, did_you_mean, first_line
 from configs.overrides import ONE_RUN, parse_override
 from configs.paths import home_spelt_out
 from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
+from configs.settings import assign
 
 ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
 
@@ -250,7 +251,7 @@ def set_checked(base: DictConfig, key: str, value: Any) -> None:
             if node._metadata.object_type is dict:
                 OmegaConf.update(node, ".".join(rest), value, force_add=True)
                 return
-        node[parts[-1]] = value
+        assign(node, parts[-1], value)
     except ConfigKeyError:
         if options(parts[0]):
             raise ConfigError(

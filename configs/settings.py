@@ -4,6 +4,9 @@ from collections.abc import Iterator, KeysView
 from dataclasses import FrozenInstanceError, field
 from typing import Any
 
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigKeyError, ValidationError
+
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
     """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
@@ -19,6 +22,23 @@ def setting(default: Any, help: str, **rules: Any) -> Any:
 def group(cls: type, help: str, **overrides: Any) -> Any:
     """A nested section; `overrides` change its defaults at this place."""
     return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
+
+
+def assign(section: DictConfig, name: str, value: Any) -> None:
+    """Sets a setting of `section`; a list of entries of a type of ours too, which OmegaConf would refuse as dicts.
+
+    Raises:
+        OmegaConfBaseException: the section has no such setting, or the value is of another type.
+    """
+    if not isinstance(value, list) or not any(isinstance(item, dict) for item in value):
+        section[name] = value
+        return
+    try:
+        section.merge_with({name: value})
+    except ConfigKeyError as error:  # a key of an entry, and not `name`
+        if name not in section:
+            raise
+        raise ValidationError(str(error).splitlines()[0]) from error
 
 
 class Readable:

@@ -233,6 +233,16 @@ def test_quick_functions_have_one_process_and_slow_ones_several(tmp_path):
     pool.close()
 
 
+def test_draws_of_a_function_depend_on_the_texts_alone_whichever_process_they_are_made_in(tmp_path):
+    (file := tmp_path / "noise.py").write_text(
+        "def compute_score(solution_str):\n    import random\n    return random.random()\n"
+    )
+    first, second = scorers(file), scorers(file)
+    drawn = [[pool.submit({"solution_str": text}).result() for text in "aab"] for pool in (first, second)]
+    assert drawn[0] == drawn[1] and drawn[0][0] == drawn[0][1] != drawn[0][2]
+    first.close(), second.close()
+
+
 def test_a_file_that_cannot_be_loaded_there_ends_the_wait_and_says_so(tmp_path):
     (file := tmp_path / "mine.py").write_text("import sys\nraise ImportError('only here')\n")
     with pytest.raises(RuntimeError, match=rf"only here \(at {file}:2\).*reward.in_process=true") as caught:

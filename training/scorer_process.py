@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import signal
 import struct
 import sys
@@ -124,8 +125,7 @@ def seed_generators(arguments: dict[str, Any]) -> None:
     whichever process a row comes to."""
     texts = [part for name in sorted(arguments) for part in texts_of(arguments[name])]
     seed = zlib.crc32("\0".join(texts).encode("utf-8", "replace"))
-    if "random" in sys.modules:
-        sys.modules["random"].seed(seed)
+    random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
