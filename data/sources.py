@@ -94,7 +94,7 @@ def optional_package(name: str, source: str) -> ModuleType:
             raise
         raise ValueError(
             f"{source} needs the package {name.replace('_', '-')}, which is not installed: "
-            "pip install -r requirements-data.txt."
+            "pip install -r requirements-sources.txt."
         ) from error
 
 

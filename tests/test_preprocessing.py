@@ -126,5 +126,5 @@ def test_an_unknown_task_and_a_missing_package_are_told(gym, monkeypatch):
         read_rows("reasoning_gym:products")
     for name, package in (("reasoning_gym", "reasoning-gym"), ("datasets", "datasets")):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ValueError, match=rf"{name}:x needs the package {package}, .*requirements-data\.txt"):
+        with pytest.raises(ValueError, match=rf"{name}:x needs the package {package}, .*requirements-sources\.txt"):
             read_rows(f"{name}:x")
