@@ -518,6 +518,12 @@ class SFTDataConfig(Frozen):
     max_length: int = setting(1024, "Longest prompt plus response, in tokens.", ge=2)
     truncation: str = setting("error", "What happens to longer rows.", choices=("error", "left", "right"))
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to apply_chat_template.")
+    messages_key: str = setting("messages", "Column with a whole conversation; a row that has it needs no other.")
+    tools_key: str = setting("tools", "Column with the schemas of a conversation's tools: a list, or one as JSON.")
+    roles_to_train: list[str] = setting(["assistant"], "Whose messages of a conversation are learnt.")
+    turns_to_train: str = setting(
+        "all", "Which of them; a message with weight 0 is left out in any case.", choices=("all", "last")
+    )
 
 
 @dataclass
