@@ -10,8 +10,9 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import check_output_folder, is_greedy
+from configs.checks import is_greedy
 from configs.errors import ConfigError
+from configs.run_checks import check_output_folder
 from configs.schema import ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from configs.settings import Frozen, group, setting
 

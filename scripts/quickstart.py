@@ -118,6 +118,7 @@ def imitate(config: Config, folder: Path, sft: str, rows: Callable[[], Iterable[
             f"model.path={folder}/random_model",
             f"model.kernels={config.actor_rollout_ref.model.kernels}",
             f"trainer.default_local_dir={folder}/sft",
+            "trainer.resume_mode=disable",
         ],
     )
     trained = sft_trainer.run(sft_config)

@@ -119,6 +119,15 @@ def test_multiturn_page_plays_episodes_and_calls_a_tool(copy: Path, follow: Call
     assert entry["data"]["num_turns/mean"] == 1 and entry["data"]["tool_call_counts/mean"] == 0
 
 
+def test_sft_page_imitates_conversations_by_lora(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/sft.md")
+    run = copy / "outputs/reverser"
+    losses = {entry["step"]: entry["data"].get("val/loss") for entry in recorded(run)}
+    assert [step for step, loss in losses.items() if loss is not None] == [0, 2, 4] and losses[4] < losses[0]
+    assert [path.name for path in run.glob("global_step_*")] == ["global_step_4"]
+    assert (run / "global_step_4/lora_adapter/adapter_config.json").exists()
+
+
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
     """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
     (copy / "refusals.py").write_text(
