@@ -1,8 +1,5 @@
 """What several settings must agree on, checked before torch is imported, and the batch arithmetic in one sentence."""
 
-import tempfile
-from pathlib import Path
-
 from configs.engines import check_engine
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
@@ -10,15 +7,22 @@ from configs.multi_turn import check_episodes, check_multi_turn
 from configs.paths import is_named_source, source_files
 from configs.reward_checks import check_rewards
 from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
-from configs.schema import ActorConfig, Config, CriticConfig, PolicyLossConfig, RolloutConfig, SamplingConfig
-from configs.threads import worker_threads
+from configs.run_checks import check_output_folder, check_resume, check_save_contents, check_workers
+from configs.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other; each message names a way out."""
     check_data(config)
     check_batches(config)
-    check_workers(config)
+    check_workers(config.trainer)
     check_engine(config.actor_rollout_ref.rollout, workers_asked_for(config.trainer))
     check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
     check_episodes(config)
@@ -110,18 +114,6 @@ def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> No
             )
 
 
-def check_workers(config: Config) -> None:
-    trainer = config.trainer
-    asked = workers_asked_for(trainer)
-    if asked > 1 and trainer.executor == "local":
-        raise ConfigError(
-            f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
-            f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
-            "null (Ray then hosts them), or set each of the three to 1."
-        )
-    worker_threads(trainer.n_threads)
-
-
 def check_policy(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
     for key, optim in (
@@ -193,33 +185,13 @@ def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionCo
 
 def check_trainer(config: Config) -> None:
     trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N.")
-    if trainer.resume_mode != "resume_path" and trainer.resume_from_path:
-        raise ConfigError(
-            f"trainer.resume_from_path={trainer.resume_from_path} is only read with trainer.resume_mode=resume_path."
-        )
+    check_resume(trainer)
     if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
         raise ConfigError(
             "validation is asked for (trainer.test_freq or trainer.val_only), but there is nothing to validate on: set "
             "data.val_files, or with an environment env.val_episodes or env.val_size."
         )
-    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
-    if unknown := set(contents) - {"model", "optimizer", "extra", "hf_model"}:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.checkpoint.save_contents holds {sorted(unknown)}: it can hold model, optimizer, "
-            "extra and hf_model; resuming needs the first three."
-        )
-
-
-def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"a full disk takes a file, but nothing into it")
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
+    check_save_contents("actor_rollout_ref.actor.checkpoint.save_contents", config.actor_rollout_ref.actor.checkpoint)
 
 
 def has_validation(config: Config) -> bool:

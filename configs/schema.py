@@ -524,7 +524,9 @@ class AlgorithmConfig(Frozen):
 
 
 @dataclass
-class TrainerConfig(Frozen):
+class RunConfig(Frozen):
+    """What every run that trains has, by reinforcement or by examples."""
+
     seed: int = setting(0, "The one seed: every generator of the run is derived from it.", ge=0)
     total_epochs: int = setting(1, "Passes over the training rows.", ge=1)
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
@@ -546,18 +548,22 @@ class TrainerConfig(Frozen):
         None, "CPU threads of a worker; null: OMP_NUM_THREADS, else the cores, shared out.", ge=1
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
-    val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
-    dry_run: bool = setting(
-        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
-    )
-    test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
-    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null: all.", ge=1)
     resume_mode: str = setting(
         "auto", "Continue from the newest checkpoint, from none, or from a named one.",
         choices=("auto", "disable", "resume_path"),
     )  # fmt: skip
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
+    dry_run: bool = setting(
+        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
+    )
+    test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     critic_warmup: int = setting(0, "The policy learns from this step on; before it, the critic alone.", ge=0)
     rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
     rollout_data_freq: int = setting(1, "Write them every so many steps.", ge=1)
@@ -597,25 +603,35 @@ class SFTDataConfig(Frozen):
     max_length: int = setting(1024, "Longest prompt plus response, in tokens.", ge=2)
     truncation: str = setting("error", "What happens to longer rows.", choices=("error", "left", "right"))
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed on to apply_chat_template.")
+    messages_key: str = setting("messages", "Column with a whole conversation; a row that has it needs no other.")
+    tools_key: str = setting("tools", "Column with the schemas of a conversation's tools: a list, or one as JSON.")
+    roles_to_train: list[str] = setting(["assistant"], "Whose messages of a conversation are learnt.")
+    turns_to_train: str = setting(
+        "all", "Which of them; a message with weight 0 is left out in any case.", choices=("all", "last")
+    )
 
 
 @dataclass
-class SFTTrainerConfig(Frozen):
-    seed: int = setting(0, "The one seed: every generator of the run is derived from it.", ge=0)
-    total_epochs: int = setting(1, "Passes over the training rows.", ge=1)
-    total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
-    project_name: str = setting("nano_verl", "Project at the loggers.")
+class SFTModelConfig(ModelConfig):
+    lora_rank: int = setting(0, "Rank of LoRA's matrices, which alone are trained; 0: no LoRA, all weights are.", ge=0)
+    lora_alpha: int = setting(16, "LoRA's scale: its matrices count lora_alpha / lora_rank.", ge=1)
+    target_modules: Any = setting(
+        "all-linear", "Layers that get them, by name; all-linear: every linear one but the head.", texts=True
+    )
+
+
+@dataclass
+class SFTTrainerConfig(RunConfig):
     experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
-    default_local_dir: str = setting("outputs/${trainer.experiment_name}", "Folder of the run.")
-    logger: Any = setting(["console"], "Any of console, tensorboard, wandb, mlflow, besides metrics.jsonl.", texts=True)
-    n_threads: int | None = setting(None, "CPU threads; null: OMP_NUM_THREADS, else the cores.", ge=1)
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
+    save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: after the last only.")
 
 
 @dataclass
 class SFTConfig(Frozen):
     data: SFTDataConfig = group(SFTDataConfig, "Rows.")
-    model: ModelConfig = group(ModelConfig, "The model.")
+    model: SFTModelConfig = group(SFTModelConfig, "The model.")
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5, lr_warmup_steps_ratio=0.1)
     fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
     trainer: SFTTrainerConfig = group(SFTTrainerConfig, "The run.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")

@@ -117,15 +117,16 @@ class ChatFormat:
         start = [{"role": "user", "content": QUESTION}]
         turns = [*start, {"role": "assistant", "content": ANSWER}, *messages]
         try:
-            whole = self._render(turns, generation_prompt=True)
-            starts = tuple(self._render(start, generation_prompt) for generation_prompt in (True, False))
+            whole = self.render(turns, generation_prompt=True)
+            starts = tuple(self.render(start, generation_prompt) for generation_prompt in (True, False))
         except TemplateError as error:
             raise self._refusal(f"refuses {messages_named(messages)} after an answer ({error})") from error
         if whole.count(ANSWER) != 1 or not whole.startswith(starts):
             raise self._refusal(f"writes what comes before {messages_named(messages)} otherwise than without them")
         return whole.partition(ANSWER)[2]
 
-    def _render(self, messages: list[Message], generation_prompt: bool) -> str:
+    def render(self, messages: list[Message], generation_prompt: bool) -> str:
+        """Messages as the text that the template makes of them."""
         if self.tokenizer.chat_template is None:
             return plain_chat(messages, generation_prompt)
         return self.tokenizer.apply_chat_template(

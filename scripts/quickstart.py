@@ -126,6 +126,7 @@ def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
             f"model.path={model}",
             f"model.kernels={config.actor_rollout_ref.model.kernels}",
             f"trainer.default_local_dir={folder}/sft_{number}",
+            "trainer.resume_mode=disable",
         ]
         model = sft_trainer.run(compose(SFTConfig, lesson.sft, [*own, *lesson.overrides]))
     shutil.rmtree(target)

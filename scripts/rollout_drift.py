@@ -81,6 +81,7 @@ def warm_start(seed: int) -> None:
         f"data.train_files={FOLDER}/counts.jsonl",
         f"model.path={FOLDER}/random_model",
         f"trainer.default_local_dir={FOLDER}/sft",
+        "trainer.resume_mode=disable",
         f"trainer.seed={seed}",
         "trainer.total_epochs=4",
     ]

@@ -63,7 +63,8 @@ EXEMPT = {
         "training/main_server.py": "says where it serves",
         "training/ray_trainer.py": "says what a run resumes from, what a validation found, and what it leaves",
         "training/reports.py": "all metrics of a run that only validates",
-        "training/sft_trainer.py": "says where its files go, and what it leaves",
+        "training/sft_trainer.py": "says where its workers are",
+        "training/supervised.py": "says what a run resumes from, where its files go, and what it leaves",
         "training/tracking.py": "the console logger",
     },
     "environment": {

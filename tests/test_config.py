@@ -982,7 +982,7 @@ def dead_keys(classes: list[type], reads: Reads) -> list[str]:
         f"{cls.__name__}.{item.name}"
         for cls in classes
         for item in fields(cls)
-        if (cls.__name__, item.name) not in reads
+        if not any((base.__name__, item.name) in reads for base in cls.__mro__)
     ]
 
 

@@ -134,6 +134,15 @@ def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_
     assert len(figures) == 4 and all(value > 0 for value in figures.values())
 
 
+def test_sft_page_imitates_conversations_by_lora(copy: Path, follow: Callable[[Path], None]):
+    follow(ROOT / "docs/sft.md")
+    run = copy / "outputs/reverser"
+    losses = {entry["step"]: entry["data"].get("val/loss") for entry in recorded(run)}
+    assert [step for step, loss in losses.items() if loss is not None] == [0, 2, 4] and losses[4] < losses[0]
+    assert [path.name for path in run.glob("global_step_*")] == ["global_step_4"]
+    assert (run / "global_step_4/lora_adapter/adapter_config.json").exists()
+
+
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
     """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
     (copy / "refusals.py").write_text(

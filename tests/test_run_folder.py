@@ -25,6 +25,7 @@ from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
 from training.checkpoint import config_drift
 from training.ray_trainer import RayPPOTrainer
+from training.supervised import prepare as prepare_sft
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -157,7 +158,7 @@ SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
 def test_supervised_training_says_where_its_model_is_and_records_its_config(tiny_model, tmp_path, capsys):
     config = compose_sft(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=2")
     folder = sft_trainer.run(config)
-    first, *_, last = capsys.readouterr().out.splitlines()
+    _, first, *_, last = capsys.readouterr().out.splitlines()
     assert first.endswith("metrics.jsonl, config.yaml, and after the last step global_step_2/huggingface.")
     assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
     assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
@@ -234,5 +235,5 @@ def test_supervised_training_on_a_disk_that_is_full_at_its_end_says_that_nothing
         pytest.raises(RuntimeError, match=r"step 1, the last, could not be saved: .* is none\. Make room"),
         sole_run(tmp_path / "run"),
     ):
-        sft_trainer.SFTTrainer(config).fit()
+        sft_trainer.train(config, prepare_sft(config))
     assert list(learning_metrics(tmp_path / "run")) == [1]

@@ -1,20 +1,28 @@
-"""Supervised training: the loss, which positions it trains, what it learns, and which rows it refuses."""
+"""Supervised training: the loss, which positions it trains, what it learns, how it goes on, which rows it refuses."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import SFTConfig, SFTDataConfig
-from custom.tiny_model import build_tokenizer
+from custom.tiny_model import build_tokenizer, save_tiny_model
+from data.files import read_metrics
 from data.padding import Sample
 from data.sft_dataset import SFTDataset
-from tests.runs import learning_metrics
-from training.sft_trainer import SFTTrainer, main, run
-from workers.micro_batches import cut
+from tests.runs import ROOT, learning_metrics
+from training.sft_trainer import main, run
+from training.supervised import SFTTrainer, prepare
+from training.tracking import Tracking
+from workers.local_group import LocalWorkerGroup
+from workers.supervised import ROLE, RemoteSupervised, SFTWorker, SupervisedModel
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -45,36 +53,75 @@ def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFT
     return load_config(Arguments("sft", CONFIG_DIR, settings, print_config=False), SFTConfig)
 
 
-def slow_loss(module: torch.nn.Module, rows: list[dict]) -> float:
-    """Mean of −log p over all response tokens, one row at a time, without padding, token by token."""
+def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, SupervisedModel]:
+    """Before its first step, and the model that it trains, in this process."""
+    parts = prepare(config)
+    group = LocalWorkerGroup(1, SFTWorker, config, parts.total_steps)
+    return SFTTrainer(config, parts, RemoteSupervised(group, ROLE)), group.worker.roles[ROLE]
+
+
+def talk(*said: str) -> dict:
+    roles = ["user", "assistant"]
+    return {"messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(said)]}
+
+
+SEVERAL = [*ROWS, ROWS[0], talk("hi", "yo", "a", "b"), talk("x", "", "long " * 5, "er")]  # a prompt twice in a row
+CUTS = {
+    "all in one": [],
+    "a row each": ["data.micro_batch_size_per_gpu=1"],
+    "three rows each": ["data.micro_batch_size_per_gpu=3"],
+    "by tokens": ["data.max_token_len_per_gpu=70", "data.max_length=70"],
+    "padded": ["model.use_remove_padding=false"],
+    "padded, by tokens": ["model.use_remove_padding=false", "data.max_token_len_per_gpu=70", "data.max_length=70"],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_loss_and_gradient_of_a_step_are_the_slow_twins_however_it_is_cut(tmp_path, tiny_model, name):
+    settings = [f"data.train_batch_size={len(SEVERAL)}", *CUTS[name]]
+    trainer, model = trainer_of(compose(tmp_path, tiny_model, SEVERAL, *settings))
+    module, rows = model.engine.module, list(trainer.train_loader.dataset)
+    expected, tokens = slow_loss(module, rows)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()]).item()
+    module.zero_grad()
+    passes = []
+    model.engine.accumulate = lambda losses, accumulate=model.engine.accumulate: accumulate(
+        passes.append(loss) or loss for loss in losses
+    )
+    trainer.global_step = 1
+    metrics = trainer.step()
+    assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["train/tokens"] == tokens
+    wanted = {"all in one": 1, "padded": 1, "a row each": len(SEVERAL), "three rows each": 3}
+    assert len(passes) == wanted.get(name, len(passes)) and (len(passes) > 1 or wanted.get(name) == 1)
+
+
+def slow_loss(module: torch.nn.Module, rows: list[dict]) -> tuple[torch.Tensor, int]:
+    """Mean of −log p over all learnt tokens, one row at a time, without padding, token by token; and their number."""
     losses = []
     for row in rows:
-        ids = [*row["sample"].prompt_ids, *row["sample"].token_ids]
-        logits = module(torch.tensor([ids])).logits[0]
-        for place in range(len(row["sample"].prompt_ids), len(ids)):
-            losses.append(-logits[place - 1].log_softmax(-1)[ids[place]].item())
-    return sum(losses) / len(losses)
-
-
-@pytest.mark.parametrize("micro", ["null", 1, 3])
-def test_the_loss_of_a_step_is_the_slow_twins_however_it_is_cut(tmp_path, tiny_model, micro):
-    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS, f"data.micro_batch_size_per_gpu={micro}"))
-    expected = slow_loss(trainer.engine.module, list(trainer.train_loader.dataset))
-    metrics = trainer.step(1)
-    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["train/tokens"] == 3 + 15 + 0 + 2 + 4  # characters, and an end each
+        sample = row["sample"]
+        ids = [*sample.prompt_ids, *sample.token_ids]
+        logits = module(torch.tensor([ids])).logits[0].double()
+        for place in range(len(sample.prompt_ids), len(ids)):
+            if sample.policy_mask[place - len(sample.prompt_ids)]:
+                losses.append(-logits[place - 1].log_softmax(-1)[ids[place]])
+    return torch.stack(losses).mean(), len(losses)
 
 
 def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model):
-    val = write(tmp_path, ROWS[:3], "val.jsonl")
-    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}"))  # batches of 2 and 1 rows
-    assert trainer.validate() == pytest.approx(
-        slow_loss(trainer.engine.module, list(trainer.val_loader.dataset)), rel=1e-5
-    )
+    val = write(tmp_path, SEVERAL[:3], "val.jsonl")
+    config = compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}")  # batches of 2 and 1 rows
+    trainer, model = trainer_of(config)
+    expected, _ = slow_loss(model.engine.module, list(trainer.val_loader.dataset))
+    assert trainer.validate()["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_gradient_is_at_the_positions_that_predict_response_tokens_and_nowhere_else(tmp_path, tiny_model):
-    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS, "model.use_remove_padding=false"))
+def test_the_gradient_is_at_the_positions_that_predict_learnt_tokens_and_nowhere_else(tmp_path, tiny_model):
+    settings = [f"data.train_batch_size={len(SEVERAL)}", "model.use_remove_padding=false"]
+    trainer, model = trainer_of(compose(tmp_path, tiny_model, SEVERAL, *settings))
     batch = trainer.pad(trainer.train_loader.next_batch())
     hidden = []
 
@@ -82,39 +129,47 @@ def test_the_gradient_is_at_the_positions_that_predict_response_tokens_and_nowhe
         output.retain_grad()
         hidden.append(output)
 
-    trainer.engine.module.model.norm.register_forward_hook(keep)  # what logits are made of, position by position
-    [micro] = cut(batch, trainer.size, ["response_mask"], trainer.engine.module)
-    trainer.negative_log_likelihood(micro).backward()
+    model.engine.module.model.norm.register_forward_hook(keep)  # what logits are made of, position by position
+    [micro] = model.micro_batches(batch)
+    model.negative_log_likelihood(micro).backward()
     [kept] = hidden
     prompt_width = batch.prompts.shape[1]
     start = prompt_width - (micro.columns["input_ids"].shape[1] - micro.response_width)  # the micro-batch is trimmed
     trained = torch.zeros_like(batch.attention_mask)
     trained[micro.rows, start : start + kept.shape[1]] = kept.grad.abs().sum(-1).gt(0).long()
     predicting = torch.zeros_like(trained)
-    for row in range(len(batch)):
-        for place in range(int(batch.response_mask[row].sum())):
-            predicting[row, prompt_width + place - 1] = 1
+    for row, place in batch.response_mask.nonzero().tolist():
+        predicting[row, prompt_width + place - 1] = 1
     assert torch.equal(trained, predicting)
-    ends = [int(ids[int(mask.sum()) - 1]) for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
+    ends = [int(ids[mask.nonzero().max()]) for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
     assert ends == [END] * len(batch), "the last trained token is the end, so that the model learns to stop"
 
 
-def test_it_learns_to_copy_and_to_stop_and_the_result_loads(tmp_path, tiny_model):
-    letters = "abcdefgh"
-    rows = [{"prompt": [{"role": "user", "content": letter}], "response": letter * 2} for letter in letters] * 2
-    overrides = ["optim.lr=2e-2", "trainer.total_training_steps=60", "data.train_batch_size=16"]
-    config = compose(tmp_path, tiny_model, rows, *overrides, f"data.val_files={write(tmp_path, rows[:8], 'val.jsonl')}")
-    folder = run(config)
+def test_it_memorises_64_conversations_and_the_result_says_them(tmp_path):
+    save_tiny_model(tmp_path / "model", seed=0, hidden_size=64, layers=1)
+    pairs = [(one, other) for one in "abcdefgh" for other in "ijklmnop"]
+    rows = [talk(one + other, other + one, "again", one * 2) for one, other in pairs]
+    overrides = [
+        "optim.lr=2e-2",
+        "trainer.total_training_steps=150",
+        "data.train_batch_size=64",
+        "trainer.test_freq=75",
+    ]
+    val = f"data.val_files={write(tmp_path, rows, 'val.jsonl')}"
+    folder = run(compose(tmp_path, tmp_path / "model", rows, *overrides, val, "optim.lr_scheduler_type=cosine"))
     metrics = learning_metrics(tmp_path / "run")
-    assert metrics[1]["train/loss"] > 3 and metrics[60]["train/loss"] < 0.1 and metrics[60]["val/loss"] < 0.1
-    assert "val/loss" not in metrics[59] and metrics[60]["train/skipped_updates"] == 0
+    assert [step for step in metrics if "val/loss" in metrics[step]] == [0, 75, 150]
+    assert metrics[0]["val/loss"] > 3 and metrics[150]["val/loss"] < 0.05
+    assert metrics[150]["train/skipped_updates"] == 0
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    for letter in letters:
-        chat = [{"role": "user", "content": letter}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        assert answer.tolist() == [*tokenizer.encode(letter * 2), END]
+    for row in [rows[0], rows[21], rows[63]]:
+        for place in (1, 3):
+            prompt = tokenizer.apply_chat_template(
+                row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+            assert answer.tolist() == [*tokenizer.encode(row["messages"][place]["content"]), END]
 
 
 def test_the_same_seed_gives_the_same_model(tmp_path, tiny_model):
@@ -128,13 +183,138 @@ def test_the_same_seed_gives_the_same_model(tmp_path, tiny_model):
 
 
 def test_gradients_that_stay_broken_end_the_run(tmp_path, tiny_model):
-    trainer = SFTTrainer(compose(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=9"))
-    broken = trainer.engine.module.lm_head.weight
-    broken.data[0, 0] = torch.nan
+    trainer, model = trainer_of(compose(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=9"))
+    model.engine.module.lm_head.weight.data[0, 0] = torch.nan
     with pytest.raises(RuntimeError, match="not finite in 3 steps in a row"):
         trainer.fit()
     metrics = learning_metrics(tmp_path / "run")
     assert [*metrics] == [1, 2, 3] and all(entry["train/skipped_updates"] == 1 for entry in metrics.values())
+
+
+# Stopping and going on: 6 steps of 2 rows, two an epoch, saved at each.
+
+
+class Stopped(BaseException):
+    """Ends a run in this process where a kill would."""
+
+
+def six_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
+    folder.mkdir(exist_ok=True)
+    val = write(folder, ROWS[:2], "val.jsonl")
+    saving = ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", f"data.val_files={val}", "trainer.test_freq=2"]
+    schedule = ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    return compose(folder, model, ROWS, *saving, *schedule, "data.train_batch_size=2", *more)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    run(six_steps(folder, tiny_model))
+    metrics = learning_metrics(folder / "run")
+    assert [metrics[step]["train/epoch"] for step in range(1, 7)] == [0, 0, 1, 1, 2, 2]
+    assert len({metrics[step]["train/lr"] for step in range(1, 7)}) > 3
+    return folder / "run"
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit by bit: record, weights, moments, generators, place in the data."""
+    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(7))
+    assert learning_metrics(one) == learning_metrics(other)
+    files = [
+        {path.name: path.read_bytes() for path in (run / "global_step_6").rglob("*") if path.suffix in SUFFIXES}
+        for run in (one, other)
+    ]
+    for found in files:
+        found.pop("trainer_state.pt")  # which knows the time that steps took
+    assert len(files[0]) == 5 and files[0] == files[1]
+    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_5", "global_step_6"]
+
+
+SUFFIXES = (".pt", ".safetensors")
+
+
+@pytest.mark.parametrize("moment", [(SFTTrainer, "is_due"), (Tracking, "log")], ids=["in a step", "saved"])
+def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, tmp_path, moment):
+    """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
+    owner, method = moment
+    original = getattr(owner, method)
+    for step in range(1, 7):
+
+        def stop_or_go_on(self, *args, step=step):
+            if step == (self.global_step if owner is SFTTrainer else args[0]):
+                raise Stopped
+            return original(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+            patch.setattr(owner, method, stop_or_go_on)
+            run(six_steps(tmp_path, tiny_model))
+    run(six_steps(tmp_path, tiny_model))
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_as_if_it_never_was(tiny_model, unbroken, tmp_path):
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        """
+import os, signal, torch
+
+steps = 0
+
+def step(*args, original=torch.optim.AdamW.step):
+    global steps
+    original(*args)
+    steps += 1
+    if steps == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.optim.AdamW.step = step
+"""
+    )
+    config = six_steps(tmp_path, tiny_model)
+    given = [f"data.train_files={config.data.train_files}", f"data.val_files={config.data.val_files}"]
+    same = ["data.train_batch_size=2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.test_freq=2"]
+    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    same += [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run", "trainer.n_threads=2"]
+    command = [sys.executable, "-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}"]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
+    run(config)
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(tiny_model, tmp_path, capsys):
+    constant = "optim.lr_scheduler_type=constant"
+    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    capsys.readouterr()
+    folder = run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    assert "step 2 of 2 is done, so nothing is left to do" in capsys.readouterr().out
+    assert folder == tmp_path / "run/global_step_2/huggingface" and (folder / "model.safetensors").exists()
+    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
+    assert "trainer.total_training_steps: 2 → 3" in capsys.readouterr().out
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
+
+
+def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
+    lora = ["model.lora_rank=2", "model.lora_alpha=4", "optim.lr=5e-2"]
+    run(six_steps(tmp_path, tiny_model, *lora))
+    metrics = learning_metrics(tmp_path / "run")
+    assert metrics[6]["val/loss"] < metrics[0]["val/loss"] - 0.01
+    folder = tmp_path / "run/global_step_6"
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
+    changed = {
+        name.split(".")[-2] for name, value in merged.state_dict().items() if not value.equal(plain.state_dict()[name])
+    }
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    adapted = PeftModel.from_pretrained(plain, folder / "lora_adapter")
+    ids = torch.arange(12).unsqueeze(0)
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+
+    (tmp_path / "resumed").mkdir()
+    resume = f"trainer.resume_from_path={tmp_path}/run/global_step_5"
+    run(six_steps(tmp_path / "resumed", tiny_model, *lora, "trainer.resume_mode=resume_path", resume))
+    assert learning_metrics(tmp_path / "resumed/run")[6] == metrics[6]
 
 
 def encoded(folder: Path, rows: list[dict], **settings) -> list[Sample]:
@@ -168,7 +348,6 @@ def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tmp_path):
     assert TOKENIZER.decode(sample.token_ids) == "c<|end|><|user|>de<|end|><|user|>f<|end|><|assistant|>gh<|end|>"
     learnt = [token for token, own in zip(sample.token_ids, sample.policy_mask, strict=True) if own]
     assert TOKENIZER.decode(learnt) == "c<|end|>gh<|end|>"
-    assert sample.turns == [0] * (len(sample.token_ids) - 3) + [1] * 3
     [cut] = encoded(
         tmp_path,
         [{"messages": [{"role": role, "content": text} for role, text in said]}],
@@ -214,6 +393,12 @@ def test_the_command_line_explains_itself(capsys):
     ("arguments", "message"),
     [
         ([], "data.train_files is not set: give .parquet, .json or .jsonl files"),
+        (["data.train_files={folder}/none.jsonl"], "there is no such file"),
+        (["data.train_files={folder}/rows.jsonl", "trainer.test_freq=2"], "set data.val_files"),
+        (["data.train_files={folder}/rows.jsonl", "data.max_length=20000"], "Raise it to at least 20000"),
+        (["data.train_files={folder}/rows.jsonl", "data.roles_to_train=[]"], "nothing to learn"),
+        (["data.train_files={folder}/rows.jsonl", "trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
+        (["data.train_files={folder}/rows.jsonl", "checkpoint.save_contents=[all]"], "checkpoint.save_contents holds"),
         (["data.train_file=x"], "data.train_files"),
         (["data.train_files={folder}/rows.jsonl", "model.path={folder}/nowhere"], "model.path="),
     ],

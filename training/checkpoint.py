@@ -3,8 +3,8 @@
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
 latest_checkpointed_iteration.txt; only after that are older ones removed. So a folder called global_step_N is whole at
 any moment, and so is the one that file names. Layout: actor/, critic/ (verl's file names, with huggingface/ inside for
-from_pretrained), data.pt (position in the data), trainer_state.pt (step, its metrics, KL coefficient, random
-generators), config.yaml.
+from_pretrained; supervised training has the one model's files beside the others), data.pt (position in the data),
+trainer_state.pt (step, its metrics, KL coefficient, random generators), config.yaml.
 """
 
 import json
@@ -210,7 +210,7 @@ def config_yaml(config: Config | SFTConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def config_drift(path: Path, config: Config) -> list[str]:
+def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
     """What differs between a checkpoint's config.yaml and the run that resumes it, as `trainer.seed: 0 → 1`.
 
     Raises:

@@ -168,6 +168,8 @@ class ConsoleView:
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
     """What a validation among the metrics of a step came to: "validation success 0.85"; None: there was none."""
+    if "val/loss" in data:
+        return f"validation loss {short_number(data['val/loss'])}"
     means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
     if not means:
         return None

@@ -26,6 +26,7 @@ from training.torch_functional import (
     wsd_schedule_multiplier,
 )
 from workers.collectives import gather, rank, sum_gradients
+from workers.lora import save_pretrained
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -128,8 +129,7 @@ class TrainEngine:
         for name in parts:
             if name in contents:
                 torch.save(parts[name][0](), folder / part_file(name))
-        weights = {} if "hf_model" in contents else {"state_dict": {}}
-        self.module.save_pretrained(folder / "huggingface", **weights)
+        save_pretrained(self.module, folder, with_weights="hf_model" in contents)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.

@@ -17,9 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from configs.checks import counted
 from configs.loader import notice
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, SFTModelConfig
 from data.model_config import load_model_config
 from data.seeding import derive_seed
+from workers.lora import add_lora
 from workers.scoring_model import scoring_model
 
 CPU = torch.device("cpu")
@@ -46,8 +47,11 @@ def training_device(n_gpus: int | None) -> torch.device:
 def load_causal_lm(
     model: ModelConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, longest: int = LONGEST
 ) -> PreTrainedModel:
-    """The policy at `model.path`, float32, dropout off, as `scoring_model` has it."""
+    """The policy at `model.path`, float32, dropout off, as `scoring_model` has it; in supervised training with LoRA's
+    matrices, if there are to be any."""
     loaded = _load(AutoModelForCausalLM, model, model.path, "actor_rollout_ref.model.path")
+    if isinstance(model, SFTModelConfig) and model.lora_rank:
+        add_lora(loaded, model)
     return scoring_model(loaded, model, device, dtype, longest)
 
 

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.process import VARIABLES
-from configs.schema import Config, TrainerConfig
+from configs.schema import Config, RunConfig, SFTConfig
 from configs.threads import Threads, worker_threads
 from workers.cluster import check_gpus, check_resources
 from workers.collectives import connect, join_group, open_store
@@ -41,7 +41,7 @@ class Resources:
     threads_from: str = field(default="", compare=False)  # where their number comes from
 
     @classmethod
-    def from_config(cls, trainer: TrainerConfig) -> "Resources":
+    def from_config(cls, trainer: RunConfig) -> "Resources":
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
         threads = worker_threads(trainer.n_threads, workers_a_node)
@@ -137,34 +137,40 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
 
     Today one group plays them all: rollouts are drawn from the actor's own weights.
     """
+    return dict.fromkeys(roles, start_group(config, ModelWorker, config, total_steps, tuple(roles)))
+
+
+def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> WorkerGroup:
+    """As many `worker_class(*args)` as the run has workers, where trainer.executor says."""
     check_machine(config.trainer)
     resources = Resources.from_config(config.trainer)
-    arguments = (ModelWorker, config, total_steps, tuple(roles))
     if uses_ray(config.trainer):
-        kernels = config.actor_rollout_ref.model.kernels
-        group: WorkerGroup = RayWorkerGroup(resources, *arguments, kernels=kernels)
-    else:
-        group = LocalWorkerGroup(resources.threads, *arguments)
-    return dict.fromkeys(roles, group)
+        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config))
+    return LocalWorkerGroup(resources.threads, worker_class, *args)
 
 
-def check_machine(trainer: TrainerConfig) -> None:
+def kernels(config: Config | SFTConfig) -> str:
+    """What makes the run's models faster."""
+    return (config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model).kernels
+
+
+def check_machine(trainer: RunConfig) -> None:
     """Raises ValueError where there are fewer GPUs than `trainer` asks for, here or in the Ray cluster."""
     resources = Resources.from_config(trainer)
     check_gpus(resources.workers * resources.gpus, uses_ray(trainer))
 
 
-def start_command(config: Config) -> None:
+def start_command(config: Config | SFTConfig) -> None:
     """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
     if not uses_ray(config.trainer):
-        start_process(Resources.from_config(config.trainer).threads, config.actor_rollout_ref.model.kernels)
+        start_process(Resources.from_config(config.trainer).threads, kernels(config))
 
 
-def uses_ray(trainer: TrainerConfig) -> bool:
+def uses_ray(trainer: RunConfig) -> bool:
     return trainer.executor == "ray" or Resources.from_config(trainer).workers > 1
 
 
-def worker_summary(trainer: TrainerConfig) -> str:
+def worker_summary(trainer: RunConfig) -> str:
     """One line: where the workers run, and on what."""
     resources = Resources.from_config(trainer)
     having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"

@@ -1,0 +1,147 @@
+"""Which tokens of a conversation are learnt, written out by hand for four chat templates."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.schema import SFTDataConfig
+from data.padding import Sample
+from data.sft_dataset import SFTDataset
+from tests.test_chat import TEMPLATES, tokenizer_with
+
+CHATML, LLAMA, PLAIN = "ChatML, as Qwen and SmolLM2", "headers and a trimmed content, as Llama 3", "none"
+MARKED = "generation markers"
+FORMATS = {name: TEMPLATES[name] for name in (CHATML, LLAMA, PLAIN)} | {
+    MARKED: (
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{%- generation -%}{{ m.content }}{% for call in m.tool_calls or [] %}<{{ call.name }}>{% endfor %}"
+        "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    )
+}
+SAID = [("system", "Sum."), ("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"), ("user", "bye")]
+
+
+def conversation(*said: tuple[str, str], **more: object) -> dict:
+    return {"messages": [{"role": role, "content": content} for role, content in said], **more}
+
+
+def sample(folder: Path, name: str, row: dict, **settings: object) -> tuple[SFTDataset, Sample]:
+    template, end = FORMATS[name]
+    tokenizer = tokenizer_with(template, end)
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    dataset = SFTDataset(file, tokenizer, SFTDataConfig(**settings), tokenizer.convert_tokens_to_ids(end))
+    return dataset, dataset[0]["sample"]
+
+
+def shown(folder: Path, name: str, row: dict, **settings: object) -> str:
+    """A row's tokens as text, what is learnt in ⟦brackets⟧, the first bracket where the response starts."""
+    dataset, found = sample(folder, name, row, **settings)
+    texts = dataset.tokenizer.convert_ids_to_tokens([*found.prompt_ids, *found.token_ids])
+    marks = [0] * len(found.prompt_ids) + found.policy_mask
+    opened = [f"⟦{text}⟧" if mark else text for text, mark in zip(texts, marks, strict=True)]
+    return "".join(opened).replace("⟧⟦", "")
+
+
+GOLDEN = {
+    CHATML: "<|im_start|>system\nSum.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧"
+    "\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧",
+    LLAMA: "<s><|start|>system<|stop|>\n\nSum.<|eot|><|start|>user<|stop|>\n\n1+1<|eot|><|start|>assistant<|stop|>\n\n"
+    "⟦2<|eot|>⟧<|start|>user<|stop|>\n\n2+2<|eot|><|start|>assistant<|stop|>\n\n⟦4<|eot|>⟧",
+    PLAIN: "system: Sum.\nuser: 1+1\nassistant:⟦2</s>⟧\nuser: 2+2\nassistant:⟦4</s>⟧",
+}
+GOLDEN[MARKED] = GOLDEN[CHATML]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_and_their_ends_are_learnt_and_nothing_else(tmp_path: Path, name: str):
+    assert shown(tmp_path, name, conversation(*SAID)) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_the_last_turn_alone_or_by_weight_the_rest_is_read(tmp_path: Path, name: str):
+    first, _, second = GOLDEN[name].rpartition("⟦")
+    last = first.replace("⟦", "").replace("⟧", "") + "⟦" + second
+    assert shown(tmp_path, name, conversation(*SAID), turns_to_train="last") == last
+    weighed = conversation(*SAID)
+    weighed["messages"][2]["weight"] = 0
+    assert shown(tmp_path, name, weighed) == last
+
+
+BOTH = {
+    CHATML: "<|im_start|>system\nSum.<|im_end|>\n<|im_start|>user\n⟦1+1<|im_end|>⟧\n<|im_start|>assistant\n"
+    "⟦2<|im_end|>⟧\n<|im_start|>user\n⟦2+2<|im_end|>⟧\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n"
+    "⟦bye<|im_end|>⟧",
+    LLAMA: "<s><|start|>system<|stop|>\n\nSum.<|eot|><|start|>user<|stop|>\n\n⟦1+1<|eot|>⟧<|start|>assistant<|stop|>"
+    "\n\n⟦2<|eot|>⟧<|start|>user<|stop|>\n\n⟦2+2<|eot|>⟧<|start|>assistant<|stop|>\n\n⟦4<|eot|>⟧<|start|>user<|stop|>"
+    "\n\n⟦bye<|eot|>⟧",
+    PLAIN: "system: Sum.\nuser: ⟦1+1⟧\nassistant:⟦2</s>⟧\nuser: ⟦2+2⟧\nassistant:⟦4</s>⟧\nuser: ⟦bye⟧",
+}
+BOTH[MARKED] = BOTH[CHATML]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_roles_are_learnt_with_their_ends(tmp_path: Path, name: str):
+    padded = [(role, f"{said} " if role == "user" and name == LLAMA else said) for role, said in SAID]  # it is trimmed
+    both = {"roles_to_train": ["assistant", "user"]}
+    assert shown(tmp_path, name, conversation(*padded), **both) == BOTH[name]
+    users = BOTH[name]
+    for answer in "24":
+        end = FORMATS[name][1]
+        users = users.replace(f"⟦{answer}{end}⟧", f"{answer}{end}")
+    assert shown(tmp_path, name, conversation(*padded), roles_to_train=["user"]) == users
+
+
+def test_the_first_token_of_a_text_is_not_learnt_as_nothing_predicts_it(tmp_path: Path):
+    _, found = sample(tmp_path, PLAIN, conversation(("user", "a")), roles_to_train=["user"])
+    assert found.prompt_ids and found.policy_mask == [1]
+
+
+def test_calls_are_learnt_as_the_template_writes_them_and_tools_are_shown(tmp_path: Path):
+    row = conversation(("user", "x"), ("assistant", ""), ("tool", "9"), ("assistant", "9"), tools=[{"name": "add"}])
+    row["messages"][1]["tool_calls"] = [{"name": "add"}]
+    told = "<|im_start|>tool\n9<|im_end|>\n<|im_start|>assistant\n⟦9<|im_end|>⟧"
+    asked = "[add]<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦<add><|im_end|>⟧\n"
+    assert shown(tmp_path, MARKED, row) == asked + told
+    as_text = {**row, "tools": json.dumps(row["tools"])}
+    appended = {"roles_to_train": ["assistant", "critic"]}  # not by the markers, which know of assistants alone
+    assert shown(tmp_path, MARKED, as_text, **appended) == asked + told
+
+
+def test_markers_take_what_appending_does_not(tmp_path: Path):
+    row = conversation(("assistant", "hi"), ("assistant", "you"))
+    whole = "<|im_start|>assistant\n⟦hi<|im_end|>⟧\n<|im_start|>assistant\n⟦you<|im_end|>⟧"
+    assert shown(tmp_path, MARKED, row) == whole
+    with pytest.raises(ValueError, match=r"row 0: messages must start with a prompt.*generation markers takes others"):
+        sample(tmp_path, CHATML, row)
+
+
+def test_markers_without_the_end_are_told_of_once(tmp_path: Path, capsys: pytest.CaptureFixture):
+    endless = FORMATS[MARKED][0].replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    FORMATS["endless"] = (endless, "<|im_end|>")
+    assert "⟦2⟧<|im_end|>" in shown(tmp_path, "endless", conversation(*SAID))
+    assert capsys.readouterr().err.count("will not learn to stop") == 1
+    shown(tmp_path, MARKED, conversation(*SAID))
+    assert not capsys.readouterr().err
+
+
+REFUSED = [
+    (CHATML, conversation(("user", "a")), {}, r"of the roles user hold none to learn: data\.roles_to_train"),
+    (CHATML, conversation(("user", "a"), ("assistant", "b")) | {"messages": "text"}, {}, "must be a list of chat"),
+    (MARKED, conversation(("user", "a"), ("assistant", "")), {}, None),
+    (CHATML, {"messages": [{"role": "user", "content": "a", "weight": 0.5}]}, {}, r"weight 0\.5: it must be 1"),
+    (PLAIN, conversation(("user", ""), ("assistant", "b")), {"roles_to_train": ["user"]}, "no token of it is learnt"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "settings", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_learnt_is_named(tmp_path: Path, name: str, row: dict, settings: dict, message: str | None):
+    if message is None:  # an end alone is an answer
+        assert shown(tmp_path, name, row).endswith("⟦<|im_end|>⟧")
+        return
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 0: .*{message}"):
+        sample(tmp_path, name, row, **settings)
