@@ -168,7 +168,7 @@ BEFORE_ANYTHING_STARTS = [
     Case("reward file does not parse", "", "Error loading .*SyntaxError", r"score.py, line 1", score_py="def ("),
     Case("reward file raises", "", "ZeroDivisionError", r"\(.*score.py:2\)", score_py="x = 0\ny = 1 / x\n"),
     Case("reward signature", "", "none of the known forms: compute_score", score_py="def compute_score(a, b): pass"),
-    Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is None"),
+    Case("no reward", "reward.custom_reward_function.path=null", "nothing scores the", "row 0 is 'unknown'"),
     Case("output folder", "trainer.default_local_dir=DIR/rows.jsonl/run", "cannot be written to", "another folder"),
     Case("batch of 1", "data.train_batch_size=1 actor_rollout_ref.rollout.n=1", "one sequence a step", "raise either"),
     Case("n of 1 with grpo", "actor_rollout_ref.rollout.n=1", "rollout.n=1: .*grpo compares", "at least 2"),
