@@ -870,6 +870,7 @@ CURATED = {
         "kl_ctrl": frozenset({"KLControlConfig"}),
     },
     "rollout.py": {"self.config": frozenset({"RolloutConfig"})},
+    "dynamic_dataset.py": {"self.config": frozenset({"DataConfig"})},
 }
 
 
