@@ -187,9 +187,7 @@ NO_EFFECT = {
         key: "a registered name goes before a class in reward.reward_manager.path, and the class says how it is called"
         for key in (
             "reward.reward_manager.source",
-            "reward_manager.source",
             "reward.reward_manager.module.name",
-            "reward_manager.module.name",
             "reward_model.reward_loop_source",
         )
     },
