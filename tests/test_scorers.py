@@ -146,10 +146,12 @@ def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_pat
 def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path):
     import ray
 
+    from tests import test_scorers  # under a name that the actor can import
+
     marker = tmp_path / "pids"
     ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     try:
-        asked = ray.remote(outcomes).remote(file, marker)
+        asked = ray.remote(test_scorers.outcomes).remote(file, marker)
         check(ray.get(asked), file, marker)
     finally:
         ray.shutdown()
