@@ -32,6 +32,7 @@ from workers.models import load_causal_lm
 
 TOKENIZER = build_tokenizer()
 WIDTH = 3
+ALL_SCORED = {"reward/timeout": 0.0, "reward/error": 0.0}
 
 
 class Parrot:
@@ -103,7 +104,7 @@ def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_promp
     _, greedy = parts.rollout.asked
     assert parts.rollout.sampled == [True, False]
     assert greedy.place.tolist() == [0, 1]  # once a prompt
-    assert {"gen", "reward", "gen_max"} == timing.keys() and metrics == {}
+    assert {"gen", "reward", "gen_max"} == timing.keys() and metrics == ALL_SCORED
 
 
 def test_without_remax_nothing_is_generated_twice():
@@ -217,7 +218,10 @@ def test_further_prompts_are_asked_until_enough_groups_differ():
     timing: dict[str, float] = {}
     batch, metrics = parts.collect(1, timing)
     assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
-    assert metrics == {"train/num_gen_batches": 3, "group/kept_frac": 0.5}  # 3 of 6 groups, of which 2 are needed
+    assert metrics == ALL_SCORED | {
+        "train/num_gen_batches": 3,
+        "group/kept_frac": 0.5,
+    }  # of 6, 2 needed
     batch, metrics = parts.collect(2, timing)  # from where the first step stopped: 6, 7, and round again
     assert places(batch) == [7, 7, 1, 1]
     assert metrics["train/num_gen_batches"] == 2
@@ -226,14 +230,15 @@ def test_further_prompts_are_asked_until_enough_groups_differ():
 def test_a_batch_whose_groups_all_differ_is_taken_as_it_is():
     parts = collector(rows_of(DIFFER, DIFFER, TIE, TIE), FILTER)
     batch, metrics = parts.collect(1, {})
-    assert places(batch) == [0, 0, 1, 1] and metrics == {"train/num_gen_batches": 1, "group/kept_frac": 1.0}
+    assert places(batch) == [0, 0, 1, 1]
+    assert metrics == ALL_SCORED | {"train/num_gen_batches": 1, "group/kept_frac": 1.0}
 
 
 @pytest.mark.parametrize("rows", [(TIE, TIE, TIE, DIFFER, TIE, TIE), (TIE, TIE, TIE, TIE, TIE, TIE)])
 def test_at_the_limit_ties_fill_the_batch_up(rows):
     batch, metrics = collector(rows_of(*rows), FILTER, f"{MOST}=2").collect(1, {})
     assert places(batch) == ([3, 3, 0, 0] if DIFFER in rows else [0, 0, 1, 1])
-    assert metrics == {"train/num_gen_batches": 2, "group/kept_frac": 0.25 * (DIFFER in rows)}
+    assert metrics == ALL_SCORED | {"train/num_gen_batches": 2, "group/kept_frac": 0.25 * (DIFFER in rows)}
 
 
 def test_a_limit_of_one_is_the_batch_with_its_ties_last():

@@ -164,7 +164,7 @@ def test_resuming_after_any_batch_continues_the_unbroken_run(num_rows, batch_siz
         states.append(through_json(unbroken_loader.state_dict()))
         unbroken.append(seen(unbroken_loader.next_batch()))
     for k, state in enumerate(states):
-        assert set(state) == {"epoch", "index"}
+        assert set(state) == {"epoch", "index", "num_rows"}
         resumed = loader()
         resumed.load_state_dict(state)
         assert [seen(resumed.next_batch()) for _ in range(num_batches - k)] == unbroken[k:], f"resumed after {k}"

@@ -507,7 +507,6 @@ MISSING_KEYS = {
     "LoRA": ("actor_rollout_ref.model.lora_rank=8", "LoRA is not part"),
 }
 MISSING_NAMES = ("GRPOTrainer", "PPOTrainer", "TrainingConfig", "RolloutWorker", "TrainerWorker")  # the Python face
-MISSING_FILES = ("scripts/create_reward_template.py",)
 
 
 @pytest.mark.parametrize("what", MISSING_KEYS)
@@ -519,4 +518,3 @@ def test_what_is_missing_is_refused_by_its_key(desk: Desk, capsys, what):
 def test_what_is_missing_in_python_is_absent():
     modules = ["main", *(f"training.{path.stem}" for path in (ROOT / "training").glob("*.py"))]
     assert not [name for name in MISSING_NAMES if any(name in vars(importlib.import_module(one)) for one in modules)]
-    assert not [file for file in MISSING_FILES if (ROOT / file).exists()]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_a_printed_row_tells_system_from_user_and_says_what_kind_it_is(tmp_path,
     validator.run(step=3)
     lines = [line.strip("│ ").split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["system", "Add."] in lines and ["user", "1+1="] in lines
-    assert "validation rows at step 3 · 1 of 1" in " ".join(lines[0])
+    assert "validation rows at step 3 · 1 of 1" in " ".join(chain(*lines))
     assert dumped(tmp_path, 3)[0]["input"] == "Add.1+1=" and dumped(tmp_path, 3)[0]["raw_prompt"] == chat
 
 

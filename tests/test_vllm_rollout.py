@@ -84,7 +84,7 @@ def test_it_sleeps_and_wakes_in_one_order(
     wide_headed_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool
 ):
     """Weights, new weights, cache; twice is once."""
-    monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model: SleepyEngine())
+    monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model, place: SleepyEngine())
     monkeypatch.setattr(vLLMRollout, "_alone", lambda self: nullcontext())
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
     config = RolloutConfig(free_cache_engine=free_cache, **LENGTHS)
