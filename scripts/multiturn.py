@@ -71,9 +71,9 @@ def gambler(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> 
 
 
 def learner(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
-    """An optimal action every other time, else any."""
+    """An optimal action in seven turns of ten, else any."""
     best = environment.optimal_actions(state)
-    return int(rng.choice(best)) if rng.random() < 0.5 else guesser(environment, state, rng)
+    return int(rng.choice(best)) if rng.random() < 0.7 else guesser(environment, state, rng)
 
 
 def demonstrations_of(player: Player, episodes: int, config: Config) -> Iterator[dict[str, Any]]:
