@@ -19,7 +19,6 @@ if __name__ == "__main__":
     set_environment()  # before torch is loaded
 
 import argparse
-from functools import partial
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
 from data.locking import sole_run
-from scripts.multiturn import demonstrations_of
+from scripts.multiturn import lesson_of
 from scripts.quickstart import compose, imitate, safe_moves
 from training.reports import read_curve
 from workers.worker_group import start_command
@@ -52,7 +51,7 @@ def main() -> None:
     start_command(first)
     with late_refusals(), sole_run(FOLDER):
         print("a tiny model learns to imitate a wanderer on lakes of all sizes")
-        imitate(first, FOLDER, "multiturn_sft", partial(demonstrations_of, wanderer, first))
+        imitate(first, FOLDER, [LESSON])
         for name, config in configs.items():
             print(f"arm: {name}")
             rl.run(config)
@@ -77,6 +76,9 @@ def arm_config(name: str, seed: int, overrides: list[str]) -> Config:
 def wanderer(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:
     """Any move that neither falls into a hole nor runs into the edge, all alike."""
     return int(rng.choice(safe_moves(state)))
+
+
+LESSON = lesson_of(wanderer, 1600, 4)
 
 
 def curve(record: Path) -> np.ndarray:

@@ -123,7 +123,7 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:
-    """Of a batch of several data sources: `source/<data source>/score/mean` and its share of the samples."""
+    """`source/<data source>/score/mean`, and its share of the samples, for each source of a batch that has several."""
     episodes, finished = _episodes(batch)
     sources = (
         np.array([str(source) for source in batch.data_source[episodes.last_row]]) if "data_source" in batch else []

@@ -50,7 +50,7 @@ class RemoteRole:
 
 @dataclass
 class RemoteRollout(RemoteRole):
-    """Of the `workers_per_engine` that an engine is split over, neighbours in rank, the first gets its rows."""
+    """Generation by engines that are each split over `workers_per_engine` neighbours; the first of them gets the rows."""
 
     workers_per_engine: int = 1
 

@@ -90,8 +90,8 @@ class vLLMRollout(Rollout):
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Of a model that is split over workers, the leader does as it likes within the block, and so do the others
-        before it, which then have nothing to do."""
+        """Within the block the leader asks, where the model is split over workers; the others do the same before it,
+        and then have nothing to do."""
         leads = self.lockstep.place == 0
         if not leads:
             verbs = {"step": self._step, "abort": self._abort}
