@@ -50,7 +50,7 @@ class RemoteRole:
 
 @dataclass
 class RemoteRollout(RemoteRole):
-    """Generation by engines that are each split over `workers_per_engine` neighbours; the first of them gets the rows."""
+    """Generation, by engines that are each split over `workers_per_engine` neighbours in rank; the first gets rows."""
 
     workers_per_engine: int = 1
 
