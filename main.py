@@ -73,7 +73,7 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        validator = Validator(config, parts.tokenizer, roles.rollout, parts.reward, parts.val_loader, parts.game)
+        validator = Validator(config, parts.tokenizer, roles, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,

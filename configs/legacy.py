@@ -12,6 +12,12 @@ RENAMED = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.model.fsdp_config": "reward.reward_model.fsdp_config",
+    **{
+        f"reward_model.{name}": f"reward.reward_model.{name}"
+        for name in ("enable", "model", "max_length", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+    },
+    "reward.reward_model.model_path": "reward.reward_model.model.path",
     "reward_manager.module.path": "reward.reward_manager.path",
     "reward_manager": "reward.reward_manager",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
@@ -48,8 +54,9 @@ OF_ALL_WORKERS = {
         ("actor_rollout_ref.ref", "log_prob_micro_batch_size"),
         ("actor_rollout_ref.rollout", "log_prob_micro_batch_size"),
         ("critic", "ppo_micro_batch_size"),
+        ("reward.reward_model", "micro_batch_size"),
     )
-}
+} | {"reward_model.micro_batch_size": "reward.reward_model.micro_batch_size_per_gpu"}
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -81,10 +88,28 @@ _AS_ACTOR = "the critic does as actor_rollout_ref.model says"
 
 _FSDP_SECTIONS = (
     "actor_rollout_ref.actor.fsdp_config",
+    "reward.reward_model.fsdp_config",
     "actor_rollout_ref.ref.fsdp_config",
     "critic.model.fsdp_config",
     "critic.fsdp",
 )
+_RM = "reward.reward_model"
+_REWARD_MODEL = {
+    "strategy": _WHOLE_MODEL,
+    "ulysses_sequence_parallel_size": _WHOLE_MODEL,
+    "use_dynamic_bsz": "where micro_batch_size_per_gpu is null, forward_max_token_len_per_gpu counts tokens",
+    **dict.fromkeys(
+        ("enable_resource_pool", "n_gpus_per_node", "nnodes"), "every worker has the reward model beside the policy"
+    ),
+    **{
+        f"rollout.{name}": "a reward model scores by a forward pass of its worker, without an engine"
+        for name in (
+            *("name", "dtype", "gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format"),
+            *("tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size", "max_num_batched_tokens"),
+            *("max_model_len", "max_num_seqs", "prompt_length", "response_length", "skip_tokenizer_init"),
+        )
+    },
+}
 _SHARDING = (
     "param_offload",
     "optimizer_offload",
@@ -112,7 +137,7 @@ NO_EFFECT = {
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.actor.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
     **{f"{section}.model_dtype": _FLOAT32 for section in _FSDP_SECTIONS},
-    **{f"{section}.dtype": "it is that of actor_rollout_ref.actor.fsdp_config" for section in _FSDP_SECTIONS[1:]},
+    **{f"{section}.dtype": "it is that of actor_rollout_ref.actor.fsdp_config" for section in _FSDP_SECTIONS[2:]},
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _LOG_PROBS,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _LOG_PROBS,
     "actor_rollout_ref.rollout.dtype": "engines compute in the trainer's precision, actor.fsdp_config.dtype",
@@ -193,9 +218,10 @@ NO_EFFECT = {
     },
     "reward_model.launch_reward_fn_async": "rows are scored while others are generated",
     "reward_model.use_reward_loop": "reward functions are called while responses are generated, in processes",
-    "reward_model.enable_resource_pool": "there is no reward model that would need a pool",
-    "reward_model.n_gpus_per_node": "there is no reward model that would need a GPU",
-    "reward_model.nnodes": "there is no reward model that would need a GPU",
+    **{f"{section}.{name}": why for section in ("reward_model", _RM) for name, why in _REWARD_MODEL.items()},
+    f"{_RM}.model.use_remove_padding": "a reward model's batches are padded",
+    f"{_RM}.model.input_tokenizer": "the reward model's tokenizer is compared with the policy's",
+    f"{_RM}.model.external_lib": "it is actor_rollout_ref.model.external_lib",
     "trainer.esi_redundant_time": "trainer.save_freq says when to save",
     "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep says which checkpoints stay",
     "trainer.ray_wait_register_center_timeout": "workers are waited for until Ray has placed them",
@@ -209,10 +235,7 @@ HYDRA = (
     "of yaml files, and each value of a sweep is a run of its own."
 )
 
-_FUNCTION = "name a function of yours, for one response or for a whole batch, in reward.custom_reward_function.path"
-
 ONLY_VALUE = {
-    "reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
     "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
@@ -248,7 +271,6 @@ ONLY_VALUE = {
         f"write what the policy talks to as tools, or as a simulated user ({_MULTI_TURN}), or as an environment.",
     ),
     "actor_rollout_ref.rollout.checkpoint_engine.backend": (("naive",), "actor and engine share a process."),
-    "reward.reward_model.enable": ((False,), f"reward models are not part of this version: {_FUNCTION}."),
     "transfer_queue.enable": ((False,), "a batch passes between the stages by itself."),
     "global_profiler.tool": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),
     "global_profiler.steps": ((None,), "a profiler that attaches to processes (py-spy, nsys) needs no setting."),

@@ -12,6 +12,11 @@ def check_rewards(config: Config) -> None:
             "differ from itself. Set n to at least 2 (8 is usual)."
         )
     check_functions(config.reward)
+    if config.reward.reward_model.enable and config.env.id and config.env.history == "turns":
+        raise ConfigError(
+            f"reward.reward_model.enable=true with env.id={config.env.id}, env.history=turns: a reward model scores "
+            "whole responses, and here an episode is many rows. Set env.history=transcript."
+        )
     source, manager = config.reward.source(), config.reward.reward_manager
     if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
         raise ConfigError(

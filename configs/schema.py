@@ -152,12 +152,16 @@ class EnvConfig(Frozen):
 
 
 @dataclass
-class ModelConfig(Frozen):
+class PretrainedModelConfig(Frozen):
     path: str | None = setting(None, "Hugging Face model directory (or hub name where one is reachable).")
     tokenizer_path: str | None = setting(None, "Tokenizer directory; null: the model's.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or tokenizer.")
     custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
     override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
+
+
+@dataclass
+class ModelConfig(PretrainedModelConfig):
     external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
     use_remove_padding: bool = setting(
         True, "Pack the sequences of a forward pass without padding, a prompt once for all its samples; false: pad."
@@ -464,6 +468,25 @@ class ScoringConfig(Frozen):
 
 
 @dataclass
+class RewardModelConfig(Frozen):
+    enable: bool = setting(False, "Score responses by a learned reward model.")
+    model: PretrainedModelConfig = group(
+        PretrainedModelConfig, "The reward model: transformers has it as a sequence classifier with one output."
+    )
+    micro_batch_size_per_gpu: int | None = setting(
+        None, "Sequences a forward pass; null: as many as forward_max_token_len_per_gpu allows.", ge=1
+    )
+    forward_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold, padding included.", ge=1)
+    max_length: int | None = setting(
+        None, "Tokens that it is shown, of longer conversations the last; null: as many as it has positions.", ge=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    function_weight: float = setting(
+        0.0, "What the score of a reward function or an environment counts beside the model's; 0: it is only logged."
+    )
+
+
+@dataclass
 class RewardConfig(ScoringConfig):
     reward_manager: RewardManagerConfig = group(
         RewardManagerConfig, "A reward manager of yours; an environment has one."
@@ -472,6 +495,7 @@ class RewardConfig(ScoringConfig):
     sandbox_fusion: SandboxFusionConfig = group(
         SandboxFusionConfig, "Where the default reward runs code (data sources codecontests, apps, codeforces, taco)."
     )
+    reward_model: RewardModelConfig = group(RewardModelConfig, "A learned reward model; it scores training alone.")
 
 
 @dataclass

@@ -2,19 +2,20 @@
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     PretrainedConfig,
 )
 
 from configs.loader import first_line
-from configs.schema import ModelConfig
+from configs.schema import PretrainedModelConfig
 from data.tokenizer import check_model_path
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # what a config calls the number of its positions
 
 
-def load_model_config(model: ModelConfig, path: str | None, key: str) -> PretrainedConfig:
+def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) -> PretrainedConfig:
     """The config of the model at `path`, which the setting `key` names, with `model.override_config`.
 
     Raises:
@@ -63,6 +64,20 @@ def check_has_value_head(config: PretrainedConfig, model_key: str) -> None:
             f"{model_key}: transformers has no {config.model_type} with a value a token "
             "(AutoModelForTokenClassification), so it cannot be a critic: choose an algorithm.adv_estimator "
             "without one (grpo, rloo, reinforce_plus_plus), or another model with the same tokenizer as critic."
+        )
+
+
+def check_is_reward_model(config: PretrainedConfig, model_key: str) -> None:
+    """Raises ValueError unless transformers has the model that `model_key` names with one number a sequence."""
+    if not is_known(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "AutoModelForSequenceClassification"):
+        raise ValueError(
+            f"{model_key}: transformers has no {config.model_type} with a score a sequence "
+            "(AutoModelForSequenceClassification), so it cannot be a reward model: choose another kind of model."
+        )
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{model_key}: the model has {config.num_labels} outputs a sequence (its config.json says so), and a "
+            "reward model has one: give one that was trained with num_labels=1."
         )
 
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs.errors import first_line
 from configs.paths import find_path
-from configs.schema import ModelConfig
+from configs.schema import PretrainedModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -34,7 +34,7 @@ def check_model_path(path: str | None, key: str) -> str:
     return path
 
 
-def load_tokenizer(model: ModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:
+def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_ref.model") -> PreTrainedTokenizerBase:
     """The tokenizer of the model that the config's `section` describes, with a pad token and its chat template.
 
     Raises:

@@ -57,6 +57,24 @@ def wide_headed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sequence classifier with one output and random weights, whose pad token is the eos, with the same tokenizer."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    from custom.tiny_model import build_model, build_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "reward", build_tokenizer()
+    config = build_model(tokenizer, seed=0, hidden_size=32, layers=2).config
+    config.num_labels, config.pad_token_id = 1, tokenizer.eos_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def served(tiny_model: Path) -> "Served":
     """The tiny model behind a server's engine, which asks for a key."""

@@ -25,7 +25,7 @@ from training.collection import Collector
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward, RewardManager
-from training.roles import SamplingParams
+from training.roles import Roles, SamplingParams
 from training.tracking import Tracking
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
@@ -83,7 +83,8 @@ def collector(
         name="ppo_trainer",
     )
     loader = PromptLoader(rows, prompts, SequentialSampler(rows, config.data))
-    return Collector(config, TOKENIZER, rollout or Parrot(), reward or FunctionReward(as_number), loader)
+    roles = Roles(rollout=rollout or Parrot(), actor=None)
+    return Collector(config, TOKENIZER, roles, reward or FunctionReward(as_number), loader)
 
 
 def texts(batch: DataProto) -> list[str]:
@@ -183,7 +184,7 @@ def test_the_models_own_greedy_answers_are_the_baseline_and_its_samples_stay_as_
         parts = prepare(config)
         rollout = HFRollout(config.actor_rollout_ref.rollout, parts.tokenizer, module)
         reward, loader = parts.reward, parts.train_loader
-        found, metrics = Collector(config, parts.tokenizer, rollout, reward, loader).collect(1, {})
+        found, metrics = Collector(config, parts.tokenizer, Roles(rollout, actor=None), reward, loader).collect(1, {})
         batches[estimator, temperature] = found, metrics
     (batch, metrics), (hotter, _), (without, metrics_without) = batches.values()
     expected = []

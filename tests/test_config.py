@@ -688,17 +688,18 @@ def test_a_whole_command_of_a_verl_user_is_accepted_and_what_does_nothing_says_s
     check_config(config)
     said = capsys.readouterr().err
     plain = asdict(config)
-    without = 0
+    without = renamed = 0
     for override in command:
         key, _, text = override.partition("=")
         if without_effect(renamed_key(key) or key, text):
             without += 1
             assert said.count(f"notice: {key}=") == 1
         else:
-            value = OmegaConf.from_dotlist([f"v={text}"]).v
-            assert settings_at(plain, key) == value, key
+            value, today = OmegaConf.from_dotlist([f"v={text}"]).v, renamed_key(key)
+            renamed += today is not None
+            assert settings_at(plain, today or key) == value, key
     of_vllm = 1  # notice that names settings which name=hf does not read
-    assert len(said.splitlines()) == without + of_vllm
+    assert len(said.splitlines()) == without + renamed + of_vllm
 
 
 def test_accepted_spellings_are_no_keys_of_ours():
@@ -708,10 +709,18 @@ def test_accepted_spellings_are_no_keys_of_ours():
             settings_at(ours, key)
 
 
-@pytest.mark.parametrize("override", ["reward_model.enable=True", "actor_rollout_ref.model.lora_rank=8"])
+@pytest.mark.parametrize("override", ["actor_rollout_ref.model.lora_rank=8"])
 def test_what_asks_for_something_that_is_not_here_is_refused(override):
     with pytest.raises(ConfigError, match=f"^{override}: .*not part of this version"):
         compose(override)
+
+
+def test_verls_spellings_of_a_reward_model_are_read():
+    said = "enable=True micro_batch_size_per_gpu=4 max_length=99 model.fsdp_config.dtype=float32 strategy=fsdp"
+    new = compose(*(f"reward.reward_model.{pair}" for pair in ["enable=True", "model_path=a"])).reward.reward_model
+    old = compose("reward_model.model.path=a", *(f"reward_model.{pair}" for pair in said.split())).reward.reward_model
+    assert new.enable and old.enable and new.model.path == old.model.path == "a"
+    assert (old.micro_batch_size_per_gpu, old.max_length, old.fsdp_config.dtype) == (4, 99, "float32")
 
 
 MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager"]

@@ -25,7 +25,7 @@ from training.episode_files import read_episodes
 from training.game import Game
 from training.reports import validation_summary
 from training.reward import load_reward_manager
-from training.roles import SamplingParams
+from training.roles import Roles, SamplingParams
 from training.validation import Validator, spread
 
 TOKENIZER = build_tokenizer()
@@ -75,7 +75,7 @@ def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("
     dataset = RLHFDataset(folder / "val.parquet", TOKENIZER, config=config.data)
     loader = PromptLoader(dataset, 2, SequentialSampler(dataset, config.data), drop_last=False)
     reward = load_reward_manager(config.reward, TOKENIZER, None)
-    return Validator(config, TOKENIZER, rollout, reward, loader, None)
+    return Validator(config, TOKENIZER, Roles(rollout, actor=None), reward, loader, None)
 
 
 def on_episodes(
@@ -97,7 +97,7 @@ def on_episodes(
     manager = manager_class(environment)
     game = Game(environment, dataset, manager)
     playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
-    return Validator(config, TOKENIZER, playing, manager, None, game)
+    return Validator(config, TOKENIZER, Roles(playing, actor=None), manager, None, game)
 
 
 def dumped(folder: Path, step: int) -> list[dict[str, Any]]:

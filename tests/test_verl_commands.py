@@ -171,7 +171,6 @@ def test_an_unknown_key_beside_them_is_still_refused(name):
 @pytest.mark.parametrize(
     "override",
     [
-        "reward.reward_model.enable=True",
         f"{R}.quantization=fp8",
         f"{R}.agent.agent_loop_config_path=loops.yaml",
         f"{A}.optim.optimizer=SGD",

@@ -128,10 +128,12 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, tmp_path: Path):
-    """All metrics to rounding, with three mini-batches a step, the last of them smaller. Both hold the same weights to
-    the last bit, and one worker goes on from their checkpoint."""
+def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, reward_model: Path, tmp_path: Path):
+    """All metrics to rounding, with three mini-batches a step, the last of them smaller, and a reward model beside the
+    environment. Both hold the same weights to the last bit, and one worker goes on from their checkpoint."""
     options = ["data.train_batch_size=5", "trainer.save_freq=3", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    options += ["reward_model.enable=true", f"reward_model.model.path={reward_model}"]
+    options += ["reward.reward_model.function_weight=1"]
     folders = {name: tmp_path / name for name in ("one", "two", "resumed")}
     run(full_run(tiny_model, folders["one"], *options))
     two = full_run(tiny_model, folders["two"], *options, "trainer.n_workers_per_node=2")

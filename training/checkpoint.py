@@ -183,6 +183,21 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     return folder
 
 
+def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
+    """The folder that a run takes up, which it says, and what of its config has changed since; None: it starts afresh.
+
+    Raises:
+        ValueError: as `find_checkpoint` and `config_drift`.
+    """
+    trainer = config.trainer
+    folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
+    if folder is not None:
+        print(f"resuming from {folder}")
+        for line in config_drift(folder / CONFIG_FILE, config):
+            print(f"  config changed since: {line}")
+    return folder
+
+
 def whole(folder: Path) -> Path | None:
     """`folder`, or itself where a save that was killed between two moves has left it; None: it is in neither place."""
     places = folder, folder.with_name(REPLACED + folder.name)

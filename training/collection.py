@@ -15,8 +15,9 @@ from training.failures import check_failures
 from training.game import begun
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, add_scores, count_as_reward, reward_metrics
-from training.roles import Rollout, SamplingParams
+from training.reward import RewardManager, count_as_reward, reward_metrics
+from training.reward_model import scored
+from training.roles import Roles, SamplingParams
 from training.selection import groups_by_signal
 
 
@@ -27,13 +28,13 @@ class Collector:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
-        rollout: Rollout,
+        roles: Roles,
         reward: RewardManager,
         loader: PromptLoader,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.rollout = rollout
+        self.rollout, self.rm = roles.rollout, roles.rm
         self.reward = reward
         self.loader = loader
         self.left_out: DataProto | None = None  # rows that the last step drew and does not learn from
@@ -76,12 +77,12 @@ class Collector:
             check_log_probs(batch, self.config.algorithm.rollout_correction)
         count_as_reward(batch, timing)
         with timer("reward", timing):
-            batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
+            batch = scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                scored = add_scores(greedy, self.reward, self.tokenizer, self.config.reward)
-            batch.batch["reward_baselines"] = greedy_scores(scored, batch)
+                greedy = scored(greedy, self.reward, self.rm, self.tokenizer, self.config.reward)
+            batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
         return batch
 
     def next_prompts(self, step: int, number: int) -> DataProto:

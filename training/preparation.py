@@ -10,7 +10,14 @@ from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.schema import Config, DataConfig
 from data.import_utils import load_modules, takes
-from data.model_config import check_has_value_head, check_is_decoder, check_positions, load_model_config
+from data.model_config import (
+    check_has_value_head,
+    check_is_decoder,
+    check_is_reward_model,
+    check_positions,
+    load_model_config,
+)
+from data.reward_conversation import KEY, reward_tokenizer
 from data.rl_dataset import create_rl_dataset
 from data.row_making import overlong_rows, row_maker
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
@@ -60,6 +67,8 @@ def prepare(config: Config) -> Parts:
     check_files_of_workers(config)
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    if config.reward.reward_model.enable:
+        reward_tokenizer(config.reward.reward_model.model, tokenizer)
     reward = load_reward_manager(config.reward, tokenizer, environment)
     data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     train_loader = build_train_loader(config, data, tokenizer, environment)
@@ -143,8 +152,7 @@ def check_files_of_workers(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """What the config.json of policy and critic say can be done: they have the heads, and the positions for the longest
-    sequence.
+    """What the config.json of each model says can be done: it has the head, and positions for the longest sequence.
 
     Raises:
         ValueError: it cannot; names key and remedy.
@@ -159,11 +167,18 @@ def check_models(config: Config) -> None:
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")
         check_has_value_head(critic, "critic.model.path")
         check_positions(critic, longest, "critic.model.path", lengths)
+    if config.reward.reward_model.enable:
+        judge = config.reward.reward_model.model
+        check_is_reward_model(load_model_config(judge, judge.path, f"{KEY}.path"), f"{KEY}.path")
 
 
 def needed_roles(config: Config) -> list[str]:
-    """The roles that a run has workers for: actor and rollout, and ref and critic where the algorithm needs them."""
-    optional = {"ref": needs_reference(config), "critic": needs_critic(config)}
+    """The roles that a run has workers for: actor and rollout, and ref, critic and rm where it needs them."""
+    optional = {
+        "ref": needs_reference(config),
+        "critic": needs_critic(config),
+        "rm": config.reward.reward_model.enable,
+    }
     return ["actor", "rollout", *(role for role, needed in optional.items() if needed)]
 
 

@@ -5,7 +5,6 @@ run nor what runs there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed, rng_state, set_rng_state
 from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
-from training.checkpoint import (
-    CONFIG_FILE,
-    Saver,
-    clear_leftovers,
-    config_drift,
-    config_yaml,
-    find_checkpoint,
-    read_part,
-)
+from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
 from training.collection import Collector
 from training.core_algos import get_kl_controller
 from training.feedback import tell_data
@@ -73,7 +64,7 @@ class RayPPOTrainer:
         self.tokenizer = tokenizer
         self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
         self.num_workers = roles.num_workers
-        self.collector = Collector(config, tokenizer, roles.rollout, reward, train_loader)
+        self.collector = Collector(config, tokenizer, roles, reward, train_loader)
         self.train_loader = train_loader
         self.validator = validator
         self.total_steps = total_steps
@@ -107,7 +98,7 @@ class RayPPOTrainer:
             rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
             if settings.save_freq > 0:
                 self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
-        with self.tracking() as tracking:
+        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
             if self.validator and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
             if self.metrics and self.global_step > tracking.record.last_step:
@@ -200,18 +191,6 @@ class RayPPOTrainer:
             with dispensable(str(path)):
                 dump_jsonl(path, sample_rows(batch, self.tokenizer, self.global_step))
 
-    def tracking(self) -> Tracking:
-        settings = self.config.trainer
-        return Tracking(
-            self.folder,
-            settings.logger,
-            project_name=settings.project_name,
-            experiment_name=settings.experiment_name,
-            config=asdict(self.config),
-            resume_step=self.global_step,
-            total_steps=self.total_steps,
-        )
-
     def save(self) -> Metrics:
         return self.saver.save(self.global_step)
 
@@ -233,13 +212,9 @@ class RayPPOTrainer:
 
     def resume(self) -> None:
         """Takes up the newest (or the named) checkpoint, if there is one."""
-        settings = self.config.trainer
-        folder = find_checkpoint(self.folder, settings.resume_mode, settings.resume_from_path)
+        folder = checkpoint_to_resume(self.config)
         if folder is None:
             return
-        print(f"resuming from {folder}")
-        for line in config_drift(folder / CONFIG_FILE, self.config):
-            print(f"  config changed since: {line}")
         self.actor.load(folder.resolve() / "actor")
         if self.critic:
             self.critic.load(folder.resolve() / "critic")

@@ -55,7 +55,7 @@ def load_reward_manager(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> RewardManager:
     """The run's reward: a manager in verl's contract, or the functions that the config names, or its environment's, or
-    the rules of public data sets by each row's data source.
+    the rules of public data sets by each row's data source; beside a reward model none of these rules.
 
     Raises:
         ValueError: the function has an unknown form.
@@ -69,7 +69,14 @@ def load_reward_manager(
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)
+    if config.reward_model.enable:
+        return no_function
     return load_function(default_function(config.sandbox_fusion), config, tokenizer)
+
+
+def no_function(data: DataProto) -> list[float]:
+    """The manager of a run whose reward model alone scores: it adds nothing."""
+    return [0.0] * len(data)
 
 
 def default_function(server: SandboxFusionConfig) -> RewardFunctionConfig:

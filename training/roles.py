@@ -78,12 +78,20 @@ class Critic(Trained, Protocol):
         """One optimiser step, and its metrics."""
 
 
+class RewardModel(Protocol):
+    """A learned reward model."""
+
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """Column rm_scores, [B] float32."""
+
+
 @dataclass
 class Roles:
-    """Who does the work; ref and critic only where the algorithm needs them."""
+    """Who does the work; ref, critic and rm only where the run needs them."""
 
     rollout: Rollout
     actor: Actor
     ref: Scorer | None = None
     critic: Critic | None = None
+    rm: RewardModel | None = None
     num_workers: int = 1  # over which throughput is divided

@@ -5,7 +5,7 @@ what runs there.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,15 +21,7 @@ from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from data.sft_dataset import SFTDataset
 from data.tokenizer import load_tokenizer, template_terminator
-from training.checkpoint import (
-    CONFIG_FILE,
-    Saver,
-    clear_leftovers,
-    config_drift,
-    config_yaml,
-    find_checkpoint,
-    read_part,
-)
+from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
 from training.metric_utils import timer
 from training.mini_batches import Update
 from training.reports import files_left, nothing_left
@@ -123,7 +115,7 @@ class SFTTrainer:
             print(files_to_come(self.folder, settings.save_freq, self.total_steps))
             rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
             self.saver.try_out()
-        with self.tracking() as tracking:
+        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
             if self.val_loader and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
             if self.metrics and self.global_step > tracking.record.last_step:
@@ -177,18 +169,6 @@ class SFTTrainer:
         """Whether something is done after this step that is done every `frequency` steps, and after the last."""
         return self.global_step == self.total_steps or (frequency > 0 and self.global_step % frequency == 0)
 
-    def tracking(self) -> Tracking:
-        settings = self.config.trainer
-        return Tracking(
-            self.folder,
-            settings.logger,
-            project_name=settings.project_name,
-            experiment_name=settings.experiment_name,
-            config=asdict(self.config),
-            resume_step=self.global_step,
-            total_steps=self.total_steps,
-        )
-
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         self.model.save(folder.resolve(), contents)
         self.tokenizer.save_pretrained(folder / "huggingface")
@@ -199,13 +179,9 @@ class SFTTrainer:
 
     def resume(self) -> None:
         """Takes up the newest (or the named) checkpoint, if there is one."""
-        settings = self.config.trainer
-        folder = find_checkpoint(self.folder, settings.resume_mode, settings.resume_from_path)
+        folder = checkpoint_to_resume(self.config)
         if folder is None:
             return
-        print(f"resuming from {folder}")
-        for line in config_drift(folder / CONFIG_FILE, self.config):
-            print(f"  config changed since: {line}")
         self.model.load(folder.resolve())
         read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
         read_part(folder / "trainer_state.pt", self.restore, trusted=True)

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from configs.schema import Config, SFTConfig
 from training.record import METRICS_FILE, Record
 from training.reports import IN_WORDS, short_number
 
@@ -84,6 +85,20 @@ class Tracking:
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
         self.record = Record(run.folder, resume_step)
+
+    @classmethod
+    def of_run(cls, config: Config | SFTConfig, resume_step: int, total_steps: int) -> Self:
+        """The tracking of a run, in its folder, from `resume_step` on."""
+        settings = config.trainer
+        return cls(
+            settings.default_local_dir,
+            settings.logger,
+            project_name=settings.project_name,
+            experiment_name=settings.experiment_name,
+            config=asdict(config),
+            resume_step=resume_step,
+            total_steps=total_steps,
+        )
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         """Records the metrics of `step`, once and in ascending order; step 0 is what was known before training.

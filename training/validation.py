@@ -17,8 +17,9 @@ from training.failures import check_failures, measured
 from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import message_fields, print_samples
-from training.reward import RewardManager, add_scores, reward_view
-from training.roles import Rollout, SamplingParams
+from training.reward import RewardManager, no_function, reward_view
+from training.reward_model import scored
+from training.roles import Roles, SamplingParams
 from training.show_episodes import print_records
 
 Metrics = dict[str, float]
@@ -32,15 +33,16 @@ class Validator:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
-        rollout: Rollout,
+        roles: Roles,
         reward: RewardManager,
         loader: PromptLoader | None,
         game: Game | None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.rollout = rollout
+        self.rollout = roles.rollout
         self.reward = reward
+        self.rm = roles.rm if reward is no_function else None  # else what it cannot be pleased by is measured
         self.loader = loader
         self.game = game
 
@@ -85,7 +87,7 @@ class Validator:
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
-        return add_scores(batch, self.reward, self.tokenizer, self.config.reward)
+        return scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.

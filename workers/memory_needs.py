@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
 
 from configs.checks import cuts_by_tokens
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
-from configs.schema import ActorConfig, Config, CriticConfig
+from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig
 from data.model_config import load_model_config
+from data.reward_conversation import KEY
 from training.preparation import needed_roles
 from workers.engine import compute_dtype
 from workers.models import training_device
@@ -108,7 +114,9 @@ def listed(parts: Mapping[str, int]) -> str:
     return " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size) or "nothing"
 
 
-def memory_needs(config: Config, policy: ModelSize, critic: ModelSize | None, width: int, card: int) -> Needs:
+def memory_needs(
+    config: Config, policy: ModelSize, critic: ModelSize | None, rm: ModelSize | None, width: int, card: int
+) -> Needs:
     """What a worker of a run needs of a GPU of `card` bytes; `width` is the bytes of a number that it computes with."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     held = {
@@ -116,6 +124,7 @@ def memory_needs(config: Config, policy: ModelSize, critic: ModelSize | None, wi
         "AdamW": ADAMW * policy.parameters,
         "reference": FLOAT32 * policy.parameters if "ref" in needed_roles(config) else 0,
         "critic": (FLOAT32 + ADAMW) * critic.parameters if critic else 0,
+        "reward model": FLOAT32 * rm.parameters if rm else 0,
     }
     generation = engine_needs(config, policy, width, card)
     asleep = rollout.name not in SHARES or rollout.free_cache_engine
@@ -190,17 +199,20 @@ def memory_report(config: Config) -> str | None:
     return f"{needs}, of {card / GIB:.1f}."
 
 
-def model_sizes(config: Config) -> tuple[ModelSize, ModelSize | None]:
-    """The policy's, and the critic's where there is one."""
-    model = config.actor_rollout_ref.model
-    remote = model.trust_remote_code
-    policy = ModelSize.of(
-        load_model_config(model, model.path, "actor_rollout_ref.model.path"), trust_remote_code=remote
-    )
-    if "critic" not in needed_roles(config):
-        return policy, None
-    judge = load_model_config(model, config.critic.model.path, "critic.model.path")
-    return policy, ModelSize.of(judge, AutoModelForTokenClassification, remote)
+def model_sizes(config: Config) -> tuple[ModelSize, ModelSize | None, ModelSize | None]:
+    """The policy's, and the critic's and the reward model's where there is one."""
+    model, judge, roles = config.actor_rollout_ref.model, config.reward.reward_model.model, needed_roles(config)
+
+    def size(settings: PretrainedModelConfig, path: str | None, key: str, auto_class: type) -> ModelSize:
+        return ModelSize.of(load_model_config(settings, path, key), auto_class, settings.trust_remote_code)
+
+    policy = size(model, model.path, "actor_rollout_ref.model.path", AutoModelForCausalLM)
+    critic = rm = None
+    if "critic" in roles:
+        critic = size(model, config.critic.model.path, "critic.model.path", AutoModelForTokenClassification)
+    if "rm" in roles:
+        rm = size(judge, judge.path, f"{KEY}.path", AutoModelForSequenceClassification)
+    return policy, critic, rm
 
 
 def width_of(config: Config, device: torch.device) -> int:

@@ -28,6 +28,7 @@ from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
+from workers.reward_model import LearnedReward
 from workers.rollout import Rollout
 from workers.weight_probe import check_weights
 
@@ -38,7 +39,7 @@ class ModelWorker:
     Args:
         config: the whole run's.
         total_steps: length of the run, for the learning-rate schedules.
-        roles: what this worker plays: actor, rollout, ref, critic.
+        roles: what this worker plays: actor, rollout, ref, critic, rm.
 
     Attributes:
         roles: by name, the objects whose methods `WorkerGroup.submit` calls.
@@ -64,6 +65,7 @@ class ModelWorker:
             "rollout": self._build_rollout,
             "ref": lambda: ReferencePolicy(reference, log_prob_size(policy.ref), self.policy.autocast),
             "critic": self._build_critic,
+            "rm": lambda: LearnedReward(config.reward.reward_model, self.tokenizer, self.device),
         }
         self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
 

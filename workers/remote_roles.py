@@ -27,6 +27,7 @@ def remote_roles(pools: Mapping[str, WorkerGroup], workers_per_engine: int = 1) 
         actor=RemoteActor(pools["actor"], "actor"),
         ref=RemoteScorer(pools["ref"], "ref") if "ref" in pools else None,
         critic=RemoteCritic(pools["critic"], "critic") if "critic" in pools else None,
+        rm=RemoteRewardModel(pools["rm"], "rm") if "rm" in pools else None,
         num_workers=sum(group.size for group in distinct_groups(pools)),
     )
 
@@ -70,6 +71,12 @@ class RemoteRollout(RemoteRole):
 class RemoteScorer(RemoteRole):
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         return DataProto.concat(self.share_out("compute_log_prob", batch, temperature, columns))
+
+
+class RemoteRewardModel(RemoteRole):
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        shares = [(share,) for share in batch.chunk_uneven(self.group.size)]
+        return DataProto.concat(self.group.submit(self.name, "compute_rm_score", shares).result())
 
 
 class RemoteTrained(RemoteRole):
