@@ -1,0 +1,219 @@
+"""Another model as the reward: what it is asked, how its grade is read, and what happens when its server fails."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from configs.schema import RewardConfig, RewardFunctionConfig
+from data.protocol import DataProto
+from tests.servers import KEY
+from training import judge as module
+from training.judge import GRADE, REFERENCE, TEMPLATE, filled, grade_in, judge, recall, remember, template_text
+from training.reward import load_reward_manager
+from training.scorers import NotScored
+
+Answer = tuple[int, str]
+
+
+@contextmanager
+def answering(rule: Callable[[int, dict], Answer], **headers: str) -> Iterator[tuple[str, list[dict]]]:
+    """A server that gives the n-th question the status and the text that `rule(n, body)` says; its address, and what it
+    was asked."""
+    asked: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body | {"path": self.path, "key": self.headers["Authorization"]})
+            self.reply(*rule(len(asked), body))
+
+        def do_GET(self) -> None:
+            self.reply(200, json.dumps({"data": [{"id": "grader"}]}))
+
+        def reply(self, status: int, text: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def says(text: str) -> Answer:
+    return 200, json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+def by_length(number: int, body: dict) -> Answer:
+    """Half a point for an answer with "good" in it, none else; nothing for one that begs."""
+    text = body["messages"][0]["content"]
+    return says("I will not." if "please" in text else f"Hm. Score: {5 if 'good' in text else 0}")
+
+
+def asked_of(url: str, response: str = "good", **kwargs: Any) -> dict[str, Any]:
+    return asyncio.run(judge("1+1", response, base_url=url, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(module, "only_models", {})
+
+
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        ("Score: 7", 7.0),
+        ("Score: 2? No.\n**Score: 9.5**", 9.5),
+        ("Score: **3**", 3.0),
+        ("Score: 10 of 10", 10.0),
+    ],
+)
+def test_the_last_grade_counts(said, grade):
+    assert grade_in(said, GRADE, 0, 10) == grade
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"), [("fine", "no grade"), ("Score: eleven", "no grade"), ("Score: 11", "not from 0 to 10")]
+)
+def test_what_is_no_grade_is_no_score(said, problem):
+    with pytest.raises(ValueError, match=problem):
+        grade_in(said, GRADE, 0, 10)
+
+
+def test_what_is_filled_in_is_not_filled_in_again():
+    assert filled("{prompt}|{response}|{ground_truth}", "{response}", "{ground_truth} {x}", "4") == (
+        "{response}|{ground_truth} {x}|4"
+    )
+    assert REFERENCE.replace("{ground_truth}", "4") in filled(TEMPLATE, "a", "b", "4")
+    assert "What is right" not in filled(TEMPLATE, "a", "b", None)
+
+
+def test_a_template_may_be_a_file_and_shows_the_response(tmp_path: Path):
+    (tmp_path / "ask.txt").write_text("Grade {response}.")
+    assert template_text(str(tmp_path / "ask.txt")) == "Grade {response}."
+    with pytest.raises(ValueError, match=r"has no \{response\}"):
+        template_text("Grade it.")
+
+
+def test_the_question_and_the_score(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    with answering(by_length) as (url, asked):
+        settings = {
+            "best": 5.0,
+            "temperature": 0.5,
+            "max_tokens": 9,
+            "api_key_env": "MY_KEY",
+            "template": "is {response}?",
+        }
+        assert asked_of(f"{url}/v1/", **settings) == {"score": 1.0, "judge_said": "Hm. Score: 5"}
+    messages = [{"role": "user", "content": "is good?"}]
+    body = {"model": "grader", "messages": messages, "temperature": 0.5, "max_tokens": 9}
+    assert asked == [body | {"path": "/v1/chat/completions", "key": "Bearer secret"}]
+
+
+def test_a_busy_or_failing_server_is_asked_again_and_then_no_more():
+    replies = [(429, "busy"), (503, "starting")]
+    with answering(lambda number, body: replies[number - 1] if number < 3 else says("Score: 8"), Retry_After="0") as (
+        url,
+        asked,
+    ):
+        assert asked_of(url)["score"] == 0.8 and len(asked) == 3
+    with answering(lambda *_: (500, "broken")) as (url, asked):
+        with pytest.raises(ConnectionError, match="failed 3 times, status 500: broken"):
+            asked_of(url, retries=2)
+        assert len(asked) == 3
+    with pytest.raises(ConnectionError, match="failed 2 times, ClientConnectorError"):
+        asked_of(url, model="gone", retries=1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ((401, "no"), r"refuses to judge, status 401: no\. Name the variable .* reward_kwargs\.api_key_env"),
+        ((404, "no"), r"status 404: no\. Look at reward_kwargs\.base_url"),
+        ((400, "no"), r"status 400"),
+        ((200, "<html>"), r"answered what is not JSON: '<html>'"),
+        ((200, "{}"), r"gave no choices\[0\]\.message\.content"),
+    ],
+)
+def test_what_asking_again_would_not_mend_is_said_at_once(answer, problem):
+    with answering(lambda *_: answer) as (url, asked):
+        with pytest.raises(ValueError, match=problem):
+            asked_of(url)
+        assert len(asked) == 1
+
+
+def test_a_variable_that_is_not_set_is_named():
+    with pytest.raises(ValueError, match=r"api_key_env=NO_SUCH_KEY: .*Export it"):
+        asked_of("http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")
+
+
+def test_answers_are_kept_by_all_that_decides_them(tmp_path: Path):
+    cache = str(tmp_path / "deep" / "judge.sqlite")
+    with answering(lambda number, _: says(f"Score: {number}")) as (url, asked):
+        assert [asked_of(url, cache=cache)["score"] for _ in range(2)] == [0.1, 0.1]
+        assert [asked_of(url, cache=cache, **other)["score"] for other in ({"max_tokens": 5}, {"model": "b"})] == [
+            0.2,
+            0.3,
+        ]
+        assert asked_of(url, "other", cache=cache)["score"] == 0.4 and len(asked) == 4
+    with answering(lambda *_: says("no grade")) as (url, asked):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no grade"):
+                asked_of(url, "third", cache=cache)
+        assert len(asked) == 2  # such an answer is not kept
+
+
+def keep(cache: str, first: int) -> None:
+    for number in range(first, first + 40):
+        remember(cache, str(number), f"said {number}")
+
+
+def test_processes_share_the_file_of_answers(tmp_path: Path):
+    cache = str(tmp_path / "judge.sqlite")
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        [*pool.map(keep, [cache, cache], [0, 40])]
+    assert [recall(cache, str(number)) for number in range(80)] == [f"said {number}" for number in range(80)]
+
+
+def manager(**reward_kwargs: Any) -> Any:
+    function = RewardFunctionConfig("training.judge", "judge", reward_kwargs)
+    return load_reward_manager(RewardConfig(custom_reward_function=function), None, None)
+
+
+def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
+    rows = {"prompts": ["1+1"] * 3, "responses": ["good", "bad", "please"], "ground_truths": ["2", None, "2"]}
+    with answering(by_length) as (url, _):
+        scores = manager(base_url=url)(DataProto.from_single_dict(rows))
+    assert [row["score"] for row in scores[:2]] == [0.5, 0.0]
+    assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].said
+    with pytest.raises(ValueError, match="missing a required argument: 'base_url'"):
+        manager(model="a")
+
+
+def test_our_own_server_is_a_judge(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with pytest.raises(ValueError, match="answer has no grade"):  # of a model with random weights
+        asked_of(address, api_key_env="JUDGE_KEY", template="{response}", max_tokens=4)
+    with pytest.raises(ValueError, match=r"status 401.*api_key_env"):
+        asked_of(address, model="tiny", template="{response}", max_tokens=4)
