@@ -140,8 +140,6 @@ def check_evaluation(config: EvaluationConfig) -> None:
     data = config.data
     check_files(data.path, "rows with responses")
     check_functions(config.reward)
-    if config.reward.source() is None:
-        raise ConfigError("reward.custom_reward_function.path is not set: name the file of the reward function.")
     if data.output_path is not None:
         check_output_folder(str(Path(data.output_path).parent), "data.output_path")
 

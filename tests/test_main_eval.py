@@ -39,6 +39,18 @@ def run(folder: Path, *overrides: str, rows: list[dict] = ROWS) -> dict:
     return json.loads((folder / "out/figures.json").read_text())
 
 
+def test_without_a_function_the_rule_of_the_data_source_scores(tmp_path: Path):
+    rows = [{**ROWS[0], "data_source": "openai/gsm8k", "responses": ["#### 3", "#### 4"]}]
+    found = run(tmp_path, "reward.custom_reward_function.path=null", rows=rows)
+    assert found["openai/gsm8k"]["mean@2"] == 0.5
+
+
+def test_a_data_source_without_a_rule_asks_for_a_function(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        run(tmp_path, "reward.custom_reward_function.path=null")
+    assert "no rule for the data sources products, sums: name the file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_passed_response(n):
     for passed in range(n + 1):

@@ -763,6 +763,13 @@ def test_rows_are_scored_while_others_are_generated_and_as_they_would_be_at_the_
     early.close()
 
 
+def test_the_rules_of_public_data_sets_score_rows_early_too():
+    early = EarlyScores(compose("env.id=null", "env.val_episodes=0"), TOKENIZER)
+    assert early.reward.function is default_compute_score
+    assert EarlyScores(compose(), TOKENIZER).reward is None  # an environment scores its own
+    early.close()
+
+
 @pytest.mark.parametrize("setting", ["reward.in_process=true", "reward.custom_reward_function.name=of_lists"])
 def test_what_cannot_score_single_rows_is_called_when_all_are_there(tmp_path, setting):
     (tmp_path / "my_reward.py").write_text(TOUCHES + "def of_lists(responses):\n    return [0.0] * len(responses)\n")

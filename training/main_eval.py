@@ -1,6 +1,7 @@
 """Scores responses that were generated: python -m training.main_eval data.path=… reward.custom_reward_function.path=…
 
 For each data source, over its prompts: mean@n, pass@k and, if the reward returns the answer it read as `pred`, maj@n.
+Without a function the rules of public data sets score, by each row's data source.
 """
 
 import sys
@@ -24,16 +25,17 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from configs.errors import refusals
+from configs.errors import ConfigError, refusals
 from configs.loader import load_config, parse_arguments
-from configs.schema import ScoringConfig
+from configs.schema import SandboxFusionConfig, ScoringConfig
 from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
 from data.chat import parse_prompt
 from data.files import replacing
 from data.protocol import DataProto, object_array
 from data.rows import Origin, Row, read_rows, with_labels
 from data.unknown_characters import prompt_text
-from training.reward import RewardManager, load_functions, view_scores
+from training.reward import RewardManager, load_default, load_functions, view_scores
+from training.reward_score import KNOWN, has_rule
 
 Figures = dict[str, float]  # by metric; NAME/stderr beside a mean over several prompts
 
@@ -62,7 +64,20 @@ def main(argv: list[str] | None = None) -> None:
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """The figures of each data source, as `evaluate` has them."""
     rows = [with_responses(row, origin, config.data) for origin, row in read_rows(config.data.path)]
-    return evaluate(grade(rows, load_functions(config.reward, None), config.reward), config.data.pass_score)
+    reward = load_functions(config.reward, None)
+    if reward is None:
+        check_rules(rows)
+        reward = load_default(config.reward, SandboxFusionConfig(), None)
+    return evaluate(grade(rows, reward, config.reward), config.data.pass_score)
+
+
+def check_rules(rows: Sequence[Row]) -> None:
+    """Raises ConfigError if there is no rule for the data source of a row."""
+    if unknown := sorted({str(row["data_source"]) for row in rows if not has_rule(row["data_source"])}):
+        raise ConfigError(
+            "reward.custom_reward_function.path is not set, and there is no rule for the data sources "
+            f"{', '.join(unknown)}: name the file of a reward function. Rules are there for {', '.join(KNOWN)}."
+        )
 
 
 def with_responses(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:

@@ -40,6 +40,7 @@ from training.reward_results import Columns, Failures, as_scores
 from training.weighted_reward import WeightedReward, load_parts
 
 RewardManager = Callable[[DataProto], Any]
+DEFAULT = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
 EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
 
 
@@ -71,7 +72,7 @@ def load_reward_manager(
         return manager(environment)
     if config.reward_model.enable:
         return no_function
-    return load_function(default_function(config.sandbox_fusion), config, tokenizer)
+    return load_default(config, config.sandbox_fusion, tokenizer)
 
 
 def no_function(data: DataProto) -> list[float]:
@@ -79,14 +80,16 @@ def no_function(data: DataProto) -> list[float]:
     return [0.0] * len(data)
 
 
-def default_function(server: SandboxFusionConfig) -> RewardFunctionConfig:
+def load_default(
+    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> FunctionReward:
     """The rules of public data sets; programs run at `server`, if it has a url."""
     kwargs = {
         "sandbox_fusion_url": server.url,
         "concurrent_semaphore": server.max_concurrent,
         "memory_limit_mb": server.memory_limit_mb,
     }
-    return RewardFunctionConfig("training.reward_score", "default_compute_score", kwargs)
+    return load_function(RewardFunctionConfig(*DEFAULT, kwargs), config, tokenizer)
 
 
 def has_manager(config: RewardConfig) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.loader import workers_asked_for
-from configs.schema import Config, ScoringConfig
+from configs.schema import Config, RewardConfig
 from data.padding import Sample
 from data.protocol import DataProto, object_array
-from training.reward import EARLY, EarlyResult, functions_of, has_manager, load_functions, view_of
+from training.reward import EARLY, EarlyResult, functions_of, has_manager, load_default, load_functions, view_of
 from workers.agent_loop import AgentLoop
 from workers.rollout import Completion, Rollout, nothing
 
@@ -25,9 +25,11 @@ class EarlyScores:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        reward = None
+        reward, settings = None, share(config.reward, workers_asked_for(config.trainer))
         if not has_manager(config.reward):
-            reward = load_functions(share(config.reward, workers_asked_for(config.trainer)), tokenizer)
+            reward = load_functions(settings, tokenizer)
+            if reward is None and config.env.id is None and not settings.reward_model.enable:
+                reward = load_default(settings, settings.sandbox_fusion, tokenizer)
         self.reward = reward if reward and all(function.scores_rows() for function in functions_of(reward)) else None
         self.waits: dict[int, Callable[[], Any]] = {}
 
@@ -83,7 +85,7 @@ class EarlyScores:
             function.scorers.close()
 
 
-def share(config: ScoringConfig, workers: int) -> ScoringConfig:
+def share(config: RewardConfig, workers: int) -> RewardConfig:
     """The limits of one of so many workers."""
     limits = ("num_workers", "max_concurrent", "max_rpm", "max_tpm")
     shares = {name: max(1, vars(config)[name] // workers) for name in limits if vars(config)[name] is not None}
