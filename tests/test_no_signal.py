@@ -68,6 +68,8 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
             "every response scores -1. The reward is the same",
         ),
         ({**TEACHES, "critic/advantages/max": 0.0}, "samples of a prompt always score alike"),
+        ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 made the"),
+        ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 made the"),
     ],
 )
 def test_the_likeliest_cause_is_the_first_that_fits(metrics, cause):

@@ -46,6 +46,13 @@ def teaches_nothing(metrics: Mapping[str, float]) -> bool:
 
 def likeliest_cause(metrics: Mapping[str, float]) -> str:
     """Why a step that taught nothing did not, and what to do about it: the first of the known causes that fits."""
+    late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
+    if late or broken:
+        return (
+            f"{late} responses were not scored in time, and {broken} made the reward raise "
+            "(reward/timeout, reward/error; the warnings name the line). Mend the function: `python -m training.reward` "
+            "tries it; or raise reward.timeout."
+        )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
     cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
