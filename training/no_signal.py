@@ -50,8 +50,8 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
     if late or broken:
         return (
             f"{late} responses were not scored in time, and {broken} made the reward raise "
-            "(reward/timeout, reward/error; the warnings name the line). Mend the function: `python -m training.reward` "
-            "tries it; or raise reward.timeout."
+            "(reward/timeout, reward/error; the warnings name the line). Mend the function, which `python -m "
+            "training.reward` tries, or raise reward.timeout."
         )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
