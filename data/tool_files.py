@@ -10,9 +10,10 @@ import yaml
 from configs.errors import first_line
 from configs.paths import find_path
 from data.import_utils import load_extern_object, load_module, split_object
+from data.mcp_tools import mcp_tools
 from data.tools import BaseTool, FunctionTool
 
-ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "name", "description", "parameters"}
+ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "name", "description", "parameters", "mcp"}
 VERLS_CLASSES = {  # where verl had them: here
     "verl.tools.gsm8k_tool.Gsm8kTool": "workers.tools.gsm8k.Gsm8kTool",
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": "workers.interactions.gsm8k.Gsm8kInteraction",
@@ -48,12 +49,10 @@ def tools_of_yaml(path: str) -> Iterator[BaseTool]:
         if strangers := sorted(entry.keys() - ENTRY_KEYS):
             raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(ENTRY_KEYS))}.")
         config = entry.get("config") or {}
-        if config.get("type", "native") != "native":
-            raise ValueError(
-                f"{where}.config.type is {config['type']!r}; only native tools are built in: call other servers from a "
-                "Python function of yours (actor_rollout_ref.rollout.multi_turn.function_tool_path)."
-            )
-        yield build_tool(entry, config, where)
+        kind = config.get("type", "native")
+        if kind not in ("native", "mcp"):
+            raise ValueError(f"{where}.config.type is {kind!r}; it must be native or mcp.")
+        yield from mcp_tools(entry, where) if kind == "mcp" else [build_tool(entry, config, where)]
 
 
 def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> BaseTool:

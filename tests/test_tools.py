@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import sys
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -277,7 +279,11 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
         ("tools: [{class_name: data.tools.Nothing}]", r"tools\[0\].class_name .* has no 'Nothing'; it has .*BaseTool"),
         ("tools: [{class_name: data.tools.ToolResponse}]", "it must be a subclass of data.tools.BaseTool"),
         ("tools: [{class_name: data.tools.BaseTool}]", "has no schema: give tool_schema in the yaml"),
-        ("tools: [{class_name: data.tools.BaseTool, config: {type: mcp}}]", "config.type is 'mcp'; only native"),
+        (
+            "tools: [{class_name: data.tools.BaseTool, config: {type: soap}}]",
+            "config.type is 'soap'; it must be native",
+        ),
+        ("tools: [{config: {type: mcp}}]", r"tools\[0\].mcp is {}; it must have mcp_servers_config_path"),
         (
             "tools: [{class_name: data.tools.BaseTool, tool_schema: {type: function}}]",
             "not in OpenAI's function format",
@@ -614,3 +620,60 @@ def test_a_schema_is_a_plain_dict_of_its_own():
     schema = ToolSchema(WEATHER.tool_schema)
     schema.model_dump()["function"]["name"] = "other"
     assert schema["function"]["name"] == "weather"
+
+
+MCP_SERVER = '''
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fails."""
+    raise ValueError(why)
+
+server.run("stdio")
+'''
+
+
+def mcp_yaml(folder: Path, server: dict, more: str = "") -> str:
+    (folder / "servers.json").write_text(json.dumps({"mcpServers": {"sums": server}}))
+    path = folder / "tools.yaml"
+    path.write_text(
+        f"tools: [{{config: {{type: mcp}}, mcp: {{mcp_servers_config_path: {folder}/servers.json{more}}}}}]"
+    )
+    return str(path)
+
+
+def test_the_tools_of_an_mcp_server_are_listed_and_called(tmp_path: Path):
+    pytest.importorskip("mcp.client.client")  # of mcp 2
+    (tmp_path / "sums.py").write_text(MCP_SERVER)
+    server = {"command": sys.executable, "args": [str(tmp_path / "sums.py")]}
+    tools = load_tools(mcp_yaml(tmp_path, server), None)
+    assert [*tools] == ["add", "fail"] and tools["add"].tool_schema.function.description == "Adds two numbers."
+    assert tools["add"].tool_schema["function"]["parameters"]["required"] == ["a", "b"]
+    response, reward, _ = asyncio.run(tools["add"].execute("one", {"a": 1, "b": 2}))
+    assert (response.text, reward) == ("3", 0.0)
+    with pytest.raises(RuntimeError, match="fail"):
+        asyncio.run(tools["fail"].execute("one", {"why": "so"}))
+    with pytest.raises(ValueError, match=r"tool_selected_list has \['gone'\]; the servers have add, fail"):
+        load_tools(mcp_yaml(tmp_path, server, ", tool_selected_list: [gone]"), None)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({"command": "/no/such/server"}, r"the MCP server sums does not answer \(.*No such file"),
+        ({"url": "http://127.0.0.1:1/mcp"}, r"the MCP server sums does not answer \("),
+        ({}, "it must have a url, or a command"),
+    ],
+)
+def test_a_server_that_is_not_there_is_named(tmp_path: Path, server: dict, said: str):
+    pytest.importorskip("mcp.client.client")  # of mcp 2
+    with pytest.raises(ValueError, match=said):
+        load_tools(mcp_yaml(tmp_path, server), None)
