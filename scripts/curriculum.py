@@ -2,7 +2,8 @@
 
     python -m scripts.curriculum [--arms curriculum,uniform] [--seed N] [key=value …]
 
-1. A tiny language model with random weights imitates a wanderer on maps of all sizes, who hardly ever gets through 5x5.
+1. A tiny language model with random weights imitates a wanderer on maps of all sizes, who hardly ever gets through 5x5:
+   single moves first, then whole episodes.
 2. GRPO in whole episodes (configs/curriculum.yaml), an arm after the other, from that one model.
 Writes outputs/curriculum/table.md: each arm's success on 200 held-out maps of 5x5, after equal seconds of training.
 An arm that is asked for replaces its earlier result; the other stays.
@@ -29,7 +30,7 @@ from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
 from data.locking import sole_run
 from scripts.multiturn import lesson_of
-from scripts.quickstart import compose, imitate, safe_moves
+from scripts.quickstart import Lesson, compose, imitate, safe_moves, wanderers_moves
 from training.reports import read_curve
 from workers.worker_group import start_command
 
@@ -51,7 +52,7 @@ def main() -> None:
     start_command(first)
     with late_refusals(), sole_run(FOLDER):
         print("a tiny model learns to imitate a wanderer on lakes of all sizes")
-        imitate(first, FOLDER, [LESSON])
+        imitate(first, FOLDER, LESSONS)
         for name, config in configs.items():
             print(f"arm: {name}")
             rl.run(config)
@@ -78,7 +79,7 @@ def wanderer(environment: TextEnv, state: EnvState, rng: np.random.Generator) ->
     return int(rng.choice(safe_moves(state)))
 
 
-LESSON = lesson_of(wanderer, 1600, 4)
+LESSONS = [Lesson(wanderers_moves, "frozenlake_sft", ["data.max_length=40"]), lesson_of(wanderer, 1200, 4)]
 
 
 def curve(record: Path) -> np.ndarray:

@@ -19,7 +19,7 @@ from training.game import build_environment, data_settings, env_dataset, episode
 
 GAMES = {
     name: lesson for name, task in multiturn.TASKS.items() for lesson in task.lessons if lesson.sft == "multiturn_sft"
-} | {"curriculum": curriculum.LESSON}
+} | {"curriculum": curriculum.LESSONS[-1]}
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,8 @@ class RemoteScorer(RemoteRole):
 
 class RemoteRewardModel(RemoteRole):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        shares = [(share,) for share in batch.chunk_uneven(self.group.size)]
+        read = batch.select(["input_ids", "responses", "attention_mask"], ["raw_prompt"])
+        shares = [(share,) for share in read.chunk_uneven(self.group.size)]
         return DataProto.concat(self.group.submit(self.name, "compute_rm_score", shares).result())
 
 
