@@ -45,6 +45,10 @@ class SFTDataset(Dataset):
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"sample": self.samples[position]}
 
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of what is read before anything is learnt, a row each."""
+        return [sample.prompt_ids for sample in self.samples]
+
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
         """A row's tokens, of which those that are learnt are the policy's."""
         key = self._key(row)

@@ -111,10 +111,12 @@ def slow_loss(module: torch.nn.Module, rows: list[dict]) -> tuple[torch.Tensor, 
     return torch.stack(losses).mean(), len(losses)
 
 
-def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model):
+def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model, capsys):
+    """And that its rows are trained on as well is said."""
     val = write(tmp_path, SEVERAL[:3], "val.jsonl")
     config = compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}")  # batches of 2 and 1 rows
     trainer, model = trainer_of(config)
+    assert "the prompts of 2 rows of 3 in data.val_files are in data.train_files too" in capsys.readouterr().err
     expected, _ = slow_loss(model.engine.module, list(trainer.val_loader.dataset))
     assert trainer.validate()["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
