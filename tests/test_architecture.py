@@ -56,7 +56,7 @@ EXEMPT = {
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/calculator_task.py": "a command",
         "custom/tiny_model.py": "a command",
-        "data/rl_dataset.py": "says what became of the rows of files",
+        "data/load_report.py": "says what became of the rows of files",
         "main.py": "the batch arithmetic, at the start of a run",
         "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",

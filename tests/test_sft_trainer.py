@@ -384,6 +384,27 @@ def test_a_bad_row_is_named_by_file_and_number(tmp_path, row, settings, message)
         encoded(tmp_path, [{"prompt": "a", "response": "b"}, row], **settings)
 
 
+def test_what_became_of_the_rows_is_said(tmp_path, capsys):
+    """How many are used, how long they are, what is learnt of them, and which are cut or, if few enough, left out."""
+    good = [{"prompt": "abcd", "response": "x" * (place + 1)} for place in range(8)]  # 6 to 13 tokens
+    file = write(tmp_path, [*good, {"prompt": "a"}, {"prompt": "", "response": 3}])
+    with file.open("a") as lines:
+        lines.write("no JSON\n")
+    samples = SFTDataset(
+        file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.3, max_length=12, truncation="right"), END
+    ).samples
+    assert len(samples) == 8
+    first, about, left_out = capsys.readouterr().out.splitlines()
+    assert first == f"{file}: 8 of 11 rows"
+    assert about == (
+        "  rows of 6 to 12 tokens, half of them at most 9, 95 % at most 12; 43 of 75 tokens are learnt; "
+        "1 row cut to data.max_length=12"
+    )
+    assert left_out.startswith(f"  left out, unusable: 3 ({file}:11: ") and f"{file}:9: {file}, row 8: the " in left_out
+    with pytest.raises(ValueError, match=r"more than data\.max_bad_fraction=0\.2 of 11 rows"):
+        SFTDataset(file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.2), END)
+
+
 def test_the_command_line_explains_itself(capsys):
     with pytest.raises(SystemExit) as answered:
         main(["--help"])
