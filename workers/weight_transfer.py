@@ -76,11 +76,15 @@ class WeightTransfer(ABC):
 
     def __init__(self, settings: OpenAISettings) -> None:
         self.settings = settings
-        self.server = Server(settings.base_url, settings.api_key, 1, settings.weights_timeout, retries=False)
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """What the server answers. What fails is not tried again: an update would be begun a second time."""
-        return self.server.run(self.server.ask(method, path, body))
+        """What the server answers, in any thread. What fails is not tried again: an update would be begun twice."""
+        settings = self.settings
+        server = Server(settings.base_url, settings.api_key, 1, settings.weights_timeout, retries=False)
+        try:
+            return server.run(server.ask(method, path, body))
+        finally:
+            server.close()
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
@@ -99,7 +103,7 @@ class WeightTransfer(ABC):
             self.hand_over(chain([first], remaining), version)
         except (RequestRefused, ServerError) as error:
             raise ValueError(
-                f"{self.server.url} does not take the actor's weights of version {version} by {KEY}."
+                f"{self.settings.base_url} does not take the actor's weights of version {version} by {KEY}."
                 f"weight_transfer={self.settings.weight_transfer}: {error} {HOW_TO_START}."
             ) from error
 
@@ -116,9 +120,9 @@ class WeightTransfer(ABC):
         if not self.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise ServerError("its cache of the old ones is still in use.")
 
+    @abstractmethod
     def close(self) -> None:
-        """Hangs up."""
-        self.server.close()
+        """Ends what `send` has left open."""
 
 
 class SharedMemory(WeightTransfer):
@@ -139,6 +143,9 @@ class SharedMemory(WeightTransfer):
                 f"them (docker run --shm-size). Another folder that both processes see is named in {KEY}."
                 "weights_folder."
             ) from error
+
+    def close(self) -> None:
+        """Nothing is left open."""
 
 
 class NCCL(WeightTransfer):
@@ -216,7 +223,6 @@ class NCCL(WeightTransfer):
             with suppress(RequestRefused, ServerError):  # it may be gone
                 self.ask("POST", "/shutdown_weight_transfer_engine")
             self.engine.shutdown()
-        super().close()
 
 
 class Client:
