@@ -152,17 +152,17 @@ def test_it_memorises_64_conversations_and_the_result_says_them(tmp_path):
     pairs = [(one, other) for one in "abcdefgh" for other in "ijklmnop"]
     rows = [talk(one + other, other + one, "again", one * 2) for one, other in pairs]
     overrides = [
-        "optim.lr=2e-2",
-        "trainer.total_training_steps=150",
+        "optim.lr=3e-2",
+        "trainer.total_training_steps=40",
         "data.train_batch_size=64",
-        "trainer.test_freq=75",
+        "trainer.test_freq=20",
     ]
     val = f"data.val_files={write(tmp_path, rows, 'val.jsonl')}"
     folder = run(compose(tmp_path, tmp_path / "model", rows, *overrides, val, "optim.lr_scheduler_type=cosine"))
     metrics = learning_metrics(tmp_path / "run")
-    assert [step for step in metrics if "val/loss" in metrics[step]] == [0, 75, 150]
-    assert metrics[0]["val/loss"] > 3 and metrics[150]["val/loss"] < 0.05
-    assert metrics[150]["train/skipped_updates"] == 0
+    assert [step for step in metrics if "val/loss" in metrics[step]] == [0, 20, 40]
+    assert metrics[0]["val/loss"] > 3 and metrics[40]["val/loss"] < 0.01
+    assert metrics[40]["train/skipped_updates"] == 0
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for row in [rows[0], rows[21], rows[63]]:
@@ -193,43 +193,43 @@ def test_gradients_that_stay_broken_end_the_run(tmp_path, tiny_model):
     assert [*metrics] == [1, 2, 3] and all(entry["train/skipped_updates"] == 1 for entry in metrics.values())
 
 
-# Stopping and going on: 6 steps of 2 rows, two an epoch, saved at each.
+# Stopping and going on: 4 steps of 2 rows, two an epoch, saved at each.
 
 
 class Stopped(BaseException):
     """Ends a run in this process where a kill would."""
 
 
-def six_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
+def four_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
     folder.mkdir(exist_ok=True)
     val = write(folder, ROWS[:2], "val.jsonl")
     saving = ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", f"data.val_files={val}", "trainer.test_freq=2"]
-    schedule = ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    schedule = ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
     return compose(folder, model, ROWS, *saving, *schedule, "data.train_batch_size=2", *more)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tiny_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
-    run(six_steps(folder, tiny_model))
+    run(four_steps(folder, tiny_model))
     metrics = learning_metrics(folder / "run")
-    assert [metrics[step]["train/epoch"] for step in range(1, 7)] == [0, 0, 1, 1, 2, 2]
-    assert len({metrics[step]["train/lr"] for step in range(1, 7)}) > 3
+    assert [metrics[step]["train/epoch"] for step in range(1, 5)] == [0, 0, 1, 1]
+    assert len({metrics[step]["train/lr"] for step in range(1, 5)}) > 2
     return folder / "run"
 
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Bit by bit: record, weights, moments, generators, place in the data."""
-    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(7))
+    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(5))
     assert learning_metrics(one) == learning_metrics(other)
     files = [
-        {path.name: path.read_bytes() for path in (run / "global_step_6").rglob("*") if path.suffix in SUFFIXES}
+        {path.name: path.read_bytes() for path in (run / "global_step_4").rglob("*") if path.suffix in SUFFIXES}
         for run in (one, other)
     ]
     for found in files:
         found.pop("trainer_state.pt")  # which knows the time that steps took
     assert len(files[0]) == 5 and files[0] == files[1]
-    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_5", "global_step_6"]
+    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_3", "global_step_4"]
 
 
 SUFFIXES = (".pt", ".safetensors")
@@ -240,7 +240,7 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
     """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
     owner, method = moment
     original = getattr(owner, method)
-    for step in range(1, 7):
+    for step in range(1, 5):
 
         def stop_or_go_on(self, *args, step=step):
             if step == (self.global_step if owner is SFTTrainer else args[0]):
@@ -249,8 +249,8 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
             patch.setattr(owner, method, stop_or_go_on)
-            run(six_steps(tmp_path, tiny_model))
-    run(six_steps(tmp_path, tiny_model))
+            run(four_steps(tmp_path, tiny_model))
+    run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
 
 
@@ -267,39 +267,39 @@ def step(*args, original=torch.optim.AdamW.step):
     global steps
     original(*args)
     steps += 1
-    if steps == 4:
+    if steps == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 torch.optim.AdamW.step = step
 """
     )
-    config = six_steps(tmp_path, tiny_model)
+    config = four_steps(tmp_path, tiny_model)
     given = [f"data.train_files={config.data.train_files}", f"data.val_files={config.data.val_files}"]
     same = ["data.train_batch_size=2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.test_freq=2"]
-    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
     same += [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run", "trainer.n_threads=2"]
     command = [sys.executable, "-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}"]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
-    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2]
     run(config)
     assert_same_run(tmp_path / "run", unbroken)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(tiny_model, tmp_path, capsys):
     constant = "optim.lr_scheduler_type=constant"
-    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
     capsys.readouterr()
-    folder = run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    folder = run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
     assert "step 2 of 2 is done, so nothing is left to do" in capsys.readouterr().out
     assert folder == tmp_path / "run/global_step_2/huggingface" and (folder / "model.safetensors").exists()
-    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
+    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
     assert "trainer.total_training_steps: 2 → 3" in capsys.readouterr().out
     assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
 
 
 def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
     lora = ["model.lora_rank=2", "model.lora_alpha=4", "optim.lr=5e-2"]
-    run(six_steps(tmp_path, tiny_model, *lora))
+    run(four_steps(tmp_path, tiny_model, *lora))
     metrics = learning_metrics(tmp_path / "run")
     assert metrics[6]["val/loss"] < metrics[0]["val/loss"] - 0.01
     folder = tmp_path / "run/global_step_6"
@@ -315,7 +315,7 @@ def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(
 
     (tmp_path / "resumed").mkdir()
     resume = f"trainer.resume_from_path={tmp_path}/run/global_step_5"
-    run(six_steps(tmp_path / "resumed", tiny_model, *lora, "trainer.resume_mode=resume_path", resume))
+    run(four_steps(tmp_path / "resumed", tiny_model, *lora, "trainer.resume_mode=resume_path", resume))
     assert learning_metrics(tmp_path / "resumed/run")[6] == metrics[6]
 
 
