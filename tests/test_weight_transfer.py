@@ -289,6 +289,18 @@ def test_workers_that_do_not_join_are_given_up(stand_in: None, tmp_path: Path, m
         over.set()
 
 
+def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
+    address: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Sharded weights are put together by all workers, in the same order."""
+    engine, made = engine_for(f"{address}/v1", tiny_model, policy_of(tiny_model), api_key=KEY), []
+    monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
+    monkeypatch.setattr("workers.openai_rollout.rank", lambda: 1)
+    engine.load_weights((made.append(name) or (name, tensor) for name, tensor in some_weights().items()), 4)
+    assert made == [*some_weights()] and engine.weight_version == 4
+    engine.close()
+
+
 # With vLLM's server
 
 
