@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         from workers.batch_rollout import load_rollout_class
         from workers.worker_group import check_machine, start_command
 
-        check_machine(config.trainer)
+        check_machine(config)
     with late_refusals(), own_folder(config):
         with refusals():
             parts = prepare(config)

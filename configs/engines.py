@@ -11,6 +11,7 @@ from configs.schema import RolloutConfig
 
 ENGINES = ("hf", "vllm", "sglang", "openai")
 ENGINES_ELSEWHERE = ("trtllm",)
+WEIGHT_TRANSFERS = ("shared_memory", "nccl")
 VLLM_SETTINGS = (
     "gpu_memory_utilization",
     "free_cache_engine",
@@ -33,6 +34,9 @@ class OpenAISettings:
         model: which of its models; None: its only one.
         timeout: seconds that a response may take.
         weights_folder: where weights are handed over: in memory that this node's processes share.
+        weight_transfer: how weights get to the server: shared_memory on one node; nccl: from GPU to GPU, by vLLM.
+        weights_address: with nccl, where the server's workers reach this node; null: whence it asks the server.
+        weights_timeout: seconds that the server may take for a part of the weights, and to connect.
     """
 
     base_url: str
@@ -40,10 +44,13 @@ class OpenAISettings:
     model: str | None = None
     timeout: float = 3600.0
     weights_folder: str = "/dev/shm"
+    weight_transfer: str = "shared_memory"
+    weights_address: str | None = None
+    weights_timeout: float = 600.0
 
 
 def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
-    """Raises ConfigError if base_url is missing or no address, or if something else is set."""
+    """Raises ConfigError if base_url is missing or no address, or weight_transfer is unknown, or something else set."""
     key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}
     names = [field.name for field in fields(OpenAISettings)]
     if not isinstance(given, Mapping) or not set(given) <= set(names):
@@ -54,7 +61,13 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
             f"{key}.base_url={given.get('base_url')}: rollout.name=openai asks a server, whose address this is, with "
             "http:// or https://. `python -m training.main_server` starts one (docs/engines.md)."
         )
-    return OpenAISettings(**given)
+    settings = OpenAISettings(**given)
+    if settings.weight_transfer not in WEIGHT_TRANSFERS:
+        raise ConfigError(
+            f"{key}.weight_transfer={settings.weight_transfer} is none of {', '.join(WEIGHT_TRANSFERS)}: shared_memory "
+            "for a server on the trainer's node, nccl for one on other GPUs."
+        )
+    return settings
 
 
 def check_engine(rollout: RolloutConfig, workers: int) -> None:

@@ -633,6 +633,9 @@ class SFTDataConfig(Frozen):
     turns_to_train: str = setting(
         "all", "Which of them; a message with weight 0 is left out in any case.", choices=("all", "last")
     )
+    max_bad_fraction: float = setting(
+        0.0, "Share of the rows that may be unusable: they are left out, counted and listed.", ge=0, lt=1
+    )
 
 
 @dataclass

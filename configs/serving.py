@@ -95,7 +95,7 @@ class ServerSettings(Frozen):
     served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
     takes_weights: bool = setting(
         False,
-        "With rollout.name=vllm: take the weights of a trainer on this node, whose rollout.name=openai asks here.",
+        "With rollout.name=vllm: take the weights of a trainer whose rollout.name=openai asks here.",
     )
 
 

@@ -1,7 +1,7 @@
 """What became of the rows of a run's data: how many there are, how long, what is left out and why, in a few lines."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ class BadRows:
         if len(self.errors) >= self.allowed + SHOWN_BAD:
             self.check()
 
+    def said(self) -> list[str]:
+        """What is wrong with each."""
+        return [f"{error.origin.place}: {error}" for error in self.errors]
+
     def check(self) -> None:
         """Raises ValueError if there are too many; names the first ones and the remedy."""
         if len(self.errors) <= self.allowed and len(self.errors) < self.total:
@@ -41,28 +45,34 @@ class BadRows:
         raise ValueError(f"{first} {remedy}") from (first.__cause__ or first)
 
 
-def report_lines(
-    sources: Any, rows: Sequence[Row], lengths: Sequence[int], left_out: dict[str, list[str]], key: str
-) -> Iterator[str]:
-    """The report, a line at a time.
+def print_report(sources: Any, kept: int, details: Iterable[str], left_out: dict[str, list[str]]) -> None:
+    """Says what became of the rows of `sources`.
 
     Args:
-        rows, lengths: those that are kept, and the tokens of their prompts.
-        left_out: what is said of each that is not, under the reasons.
-        key: the column of data sources.
+        kept: how many of them are.
+        details: a line each about these.
+        left_out: what is said of each row that is not kept, under the reasons.
     """
     names = ", ".join(map(str, [sources] if isinstance(sources, str | Path) else sources))
-    total = len(rows) + sum(map(len, left_out.values()))
-    yield f"{names}: {len(rows)} of {total} rows"
-    median, most = np.percentile(lengths, [50, 95]).astype(int)
-    spread = f"prompts of {min(lengths)} to {max(lengths)} tokens, half of them at most {median}, 95 % at most {most}"
-    counts = Counter(str(row.get(key) or "unknown") for row in rows).most_common()
-    listed = ", ".join(f"{name} {count}" for name, count in counts[:SHOWN]) + ", …" * (len(counts) > SHOWN)
-    yield f"  {spread}; {key}: {listed}"
+    print(f"{names}: {kept} of {kept + sum(map(len, left_out.values()))} rows")
+    for detail in details:
+        print(f"  {detail}")
     for reason, found in left_out.items():
         if found:
-            yield f"  left out, {reason}: {len(found)} ({'; '.join(found[:SHOWN])}{'; …' * (len(found) > SHOWN)})"
-    yield from (f"  {line}" for line in mixed_labels(rows))
+            listed = "; ".join(found[:SHOWN]) + "; …" * (len(found) > SHOWN)
+            print(f"  left out, {reason}: {len(found)} ({listed})")
+
+
+def spread(what: str, lengths: Sequence[int]) -> str:
+    """Their tokens: of `what` there are some of each of the `lengths`."""
+    median, most = np.percentile(lengths, [50, 95]).astype(int)
+    return f"{what} of {min(lengths)} to {max(lengths)} tokens, half of them at most {median}, 95 % at most {most}"
+
+
+def by_source(rows: Sequence[Row], key: str) -> str:
+    """How many rows each of the commonest values of the column `key` has."""
+    counts = Counter(str(row.get(key) or "unknown") for row in rows).most_common()
+    return f"{key}: " + ", ".join(f"{name} {count}" for name, count in counts[:SHOWN]) + ", …" * (len(counts) > SHOWN)
 
 
 def mixed_labels(rows: Sequence[Row]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.file_formats import BadRow, Origin, Row
 from data.import_utils import arguments_taken, load_extern_object
-from data.load_report import BadRows, report_lines
+from data.load_report import BadRows, by_source, mixed_labels, print_report, spread
 from data.mixture import value_in
 from data.prompt_checks import check_says_something, least_tokens
 from data.rows import own_names, read_rows, with_labels
@@ -164,11 +164,11 @@ class RLHFDataset(Dataset):
             report_overlong(overlong, len(rows) - len(bad.errors) + len(unread), limit)
         left_out = {
             f"longer than data.max_prompt_length={limit}": [origin.place for origin, _ in overlong],
-            "unusable": [f"{error.origin.place}: {error}" for error in bad.errors],
+            "unusable": bad.said(),
         }
         lengths = [len(ids) for ids in self.prompt_ids]
-        for line in report_lines(data_files, self.rows, lengths, left_out, self.config.reward_fn_key):
-            print(line)
+        about = f"{spread('prompts', lengths)}; {by_source(self.rows, self.config.reward_fn_key)}"
+        print_report(data_files, len(self.rows), [about, *mixed_labels(self.rows)], left_out)
 
     def _add(self, row: Row, origin: Origin) -> int:
         """Adds `row`, unless its prompt is left out as too long; the number of the prompt's tokens."""

@@ -8,12 +8,15 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from configs.checks import counted
 from configs.schema import SFTDataConfig
 from data.chat import Prompt, parse_prompt
+from data.file_formats import BadRow, Origin, Row
 from data.learnt_tokens import ConversationFormat
+from data.load_report import BadRows, print_report, spread
 from data.padding import Sample
 from data.rl_dataset import truncate
-from data.rows import Origin, read_rows
+from data.rows import read_rows
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 
@@ -23,8 +26,8 @@ class SFTDataset(Dataset):
     stop.
 
     Raises:
-        ValueError: names file and row: a missing or bad column, or a row above data.max_length with
-            data.truncation=error.
+        ValueError: more than a share data.max_bad_fraction of the rows are unusable; names file and row: a missing or
+            bad column, or a row above data.max_length with data.truncation=error.
     """
 
     def __init__(
@@ -33,17 +36,45 @@ class SFTDataset(Dataset):
         self.config = config
         self.tokenizer, self.end_id = tokenizer, end_id
         self.conversations = ConversationFormat(tokenizer, config, end_id)
-        rows = read_rows(data_files)
-        self.samples = [self._encode(row, origin) for origin, row in rows]
-        texts = (self._text(row) for _, row in rows)
+        self.samples: list[Sample] = []
+        self.num_cut = 0
+        rows = self._load(data_files)
         ids = (sample.prompt_ids + sample.token_ids for sample in self.samples)
-        report_unknown_characters(zip(texts, ids, strict=True), tokenizer, str(data_files))
+        report_unknown_characters(zip(map(self._text, rows), ids, strict=True), tokenizer, str(data_files))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"sample": self.samples[position]}
+
+    def _load(self, data_files: str | Path | list[str]) -> list[Row]:
+        """Fills `samples`, and says what became of the rows; those that are kept."""
+        unread: list[BadRow] = []
+        rows, kept = read_rows(data_files, unread), []
+        bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction)
+        for error in unread:
+            bad.add(error)
+        for origin, row in rows:
+            try:
+                self.samples.append(self._encode(row, origin))
+            except ValueError as error:
+                bad.add(BadRow(origin, str(error), cause=error))
+            else:
+                kept.append(row)
+        bad.check()
+        lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
+        learnt = sum(sum(sample.policy_mask) for sample in self.samples)
+        cut = (
+            f"; {counted(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
+        )
+        about = f"{spread('rows', lengths)}; {learnt} of {sum(lengths)} tokens are learnt{cut}"
+        print_report(data_files, len(kept), [about], {"unusable": bad.said()})
+        return kept
+
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of what is read before anything is learnt, a row each."""
+        return [sample.prompt_ids for sample in self.samples]
 
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
         """A row's tokens, of which those that are learnt are the policy's."""
@@ -105,6 +136,7 @@ class SFTDataset(Dataset):
                 f"{origin}: data.truncation={self.config.truncation} would leave nothing of the {side}, which has "
                 f"{len(ids)} of the {excess} tokens that data.max_length={self.config.max_length} asks to cut."
             )
+        self.num_cut += 1
         if cut_prompt:
             return replace(sample, prompt_ids=truncate(prompt_ids, len(prompt_ids) - excess, "left"))
         return sample.until(len(response_ids) - excess)

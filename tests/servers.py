@@ -1,7 +1,10 @@
-"""A server of a tiny model on loopback, for tests; its fixtures are in conftest.py."""
+"""Servers on loopback, for tests: one of a tiny model, whose fixtures are in conftest.py, and one that answers by a
+function."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -36,3 +39,35 @@ def serving(served: Served, config: ServerConfig) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]]) -> Iterator[str]:
+    """The address of a server that answers by `answer(method, path, JSON or None) -> (status, JSON or text)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.say(*answer("GET", self.path, None))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.say(*answer("POST", self.path, json.loads(body) if body else None))
+
+        def say(self, status: int, content: dict | str) -> None:
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

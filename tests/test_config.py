@@ -452,7 +452,14 @@ REFUSED_ALGORITHMS = [
         (["actor_rollout_ref.rollout.name=openai"], r"engine_kwargs\.openai\.base_url=None: .* whose address this is"),
         (
             ["actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.engine_kwargs.openai.url=http://a"],
-            "engine_kwargs.openai=.*url.*: it holds base_url, api_key, model, timeout, weights_folder, and no",
+            "engine_kwargs.openai=.*url.*: it holds base_url, api_key, .*, weights_timeout, and nothing",
+        ),
+        (
+            [
+                "actor_rollout_ref.rollout.name=openai",
+                "actor_rollout_ref.rollout.engine_kwargs.openai={base_url: http://a, weight_transfer: rdma}",
+            ],
+            "openai.weight_transfer=rdma is none of shared_memory, nccl: shared_memory for a server on the trainer's",
         ),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
         (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),

@@ -1,26 +1,22 @@
-"""A server as the engine: what it is asked, what may go wrong on the way, and weights in shared memory. What engines
-promise, with vLLM's server behind it: tests/test_engine_contract.py."""
+"""A server as the engine: what it is asked, and what may go wrong on the way. How it gets weights:
+tests/test_weight_transfer.py. What engines promise, with vLLM's server behind it: tests/test_engine_contract.py."""
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import sleep
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
-from tests.runs import files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
-from tests.servers import KEY
+from tests.servers import KEY, answering
 from training.roles import SamplingParams
 from workers import openai_client
 from workers.batch_rollout import build_rollout
@@ -29,7 +25,6 @@ from workers.openai_client import RequestRefused, Server, ServerError
 from workers.openai_rollout import OpenAIRollout
 from workers.rollout import Request
 from workers.server import Served
-from workers.shared_weights import SharedWeights, read_weights, write_weights
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}
@@ -49,32 +44,13 @@ def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: object
 def scripted(complete: Callable[[dict], tuple[int, dict]]) -> Iterator[str]:
     """The address of a server that answers /v1/completions by `complete(body) -> (status, JSON)`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(200, MODELS if self.path == "/v1/models" else "no API")
+    def answer(method: str, path: str, body: dict | None) -> tuple[int, dict | str]:
+        if method == "GET":
+            return 200, MODELS if path == "/v1/models" else "no API"
+        return complete(body)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.answer(*complete(body))
-
-        def answer(self, status: int, content: dict | str) -> None:
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(answer) as url:
+        yield url
 
 
 def sure(body: dict) -> tuple[int, dict]:
@@ -293,74 +269,3 @@ def test_a_log_prob_that_is_no_number_is_that_of_a_policy_that_has_diverged(tiny
         engine = engine_for(url, tiny_model)
         with pytest.raises(FloatingPointError, match="request 0, token 3 of its response"):
             engine.generate([Request(0, [20], PLAIN, 0)])
-
-
-# Weights
-
-
-def test_weights_pass_through_files_as_they_are(tmp_path: Path):
-    """Tied ones under both names, all types, and a matrix that is a view."""
-    tied = torch.randn(5, 3)
-    weights = {
-        "embed": tied, "lm_head": tied, "half": torch.randn(4).bfloat16(), "turned": torch.randn(2, 6).T,
-        "scalar": torch.tensor(2.0), "parameter": torch.nn.Parameter(torch.ones(2)),
-    }  # fmt: skip
-    assert write_weights(weights.items(), tmp_path) == 6
-    found = dict(read_weights(str(tmp_path)))
-    assert list(found) == list(weights)
-    for name, tensor in weights.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-
-
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
-    """Each is written before the next is asked for."""
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for number in range(3):
-            assert len(list(tmp_path.iterdir())) == number
-            yield str(number), torch.ones(number + 1)
-
-    assert write_weights(weights(), tmp_path) == 3
-
-
-def test_the_server_says_what_is_wrong_with_weights(tmp_path: Path):
-    class Runner:
-        def reload_weights(self, weights_iterator, is_checkpoint_format):
-            for name, _ in weights_iterator:
-                raise ValueError(f"no place for {name}")
-
-    worker = SharedWeights()
-    worker.model_runner = Runner()
-    assert "there are no weights in" in worker.load_shared_weights(str(tmp_path))["problem"]
-    write_weights([("nowhere", torch.ones(1))], tmp_path)
-    assert worker.load_shared_weights(str(tmp_path)) == {"problem": "ValueError: no place for nowhere"}
-
-
-def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, tiny_model: Path, tmp_path: Path):
-    engine = engine_for(address, tiny_model, api_key=KEY, weights_folder=str(tmp_path))
-    weights = [("a", torch.ones(3000))]
-    with pytest.raises(ValueError, match=r"does not take the actor's weights .*404.*server.takes_weights=true"):
-        engine.load_weights(weights, 1)
-    with pytest.raises(ValueError, match="was given no weights for version 1"):
-        engine.load_weights([], 1)
-    with files_of_at_most(5000), pytest.raises(ValueError, match=r"version 2 cannot be written to .*--shm-size"):
-        engine.load_weights(weights, 2)
-    assert not list(tmp_path.iterdir())
-
-
-# A run
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_a_run_on_a_server_samples_by_the_probabilities_that_it_trains(wide_headed_model: Path, tmp_path: Path):
-    """Two updates a step, so that the trainer's log-probs of what was sampled are computed."""
-    with vllm_server(wide_headed_model, 40, 24) as (url, _):
-        own = f"actor_rollout_ref.rollout.engine_kwargs.openai.base_url={url}"
-        two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
-        engine = ["actor_rollout_ref.rollout.name=openai", own, two_updates]
-        done = run_main(*short_run(wide_headed_model, tmp_path / "run", *engine))
-    assert done.returncode == 0, done.stderr
-    steps = learning_metrics(tmp_path / "run")
-    for number in range(1, 5):
-        assert abs(steps[number]["rollout_corr/kl"]) < 1e-5

@@ -9,6 +9,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +25,11 @@ from configs.schema import (
     WeightedFunctionConfig,
 )
 from custom.tiny_model import build_tokenizer
+from data.chat import encode_prompt
 from data.protocol import DataProto
+from tests.engines import Playing, Scripted
 from tests.runs import compose
+from training.game import begun
 from training.rate_limit import AsyncTokenBucket
 from training.reward import (
     FunctionReward,
@@ -41,7 +45,7 @@ from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
 from training.roles import SamplingParams
 from workers.early_scores import EarlyScores
-from workers.rollout import Completion, Rollout
+from workers.rollout import Completion, Rollout, nothing
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
@@ -767,6 +771,60 @@ def test_the_rules_of_public_data_sets_score_rows_early_too():
     early = EarlyScores(compose("env.id=null", "env.val_episodes=0"), TOKENIZER)
     assert early.reward.function is default_compute_score
     assert EarlyScores(compose(), TOKENIZER).reward is None  # an environment scores its own
+    early.close()
+
+
+TALKS = """
+from pathlib import Path
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    (Path(__file__).parent / f"scored {ground_truth}").touch()
+    calls = extra_info["tool_call_counts"]
+    return {"score": float(solution_str.endswith(ground_truth)) + calls, "turns": extra_info["num_turns"]}
+"""
+
+
+def test_conversations_are_scored_while_others_go_on_and_as_they_would_be_at_the_end(tmp_path):
+    """One calls its tool once, the other twice, and says what it found only when the first has been scored."""
+    (tmp_path / "my_reward.py").write_text(TALKS)
+    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
+    three_turns = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3"
+    config, deadline = compose(path, three_turns, name="calculator_tool"), time.monotonic() + 60
+
+    def answer(text: str, asked: int) -> str:
+        if text.startswith("1+1"):
+            return "2" if "calc(" in text else "calc(1+1)"
+        if text.count("calc(") < 2:
+            return "calc(2+2)"
+        while not (tmp_path / "scored 2").exists():
+            assert time.monotonic() < deadline, "conversations are not scored before all are over"
+            time.sleep(0.01)
+        return "5"
+
+    asked = [[{"role": "user", "content": text}] for text in ("1+1=?", "2+2=?")]
+    prompts = begun(DataProto.from_single_dict({
+        "raw_prompt": asked, "raw_prompt_ids": [encode_prompt(prompt, TOKENIZER) for prompt in asked],
+        "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}], "data_source": ["sums"] * 2,
+        "extra_info": [{}, {}],
+    }), config)  # fmt: skip
+    early, playing = EarlyScores(config, TOKENIZER), Playing(config, Scripted(config, TOKENIZER, answer), None)
+    with early.of_episodes(playing.loop, prompts):
+        batch = playing.generate_sequences(prompts, SamplingParams(True, 1.0, -1, 1.0, 64), 0)
+    assert playing.loop.on_finished is nothing
+    plain, batch = batch.clone(), early.attach(batch)
+    reward = load_reward_manager(config.reward, TOKENIZER, None)
+    found, wanted = (add_scores(one, reward, TOKENIZER, config.reward) for one in (batch, plain))
+    assert found.token_level_scores.sum(1).tolist() == [2.0, 2.0] and [*found.turns] == [2, 3]
+    assert torch.equal(found.token_level_scores, wanted.token_level_scores) and [*wanted.turns] == [2, 3]
+    early.close()
+
+
+def test_episodes_of_an_environment_are_not_scored_early(tmp_path):
+    """They bring their scores."""
+    (tmp_path / "my_reward.py").write_text(TALKS)
+    config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
+    early, loop = EarlyScores(config, TOKENIZER), SimpleNamespace(environments=object(), on_finished=None)
+    with early.of_episodes(loop, DataProto.from_single_dict({"uid": [0]})):
+        assert loop.on_finished is nothing
     early.close()
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
@@ -15,10 +17,13 @@ from transformers import PreTrainedTokenizerFast
 from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
 from data import chat, rl_dataset
 from data.chat import encode_prompt, parse_prompt
+from data.overlap import shared_prompts
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
 from data.row_making import overlong_rows, row_maker
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
+from tests.runs import compose
+from training.preparation import prepare
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -595,3 +600,31 @@ def test_a_generator_adds_rows_at_the_start_and_after_every_step_and_the_checkpo
     assert len(quiet) == 1
     with pytest.raises(TypeError, match=r"data.datagen.name=Other.* must be a subclass of"):
         fresh("Other")
+
+
+# Validation apart from training
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=3)), st.lists(st.lists(st.integers(0, 2), max_size=3)))
+def test_shared_prompts_are_those_that_are_equal_token_by_token(trained, held_out):
+    assert shared_prompts(map(np.int32, trained), held_out) == [i for i, ids in enumerate(held_out) if ids in trained]
+
+
+def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, capsys):
+    """As the model reads them: a string is not the chat message that says the same."""
+
+    def said(**files: list) -> list[str]:
+        written = [
+            f"data.{name}={write(tmp_path / f'{name}.jsonl', [GSM8K_ROW | {'prompt': prompt} for prompt in prompts])}"
+            for name, prompts in files.items()
+        ]
+        model = f"actor_rollout_ref.model.path={tiny_model}"
+        prepare(compose(model, "data.train_batch_size=2", *written, name="ppo_trainer"))
+        return [line for line in capsys.readouterr().err.splitlines() if "What validation finds" in line]
+
+    assert said(train_files=["a", "b", QUESTION], val_files=["c", "Add.1+1?"]) == []
+    [line] = said(train_files=["a", QUESTION, "x" * 90], val_files=["b", "x" * 90, QUESTION, QUESTION])
+    assert line.startswith(
+        "notice: the prompts of 3 rows of 4 in data.val_files are in data.train_files too, the first is row 1: "
+        f"'{'x' * 80}'…. What"
+    )

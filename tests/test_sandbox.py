@@ -1,14 +1,19 @@
 """Programs that a policy wrote run, and do nothing else: each ends in its time and changes no file."""
 
+import json
 import os
+import platform
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.runs import ROOT
 from training import sandbox, sandbox_child
-from training.sandbox import run_python
+from training.sandbox import Finished, run_python
 
 ROOMY = 60.0  # seconds, for programs that end by themselves, on a busy machine
 # A fork that no hook sees, in bits; then the first process ends and leaves it.
@@ -140,12 +145,52 @@ def test_namespaces_hold_what_no_hook_sees(tmp_path: Path):
     assert not [command for command in commands if seconds.encode() in command]
 
 
-def test_without_namespaces_the_limits_and_the_hook_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    child = tmp_path / "child.py"
-    source = Path(sandbox_child.__file__).read_text()
-    assert "if unshare():" in source
-    child.write_text(source.replace("if unshare():", "if False:"))
-    monkeypatch.setattr(sandbox_child, "__file__", str(child))
-    assert "open is not allowed" in run_python("open('/tmp/elsewhere', 'w')", seconds=ROOMY).errors
-    assert run_python("open('a', 'w').write('b'); print(open('a').read())", seconds=ROOMY).output == "b\n"
-    assert run_python("while True: pass", seconds=0.2).status is None
+# Has the kernel refuse a call of the system, to this process and all it starts, for good; then runs programs.
+WITHOUT = """
+import ctypes, json, struct, sys
+from training.sandbox import run_python
+
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+libc = ctypes.CDLL(None)
+no_new_privileges, set_filter = 38, 22
+filtered = libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0 and libc.prctl(
+    set_filter, 2, ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+) == 0
+results = [vars(run_python(program, seconds=seconds)) for program, seconds in json.loads(sys.argv[2])]
+print(json.dumps({"filtered": filtered, "results": results}))
+"""
+CALLS = {"x86_64": {"unshare": 272, "mount": 165}, "aarch64": {"unshare": 97, "mount": 40}}
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in CALLS, reason="other calls of the system")
+@pytest.mark.parametrize(("call", "alone"), [("unshare", False), ("mount", True)])
+def test_what_the_system_does_not_allow_leaves_the_limits_and_the_hook(call: str, alone: bool, tmp_path: Path):
+    """No namespaces at all, as in many containers; or namespaces in which nothing is mounted, as on some desktops."""
+    alone = alone and can_unshare()
+    programs = [
+        ("import os; print(os.getpid() == 1)", ROOMY),
+        (f"open({str(tmp_path / 'new')!r}, 'w')", ROOMY),
+        ("open('a', 'w').write('b'); print(open('a').read())", ROOMY),
+        ("open('a', 'w').write('b' * 10**7)", ROOMY),
+        ("import socket; socket.socket()", ROOMY),
+        ("x = 'a' * (4 << 30)", ROOMY),
+        ("while True: pass", 0.2),
+        (f"import os; os.mkfifo({str(tmp_path / 'pipe')!r})", ROOMY),
+    ]
+    number = str(CALLS[platform.machine()][call])
+    before = set(os.listdir(tempfile.gettempdir()))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, number, json.dumps(programs)], capture_output=True, text=True, cwd=ROOT
+    )
+    found = json.loads(done.stdout)
+    assert found["filtered"], "the kernel takes no filter of calls"
+    first, outside, inside, large, socket, memory, endless, _ = (Finished(**result) for result in found["results"])
+    assert first.output == f"{alone}\n"
+    assert "open is not allowed" in outside.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"], "no hook sees it, and nothing is read-only"
+    assert inside.output == "b\n" and "File too large" in large.errors
+    assert "socket.__new__ is not allowed" in socket.errors and "MemoryError" in memory.errors
+    assert endless.status is None
+    new = set(os.listdir(tempfile.gettempdir())) - before
+    assert not {name for name in new if name.startswith("sandbox-")}

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
-from data.import_utils import load_extern_object
 from tests.runs import ROOT, needs_vllm, vllm_server
 from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
@@ -30,7 +29,7 @@ from workers.engine_pump import EnginePump
 from workers.models import load_causal_lm
 from workers.rollout import Completion, Request, Rollout
 from workers.server import Served
-from workers.shared_weights import SharedWeights
+from workers.shared_weights import BACKEND
 from workers.token_text import TokenText, held_back
 
 CHAT = [{"role": "user", "content": "say abc"}]
@@ -409,7 +408,9 @@ def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeyp
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     config = compose(wide_headed_model, "rollout.name=vllm", "server.takes_weights=true", "rollout.max_num_seqs=4")
     options, variables = vllm_options(config, monkeypatch), server_environment(config)
-    assert load_extern_object(*options["--worker-extension-cls"].rsplit(".", 1)) is SharedWeights
+    module, extension = options["--worker-extension-cls"].rsplit(".", 1)
+    assert json.loads(options["--weight-transfer-config"]) == {"backend": BACKEND}
+    assert f"class {extension}:" in Path(ROOT, f"{module.replace('.', '/')}.py").read_text(), "it needs vLLM to load"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["PYTHONPATH"] == f"{ROOT}:/somewhere"
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "0-1", "the user's word"
     if not torch.cuda.is_available():

@@ -111,10 +111,12 @@ def slow_loss(module: torch.nn.Module, rows: list[dict]) -> tuple[torch.Tensor, 
     return torch.stack(losses).mean(), len(losses)
 
 
-def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model):
+def test_validation_weighs_tokens_not_batches(tmp_path, tiny_model, capsys):
+    """And that its rows are trained on as well is said."""
     val = write(tmp_path, SEVERAL[:3], "val.jsonl")
     config = compose(tmp_path, tiny_model, ROWS[:2], f"data.val_files={val}")  # batches of 2 and 1 rows
     trainer, model = trainer_of(config)
+    assert "the prompts of 2 rows of 3 in data.val_files are in data.train_files too" in capsys.readouterr().err
     expected, _ = slow_loss(model.engine.module, list(trainer.val_loader.dataset))
     assert trainer.validate()["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
@@ -150,17 +152,17 @@ def test_it_memorises_64_conversations_and_the_result_says_them(tmp_path):
     pairs = [(one, other) for one in "abcdefgh" for other in "ijklmnop"]
     rows = [talk(one + other, other + one, "again", one * 2) for one, other in pairs]
     overrides = [
-        "optim.lr=2e-2",
-        "trainer.total_training_steps=150",
+        "optim.lr=3e-2",
+        "trainer.total_training_steps=40",
         "data.train_batch_size=64",
-        "trainer.test_freq=75",
+        "trainer.test_freq=20",
     ]
     val = f"data.val_files={write(tmp_path, rows, 'val.jsonl')}"
     folder = run(compose(tmp_path, tmp_path / "model", rows, *overrides, val, "optim.lr_scheduler_type=cosine"))
     metrics = learning_metrics(tmp_path / "run")
-    assert [step for step in metrics if "val/loss" in metrics[step]] == [0, 75, 150]
-    assert metrics[0]["val/loss"] > 3 and metrics[150]["val/loss"] < 0.05
-    assert metrics[150]["train/skipped_updates"] == 0
+    assert [step for step in metrics if "val/loss" in metrics[step]] == [0, 20, 40]
+    assert metrics[0]["val/loss"] > 3 and metrics[40]["val/loss"] < 0.01
+    assert metrics[40]["train/skipped_updates"] == 0
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for row in [rows[0], rows[21], rows[63]]:
@@ -191,43 +193,43 @@ def test_gradients_that_stay_broken_end_the_run(tmp_path, tiny_model):
     assert [*metrics] == [1, 2, 3] and all(entry["train/skipped_updates"] == 1 for entry in metrics.values())
 
 
-# Stopping and going on: 6 steps of 2 rows, two an epoch, saved at each.
+# Stopping and going on: 4 steps of 2 rows, two an epoch, saved at each.
 
 
 class Stopped(BaseException):
     """Ends a run in this process where a kill would."""
 
 
-def six_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
+def four_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
     folder.mkdir(exist_ok=True)
     val = write(folder, ROWS[:2], "val.jsonl")
     saving = ["trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", f"data.val_files={val}", "trainer.test_freq=2"]
-    schedule = ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    schedule = ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
     return compose(folder, model, ROWS, *saving, *schedule, "data.train_batch_size=2", *more)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tiny_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
-    run(six_steps(folder, tiny_model))
+    run(four_steps(folder, tiny_model))
     metrics = learning_metrics(folder / "run")
-    assert [metrics[step]["train/epoch"] for step in range(1, 7)] == [0, 0, 1, 1, 2, 2]
-    assert len({metrics[step]["train/lr"] for step in range(1, 7)}) > 3
+    assert [metrics[step]["train/epoch"] for step in range(1, 5)] == [0, 0, 1, 1]
+    assert len({metrics[step]["train/lr"] for step in range(1, 5)}) > 2
     return folder / "run"
 
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Bit by bit: record, weights, moments, generators, place in the data."""
-    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(7))
+    assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(5))
     assert learning_metrics(one) == learning_metrics(other)
     files = [
-        {path.name: path.read_bytes() for path in (run / "global_step_6").rglob("*") if path.suffix in SUFFIXES}
+        {path.name: path.read_bytes() for path in (run / "global_step_4").rglob("*") if path.suffix in SUFFIXES}
         for run in (one, other)
     ]
     for found in files:
         found.pop("trainer_state.pt")  # which knows the time that steps took
     assert len(files[0]) == 5 and files[0] == files[1]
-    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_5", "global_step_6"]
+    assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_3", "global_step_4"]
 
 
 SUFFIXES = (".pt", ".safetensors")
@@ -238,7 +240,7 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
     """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
     owner, method = moment
     original = getattr(owner, method)
-    for step in range(1, 7):
+    for step in range(1, 5):
 
         def stop_or_go_on(self, *args, step=step):
             if step == (self.global_step if owner is SFTTrainer else args[0]):
@@ -247,8 +249,8 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
             patch.setattr(owner, method, stop_or_go_on)
-            run(six_steps(tmp_path, tiny_model))
-    run(six_steps(tmp_path, tiny_model))
+            run(four_steps(tmp_path, tiny_model))
+    run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
 
 
@@ -265,42 +267,42 @@ def step(*args, original=torch.optim.AdamW.step):
     global steps
     original(*args)
     steps += 1
-    if steps == 4:
+    if steps == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 torch.optim.AdamW.step = step
 """
     )
-    config = six_steps(tmp_path, tiny_model)
+    config = four_steps(tmp_path, tiny_model)
     given = [f"data.train_files={config.data.train_files}", f"data.val_files={config.data.val_files}"]
     same = ["data.train_batch_size=2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.test_freq=2"]
-    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=3"]
+    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
     same += [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run", "trainer.n_threads=2"]
     command = [sys.executable, "-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}"]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
-    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2]
     run(config)
     assert_same_run(tmp_path / "run", unbroken)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(tiny_model, tmp_path, capsys):
     constant = "optim.lr_scheduler_type=constant"
-    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
     capsys.readouterr()
-    folder = run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
+    folder = run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
     assert "step 2 of 2 is done, so nothing is left to do" in capsys.readouterr().out
     assert folder == tmp_path / "run/global_step_2/huggingface" and (folder / "model.safetensors").exists()
-    run(six_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
+    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
     assert "trainer.total_training_steps: 2 → 3" in capsys.readouterr().out
     assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
 
 
 def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
     lora = ["model.lora_rank=2", "model.lora_alpha=4", "optim.lr=5e-2"]
-    run(six_steps(tmp_path, tiny_model, *lora))
+    run(four_steps(tmp_path, tiny_model, *lora))
     metrics = learning_metrics(tmp_path / "run")
-    assert metrics[6]["val/loss"] < metrics[0]["val/loss"] - 0.01
-    folder = tmp_path / "run/global_step_6"
+    assert metrics[4]["val/loss"] < metrics[0]["val/loss"] - 0.01
+    folder = tmp_path / "run/global_step_4"
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     merged = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
     changed = {
@@ -312,9 +314,9 @@ def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
 
     (tmp_path / "resumed").mkdir()
-    resume = f"trainer.resume_from_path={tmp_path}/run/global_step_5"
-    run(six_steps(tmp_path / "resumed", tiny_model, *lora, "trainer.resume_mode=resume_path", resume))
-    assert learning_metrics(tmp_path / "resumed/run")[6] == metrics[6]
+    resume = f"trainer.resume_from_path={tmp_path}/run/global_step_3"
+    run(four_steps(tmp_path / "resumed", tiny_model, *lora, "trainer.resume_mode=resume_path", resume))
+    assert learning_metrics(tmp_path / "resumed/run")[4] == metrics[4]
 
 
 def encoded(folder: Path, rows: list[dict], **settings) -> list[Sample]:
@@ -380,6 +382,27 @@ BAD = [
 def test_a_bad_row_is_named_by_file_and_number(tmp_path, row, settings, message):
     with pytest.raises(ValueError, match=rf"{tmp_path}/rows\.jsonl, row 1: .*{message}"):
         encoded(tmp_path, [{"prompt": "a", "response": "b"}, row], **settings)
+
+
+def test_what_became_of_the_rows_is_said(tmp_path, capsys):
+    """How many are used, how long they are, what is learnt of them, and which are cut or, if few enough, left out."""
+    good = [{"prompt": "abcd", "response": "x" * (place + 1)} for place in range(8)]  # 6 to 13 tokens
+    file = write(tmp_path, [*good, {"prompt": "a"}, {"prompt": "", "response": 3}])
+    with file.open("a") as lines:
+        lines.write("no JSON\n")
+    samples = SFTDataset(
+        file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.3, max_length=12, truncation="right"), END
+    ).samples
+    assert len(samples) == 8
+    first, about, left_out = capsys.readouterr().out.splitlines()
+    assert first == f"{file}: 8 of 11 rows"
+    assert about == (
+        "  rows of 6 to 12 tokens, half of them at most 9, 95 % at most 12; 43 of 75 tokens are learnt; "
+        "1 row cut to data.max_length=12"
+    )
+    assert left_out.startswith(f"  left out, unusable: 3 ({file}:11: ") and f"{file}:9: {file}, row 8: the " in left_out
+    with pytest.raises(ValueError, match=r"more than data\.max_bad_fraction=0\.2 of 11 rows"):
+        SFTDataset(file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.2), END)
 
 
 def test_the_command_line_explains_itself(capsys):

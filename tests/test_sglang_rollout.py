@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from training.roles import SamplingParams
-from workers import sglang_rollout
+from workers import weight_transfer
 from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
 from workers.rollout import Request
@@ -121,7 +121,7 @@ def test_aborted_requests_are_gone_and_their_ids_free(engine: SGLangRollout):
 
 
 def test_weights_are_handed_over_in_buckets(engine: SGLangRollout, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sglang_rollout, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 40)
     engine.load_weights([("a", torch.ones(5)), ("b", torch.ones(5)), ("c", torch.ones(50)), ("d", torch.ones(1))], 4)
     assert engine.engine.calls == [["a", "b"], ["c"], ["d"], "flush"] and engine.weight_version == 4
     with pytest.raises(ValueError, match="does not take the weights of version 5: no place for it"):

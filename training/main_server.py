@@ -33,11 +33,15 @@ from workers.engine import compute_dtype
 from workers.engine_pump import EnginePump
 from workers.models import training_device
 from workers.server import Served, build_app
+from workers.shared_weights import BACKEND
 from workers.standalone_rollout import StandaloneRollout
 from workers.vllm_process import vllm_environment
 from workers.vllm_settings import shared_settings
 
-WEIGHTS_READER = "workers.shared_weights.SharedWeights"
+TAKES_WEIGHTS = {
+    "worker_extension_cls": "workers.vllm_weights.WorkerExtension",
+    "weight_transfer_config": {"backend": BACKEND},
+}
 PATIENCE = 5  # seconds that open requests get when the server is stopped
 
 
@@ -133,10 +137,9 @@ def vllm_command(config: ServerConfig, port: int) -> list[str]:
         "port": port,
         "seed": config.trainer.seed,
         "disable_uvicorn_access_log": True,
+        **(TAKES_WEIGHTS if server.takes_weights else {}),
         **shared_settings(config.rollout, text, device.type, compute_dtype("auto", device)),
     }
-    if server.takes_weights:
-        options["worker_extension_cls"] = WEIGHTS_READER
     if model.trust_remote_code:
         options["trust_remote_code"] = True
     words = [word for name, value in options.items() for word in option(name.replace("_", "-"), value)]
@@ -151,7 +154,7 @@ def option(name: str, value: Any) -> list[str]:
 
 
 def server_environment(config: ServerConfig) -> dict[str, str]:
-    """The variables of vLLM's server. To take weights it needs its /collective_rpc, and a module of ours."""
+    """The variables of vLLM's server. To take weights it needs its routes for that, and a module of ours."""
     variables = vllm_environment(training_device(n_gpus=None).type)
     if config.server.api_key:
         variables["VLLM_API_KEY"] = config.server.api_key  # a command can be read by whoever lists processes

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
@@ -17,8 +19,9 @@ from data.model_config import (
     check_positions,
     load_model_config,
 )
+from data.overlap import report_overlap
 from data.reward_conversation import KEY, reward_tokenizer
-from data.rl_dataset import create_rl_dataset
+from data.rl_dataset import RLHFDataset, create_rl_dataset
 from data.row_making import overlong_rows, row_maker
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
@@ -73,6 +76,8 @@ def prepare(config: Config) -> Parts:
     data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     train_loader = build_train_loader(config, data, tokenizer, environment)
     val_loader = build_val_loader(config, data, tokenizer, environment)
+    if val_loader:
+        report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
         check_data_sources(reward, loader)
@@ -138,6 +143,11 @@ def rows_looked_at(loader: PromptLoader) -> list[int]:
     """Positions of rows from all over the data."""
     places = [position for position in range(len(loader.dataset)) if position not in loader.left_out]
     return places[:: -(-len(places) // ROWS_LOOKED_AT)]
+
+
+def prompts_read(dataset: Dataset) -> list[np.ndarray]:
+    """Token ids of the prompts that came from files; of a dataset that makes its rows there are none."""
+    return dataset.prompt_ids if isinstance(dataset, RLHFDataset) else []
 
 
 def check_files_of_workers(config: Config) -> None:

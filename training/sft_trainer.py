@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         from training.supervised import prepare
         from workers.worker_group import check_machine, start_command
 
-        check_machine(config.trainer)
+        check_machine(config)
     with late_refusals(), sole_run(config.trainer.default_local_dir):
         with refusals():
             parts = prepare(config)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import SFTConfig
 from data.files import rewrite
 from data.model_config import check_positions, load_model_config
+from data.overlap import report_overlap
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
@@ -71,6 +72,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     train_loader, val_loader = PromptLoader(rows, data.train_batch_size, sampler), None
     if data.val_files:
         held_out = SFTDataset(data.val_files, tokenizer, data, end_id)
+        report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)
         order = SequentialSampler(held_out, data)
         val_loader = PromptLoader(held_out, data.train_batch_size, order, drop_last=False)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs

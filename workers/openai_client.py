@@ -37,10 +37,13 @@ class Server:
         api_key: sent along as a bearer token; None: none.
         connections: requests side by side, at most; half of the files that the process may open is the limit of that.
         timeout: seconds that an answer may take.
+        retries: whether what fails is tried again, which what is asked must then bear.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, connections: int, timeout: float) -> None:
-        self.url, self.timeout = base_url.rstrip("/").removesuffix("/v1"), timeout
+    def __init__(
+        self, base_url: str, api_key: str | None, connections: int, timeout: float, retries: bool = True
+    ) -> None:
+        self.url, self.timeout, self.retries = base_url.rstrip("/").removesuffix("/v1"), timeout, retries
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.session = self.run(open_session(headers, min(connections, files_allowed() // 2), timeout))
@@ -53,15 +56,15 @@ class Server:
     async def ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """The JSON that the server answers.
 
-        Failures of the server and of the way to it are tried again a few times: requests are answered by their own
-        seeds, so an answer that was lost is given a second time.
+        Failures of the server and of the way to it are tried again a few times, with `retries`: requests are answered
+        by their own seeds, so an answer that was lost is given a second time.
 
         Raises:
             RequestRefused: it answered 4xx.
             ServerError: it cannot be reached, answered 5xx or none in time, each time.
         """
-        problem = ""
-        for wait in (0.0, *RETRY_SECONDS):
+        problem, waits = "", RETRY_SECONDS if self.retries else ()
+        for wait in (0.0, *waits):
             await asyncio.sleep(wait)
             try:
                 async with self.session.request(method, self.url + path, json=body) as response:
@@ -76,10 +79,8 @@ class Server:
             problem = f"status {status}: {text[:MESSAGE]}"
             if status < 500 and status != BUSY:
                 raise RequestRefused(f"{self.url}{path} refused the request, {problem}")
-        raise ServerError(
-            f"{self.url}{path} failed {len(RETRY_SECONDS) + 1} times in {sum(RETRY_SECONDS):g} seconds, {problem}. "
-            "Look whether the server runs, and into its log."
-        )
+        often = f" {len(waits) + 1} times in {sum(waits):g} seconds" if waits else ""
+        raise ServerError(f"{self.url}{path} failed{often}, {problem}. Look whether the server runs, and into its log.")
 
     def _parsed(self, path: str, text: str) -> Json:
         try:

@@ -1,16 +1,14 @@
 """Rollouts by a server: any that takes token ids at /v1/completions and returns token ids with their log-probs.
 
 Tried with vLLM's server, and with ours (training/main_server.py). One request a row: over a list of prompts one seed
-would draw the same for all. The server's weights are a copy: `load_weights` hands them over in shared memory, so a
-server to train with runs on the trainer's node (workers/shared_weights.py).
+would draw the same for all. The server's weights are a copy: `load_weights` hands them over in shared memory or by
+NCCL (workers/weight_transfer.py).
 """
 
-import tempfile
+from collections import deque
 from collections.abc import Coroutine, Iterable
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,18 +17,13 @@ from configs.schema import RolloutConfig
 from training.roles import SamplingParams
 from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
-from workers.openai_client import Json, RequestRefused, Server, ServerError
+from workers.openai_client import Json, RequestRefused, Server
 from workers.rollout import Completion, Request, check_finite, check_temperature, diverged
-from workers.shared_weights import SharedWeights, write_weights
+from workers.weight_transfer import weight_transfer
 
 REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
-READ = SharedWeights.load_shared_weights.__name__
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
-HOW_TO_START = (
-    "`python -m training.main_server model.path=… rollout.name=vllm server.takes_weights=true`, on this node, starts "
-    "one that does (docs/engines.md)"
-)
 
 
 class OpenAIRollout(AsyncRollout):
@@ -48,6 +41,7 @@ class OpenAIRollout(AsyncRollout):
         super().__init__(config, tokenizer, model)
         self.settings = settings = openai_settings(config)
         self.server = Server(settings.base_url, settings.api_key, config.max_num_seqs, settings.timeout)
+        self.transfer = weight_transfer(settings)
         self.model_name = self._choose_model()
         self.ignore_eos = True
         self.counts_filters = self._try_log_probs()
@@ -62,53 +56,23 @@ class OpenAIRollout(AsyncRollout):
 
     def close(self) -> None:
         """Hangs up. What is not asked to does it when the process ends."""
+        self.transfer.close()
         self.server.close()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
 
-        All of them lie in shared memory at once, until the server has read them; in this process there is one at a
-        time. Of several workers the first does it.
+        Of several workers the first sends them; the others go through them too, as all make those that are sharded.
 
         Raises:
-            ValueError: there are none, they do not fit into the shared memory, or the server does not take them.
+            ValueError: there are none, or they do not get to the server (workers/weight_transfer.py).
         """
         super().load_weights(weights, version)
         if rank() == 0:
-            shared = self.settings.weights_folder
-            try:
-                with tempfile.TemporaryDirectory(prefix="weights_", dir=shared) as folder:
-                    count = write_weights(weights, Path(folder))
-                    self._send(folder, count, version)
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"the weights of version {version} cannot be written to {shared} ({error}): it needs room for all "
-                    "of them (docker run --shm-size). Another folder that both processes see is named in "
-                    "actor_rollout_ref.rollout.engine_kwargs.openai.weights_folder."
-                ) from error
+            self.transfer.send(weights, version)
+        else:
+            deque(weights, maxlen=0)
         gather(version)  # nobody samples before the server has them
-
-    def _send(self, folder: str, count: int, version: int) -> None:
-        """Has the server read the `count` weights in `folder`."""
-        if not count:
-            raise ValueError(
-                f"the openai engine was given no weights for version {version}: it would go on sampling from the old "
-                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
-            )
-        call, reset = {"method": READ, "args": [folder]}, "/reset_prefix_cache?reset_running_requests=true"
-        try:
-            results = self.run(self.server.ask("POST", "/collective_rpc", call))["results"]
-            fresh = self.run(self.server.ask("POST", reset))["success"]
-        except (RequestRefused, ServerError, KeyError) as error:
-            raise ValueError(
-                f"{self.server.url} does not take the actor's weights ({error}). {HOW_TO_START}."
-            ) from error
-        problems = [result["problem"] for result in results if result]
-        if problems or not fresh:
-            raise ValueError(
-                f"{self.server.url} could not take the weights of version {version}: "
-                f"{problems[0] if problems else 'its cache of the old ones is still in use'}"
-            )
 
     async def answer(self, request: Request) -> Completion:
         """The server's answer to `request`."""

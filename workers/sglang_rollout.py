@@ -7,7 +7,7 @@ requests with such filters are refused. SGLang is imported here alone, and lazil
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from configs.schema import RolloutConfig
 from workers.async_rollout import AsyncRollout
 from workers.rollout import Completion, Request, check_finite
 from workers.vllm_rollout_spmd import save_config
+from workers.weight_transfer import buckets
 
-BUCKET_BYTES = 512 << 20  # of weights that are handed over together
 SEEDS = 1 << 31
 REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
@@ -135,15 +135,3 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
     }
     own = config.engine_kwargs.get("sglang") or {}
     return settings | {name: value for name, value in own.items() if value is not None}
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours of no more than a bucket together; a larger one alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in weights:
-        if bucket and sum(held.nbytes for _, held in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append((name, tensor.detach()))
-    if bucket:
-        yield bucket

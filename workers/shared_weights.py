@@ -1,7 +1,7 @@
 """Weights that go from the trainer's process to an engine's on the same node, through files in shared memory.
 
-The trainer writes (`write_weights`), then has the engine read. vLLM's server reads where it was started with
---worker-extension-cls workers.shared_weights.SharedWeights: this module is loaded there too.
+The trainer writes (workers/weight_transfer.py), then has vLLM's server read (workers/vllm_weights.py): this module is
+loaded there too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
@@ -34,15 +36,3 @@ def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
         raise FileNotFoundError(f"there are no weights in {folder}, as this process sees it")
     for file in files:
         yield from load_file(file).items()
-
-
-class SharedWeights:
-    """What vLLM adds to its workers; `/collective_rpc` calls its method in each of them."""
-
-    def load_shared_weights(self, folder: str) -> dict[str, str]:
-        """Samples from the weights in `folder` from now on. What is wrong with them is returned, under "problem"."""
-        try:
-            self.model_runner.reload_weights(weights_iterator=read_weights(folder), is_checkpoint_format=True)
-        except (ValueError, OSError) as error:
-            return {"problem": f"{type(error).__name__}: {error}"}
-        return {}

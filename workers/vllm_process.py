@@ -27,6 +27,14 @@ def vllm_environment(device_type: str) -> dict[str, str]:
 
 
 @contextmanager
+def vllm_process(device_type: str) -> Iterator[None]:
+    """The process as vLLM is to find it when it is imported or starts, and, after the block, as it was."""
+    with process_as_it_is():
+        os.environ |= vllm_environment(device_type)
+        yield
+
+
+@contextmanager
 def process_as_it_is() -> Iterator[None]:
     """Puts back, after the block, what vLLM changes in the process when it starts and ends: the environment, the number
     of threads and the very function that sets it, the global generators, the precision of float32 products, what the

@@ -2,9 +2,9 @@
 
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
 `load_weights` brought last. Every worker has an engine of its own, of whole weights, or, with
-tensor_model_parallel_size, a part of one (workers/lockstep.py). vLLM is imported here alone, and lazily: this module
-loads where vLLM is not installed. What vLLM changes in the process when it starts or ends is put
-back (workers/vllm_process.py); while it steps, it may only draw random numbers.
+tensor_model_parallel_size, a part of one (workers/lockstep.py). vLLM is imported lazily: this module loads where vLLM
+is not installed. What vLLM changes in the process when it starts or ends is put back (workers/vllm_process.py); while
+it steps, it may only draw random numbers.
 """
 
 import copy
@@ -24,7 +24,7 @@ from configs.schema import RolloutConfig
 from workers.collectives import rank
 from workers.lockstep import Lockstep
 from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
-from workers.vllm_process import process_as_it_is, vllm_environment
+from workers.vllm_process import process_as_it_is, vllm_process
 from workers.vllm_settings import engine_settings, longest_sequence
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,7 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
     `place`: which part of the model it has, where that is split over several workers.
     """
     with ExitStack() as held:
-        held.enter_context(process_as_it_is())
-        os.environ |= vllm_environment(model.device.type)
+        held.enter_context(vllm_process(model.device.type))
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         if config.tensor_model_parallel_size > 1:  # a worker sees no GPU but its own
             os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(place)}

@@ -24,6 +24,7 @@ from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, call_role, check_shares
 from workers.model_worker import ModelWorker
+from workers.weight_transfer import check_weight_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
@@ -142,7 +143,7 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
 
 def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> WorkerGroup:
     """As many `worker_class(*args)` as the run has workers, where trainer.executor says."""
-    check_machine(config.trainer)
+    check_machine(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config))
@@ -154,10 +155,13 @@ def kernels(config: Config | SFTConfig) -> str:
     return (config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model).kernels
 
 
-def check_machine(trainer: RunConfig) -> None:
-    """Raises ValueError where there are fewer GPUs than `trainer` asks for, here or in the Ray cluster."""
-    resources = Resources.from_config(trainer)
-    check_gpus(resources.workers * resources.gpus, uses_ray(trainer))
+def check_machine(config: Config | SFTConfig) -> None:
+    """Raises ValueError where there are fewer GPUs than `config` asks for, here or in the Ray cluster, or none for a
+    way to hand weights over that needs one."""
+    resources = Resources.from_config(config.trainer)
+    check_gpus(resources.workers * resources.gpus, uses_ray(config.trainer))
+    if isinstance(config, Config):
+        check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
 
 
 def start_command(config: Config | SFTConfig) -> None:

@@ -1,0 +1,346 @@
+"""How weights get to a server: files in shared memory, and vLLM's own transfer over NCCL, for which there is a stand-in
+(tests/store_transfer.py); then both with vLLM's server behind them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from configs.engines import OpenAISettings
+from configs.errors import ConfigError
+from configs.schema import ModelConfig, OptimConfig, RolloutConfig
+from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
+from tests.servers import KEY, answering
+from workers import weight_transfer as transfers
+from workers.batch_rollout import build_rollout
+from workers.engine import TrainEngine
+from workers.models import load_causal_lm
+from workers.openai_rollout import OpenAIRollout
+from workers.shared_weights import read_weights, write_weights
+from workers.vllm_process import vllm_process
+from workers.weight_probe import check_weights, probe_distance
+from workers.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
+from workers.worker_group import check_machine
+
+OWN = "actor_rollout_ref.rollout.engine_kwargs.openai"
+START, UPDATE, FINISH, RESET = (
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache?reset_running_requests=true",
+)
+Answer = Callable[[dict], tuple[int, dict]]
+
+
+@pytest.fixture
+def stand_in() -> None:
+    """vLLM's engines for NCCL do without it from now on, in this process."""
+    with vllm_process("cpu"):
+        from tests import store_transfer  # noqa: F401
+
+
+@contextmanager
+def server_that(calls: list[tuple[str, dict | None]], **own: Answer) -> Iterator[str]:
+    """The address of a server that notes what it is asked, takes everything, and does `own`, by route, besides."""
+
+    def answer(method: str, path: str, body: dict | None) -> tuple[int, dict]:
+        calls.append((path, body))
+        does = own.get(path.strip("/").partition("?")[0])
+        return does(body) if does else (200, {"success": True, "world_size": 1})
+
+    with answering(answer) as url:
+        yield url
+
+
+@contextmanager
+def sender(url: str, way: str, folder: Path, **settings: Any) -> Iterator[WeightTransfer]:
+    found = weight_transfer(OpenAISettings(f"{url}/v1", weight_transfer=way, weights_folder=str(folder), **settings))
+    yield found
+    found.close()
+
+
+def some_weights(count: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layers.{i}.weight": torch.randn(4, i + 1, generator=generator) for i in range(count)}
+
+
+# Files
+
+
+def test_weights_pass_through_files_as_they_are(tmp_path: Path):
+    """Tied ones under both names, all types, and a matrix that is a view."""
+    tied = torch.randn(5, 3)
+    weights = {
+        "embed": tied, "lm_head": tied, "half": torch.randn(4).bfloat16(), "turned": torch.randn(2, 6).T,
+        "scalar": torch.tensor(2.0), "parameter": torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    assert write_weights(weights.items(), tmp_path) == 6
+    found = dict(read_weights(str(tmp_path)))
+    assert list(found) == list(weights)
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    with pytest.raises(FileNotFoundError, match="there are no weights in"):
+        next(read_weights(str(tmp_path / "elsewhere")))
+
+
+def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
+    """Each is written before the next is asked for."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            assert len(list(tmp_path.iterdir())) == number
+            yield str(number), torch.ones(number + 1)
+
+    assert write_weights(weights(), tmp_path) == 3
+
+
+def test_the_server_reads_them_within_an_update_and_drops_its_caches_after_it(tmp_path: Path):
+    weights, found, calls = some_weights(), {}, []
+
+    def update(body: dict) -> tuple[int, dict]:
+        found.update(read_weights(body["update_info"]["folder"]))
+        return 200, {}
+
+    with server_that(calls, update_weights=update) as url, sender(url, "shared_memory", tmp_path) as way:
+        way.send(iter(weights.items()), 7)
+    assert [path for path, _ in calls] == [START, UPDATE, FINISH, RESET]
+    assert calls[2][1] == {"weight_version": "7"} and not list(tmp_path.iterdir())
+    assert list(found) == list(weights) and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "asked", "message"),
+    [
+        ("update_weights", (400, {"error": "no place for it"}), [START, UPDATE], "version 3 by .*400.*no place for it"),
+        ("start_weight_update", (500, {"error": "active"}), [START], "start_weight_update failed, status 500: .*acti"),
+        ("reset_prefix_cache", (200, {"success": False}), [START, UPDATE, FINISH, RESET], "cache .* still in use"),
+    ],
+)
+def test_what_a_server_refuses_is_not_tried_again(tmp_path: Path, route: str, answer: tuple, asked, message: str):
+    calls = []
+    with (
+        server_that(calls, **{route: lambda _: answer}) as url,
+        sender(url, "shared_memory", tmp_path) as way,
+        pytest.raises(ValueError, match=message),
+    ):
+        way.send(some_weights().items(), 3)
+    assert [path for path, _ in calls] == asked and not list(tmp_path.iterdir())
+
+
+def test_an_answer_that_does_not_come_ends_the_sync(tmp_path: Path):
+    over = Event()
+
+    def update(_: dict) -> tuple[int, dict]:
+        over.wait()
+        return 200, {}
+
+    with (
+        server_that([], update_weights=update) as url,
+        sender(url, "shared_memory", tmp_path, weights_timeout=0.2) as way,
+    ):
+        try:
+            with pytest.raises(ValueError, match=r"/update_weights gave no answer in 0\.2 seconds"):
+                way.send(some_weights().items(), 1)
+        finally:
+            over.set()
+
+
+def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, tmp_path: Path):
+    """Of a server that takes no weights, of no weights, of a folder that is too small."""
+    weights = [("a", torch.ones(3000))]
+    with sender(address, "shared_memory", tmp_path, api_key=KEY) as way:
+        with pytest.raises(ValueError, match=r"does not take the actor's weights .*404.*server.takes_weights=true"):
+            way.send(weights, 1)
+        with pytest.raises(ValueError, match="was given no weights for version 1"):
+            way.send([], 1)
+        with files_of_at_most(5000), pytest.raises(ValueError, match=r"version 2 cannot be written to .*--shm-size"):
+            way.send(weights, 2)
+    assert not list(tmp_path.iterdir())
+
+
+# vLLM's own transfer
+
+
+def test_nccl_is_refused_where_there_is_no_gpu_or_no_vllm(monkeypatch: pytest.MonkeyPatch):
+    openai = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url=http://127.0.0.1:8000/v1"]
+    rollout = compose(*openai, f"{OWN}.weight_transfer=nccl").actor_rollout_ref.rollout
+    monkeypatch.setattr(transfers, "find_spec", lambda name: object())
+    check_weight_transfer(rollout, gpus=1)
+    check_weight_transfer(compose(*openai).actor_rollout_ref.rollout, gpus=0)
+    with pytest.raises(ConfigError, match=r"weight_transfer=nccl needs a GPU .* has none .* Set it to shared_memory"):
+        check_machine(compose(*openai, f"{OWN}.weight_transfer=nccl", "trainer.n_gpus_per_node=0"))
+    monkeypatch.setattr(transfers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"weight_transfer=nccl needs vLLM, which is not installed"):
+        check_weight_transfer(rollout, gpus=1)
+
+
+def test_a_server_on_this_node_meets_the_trainer_on_loopback():
+    assert own_address("http://127.0.0.1:8000/v1") == "127.0.0.1"
+
+
+def test_buckets_of_weights_are_filled_as_they_come(monkeypatch: pytest.MonkeyPatch):
+    """No more than a bucket, and the weight that opens the next, is asked for at a time."""
+    asked, weights = [], some_weights(6)  # of 16, 32 … 96 bytes
+
+    def coming() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            asked.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr(transfers, "BUCKET_BYTES", 100)
+    found = [(len(bucket), len(asked)) for bucket in buckets(coming())]
+    assert found == [(3, 4), (1, 5), (1, 6), (1, 6)]
+
+
+class Receiver:
+    """A server's one worker, as vLLM's own engine receives, in this process: what it is asked under init and update."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        class Engine(NCCLWeightTransferEngine):
+            def __init__(self) -> None:
+                self.parallel_config = SimpleNamespace(rank=0)
+                self.device = torch.device("cpu")
+                self.model = SimpleNamespace(load_weights=received.update)
+
+        self.weights = received = {}
+        self.engine = Engine()
+
+    def init(self, body: dict) -> tuple[int, dict]:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(body["init_info"]))
+        return 200, {}
+
+    def update(self, body: dict) -> tuple[int, dict]:
+        self.engine.update_weights(body["update_info"])
+        return 200, {}
+
+    def routes(self) -> dict[str, Answer]:
+        return {"init_weight_transfer_engine": self.init, "update_weights": self.update}
+
+
+@needs_vllm
+def test_weights_are_sent_in_buckets_of_one_update(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their names, types and shapes go ahead of each bucket; the group is made once."""
+    monkeypatch.setattr(transfers, "BUCKET_BYTES", 100)
+    weights, receiver, calls = some_weights() | {"half": torch.ones(3).bfloat16()}, Receiver(), []
+    with server_that(calls, **receiver.routes()) as url, sender(url, "nccl", tmp_path) as way:
+        way.send(iter(weights.items()), 1)
+        assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in weights.items())
+        assert receiver.weights["half"].dtype == torch.bfloat16
+        way.send(((name, tensor + 1) for name, tensor in weights.items()), 2)
+    assert all(torch.equal(receiver.weights[name], tensor + 1) for name, tensor in weights.items())
+    update = [START, UPDATE, UPDATE, UPDATE, FINISH, RESET]
+    meeting = ["/get_world_size", "/init_weight_transfer_engine"]
+    assert [path for path, _ in calls] == [*meeting, *update, *update, "/shutdown_weight_transfer_engine"]
+    told = calls[1][1]["init_info"]
+    assert (told["master_address"], told["rank_offset"], told["world_size"]) == ("127.0.0.1", 1, 2) and told["packed"]
+    assert calls[3][1]["update_info"]["shapes"] == [[4, 1], [4, 2], [4, 3]]
+    assert calls[6] == (FINISH, {"weight_version": "1"})
+
+
+@needs_vllm
+def test_a_transfer_that_never_ends_is_given_up_with_what_was_sent(stand_in: None, tmp_path: Path, monkeypatch):
+    """Its server has all it was told, and NCCL waits for one that is gone. Nothing is asked of the group after that."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    over, calls = Event(), []
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda **_: over.wait())
+    routes = Receiver().routes() | {"update_weights": lambda _: (200, {})}
+    with server_that(calls, **routes) as url, sender(url, "nccl", tmp_path, weights_timeout=2.0) as way:
+        named = r"version 5 by .*nccl: while layers\.0\.weight … layers\.4\.weight were sent: Overdue: not done after 2"
+        with pytest.raises(ValueError, match=named):
+            way.send(some_weights().items(), 5)
+        over.set()
+    assert calls[-1][0] == UPDATE
+
+
+@needs_vllm
+def test_a_server_that_refuses_is_not_waited_for(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The broadcast, which nobody receives, would not end before the deadline."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    over = Event()
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda **_: over.wait())
+    routes = Receiver().routes() | {"update_weights": lambda _: (400, {"error": "no place for it"})}
+    with server_that([], **routes) as url, sender(url, "nccl", tmp_path) as way:
+        with pytest.raises(ValueError, match=r"status 400: .*no place for it"):
+            way.send(some_weights().items(), 5)
+        over.set()
+
+
+@needs_vllm
+def test_workers_that_do_not_join_are_given_up(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    over = Event()
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda _: over.wait())
+    with server_that([]) as url, sender(url, "nccl", tmp_path, weights_timeout=1.0) as way:
+        with pytest.raises(
+            ValueError, match=r"while 1 workers of the server were to join at 127\.0\.0\.1:\d+: Overdue"
+        ):
+            way.send(some_weights().items(), 0)
+        over.set()
+
+
+def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
+    address: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Sharded weights are put together by all workers, in the same order."""
+    engine, made = engine_for(f"{address}/v1", tiny_model, policy_of(tiny_model), api_key=KEY), []
+    monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
+    monkeypatch.setattr("workers.openai_rollout.rank", lambda: 1)
+    engine.load_weights((made.append(name) or (name, tensor) for name, tensor in some_weights().items()), 4)
+    assert made == [*some_weights()] and engine.weight_version == 4
+    engine.close()
+
+
+# With vLLM's server
+
+
+def policy_of(folder: Path) -> TrainEngine:
+    model = load_causal_lm(ModelConfig(path=str(folder)))
+    return TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+
+
+def engine_for(url: str, folder: Path, policy: TrainEngine, **settings: Any) -> OpenAIRollout:
+    own = {"openai": {"base_url": url, **settings}}
+    config = RolloutConfig(name="openai", prompt_length=40, response_length=24, max_num_seqs=8, engine_kwargs=own)
+    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), policy.module)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_one_server_takes_weights_either_way(stand_in: None, wide_headed_model: Path, tmp_path: Path, monkeypatch):
+    """By vLLM's transfer, from one trainer after another, then from a whole run by shared memory. With two updates a
+    step, so that the trainer's log-probs of what was sampled are computed: they are those of the server."""
+    monkeypatch.setattr(transfers, "BUCKET_BYTES", 100_000)
+    stand_in_there = "+rollout.engine_kwargs.vllm.worker_extension_cls=tests.store_transfer.WorkerExtension"
+    policy = policy_of(wide_headed_model)
+    with ExitStack() as held:
+        url, _ = held.enter_context(vllm_server(wide_headed_model, 40, 24, stand_in_there))
+        for change in (1.5, 0.8):
+            engine = engine_for(url, wide_headed_model, policy, weight_transfer="nccl", weights_timeout=60.0)
+            with torch.no_grad():
+                policy.module.model.embed_tokens.weight.mul_(change)
+            assert probe_distance(engine, policy) > 1e-3
+            engine.load_weights(policy.weights(), 1)
+            check_weights(engine, policy)
+            engine.close()
+        engine = engine_for(url, wide_headed_model, policy, weight_transfer="nccl", weights_timeout=60.0)
+        with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):
+            engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 2)
+        engine.close()
+        own = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url={url}"]
+        two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        done = run_main(*short_run(wide_headed_model, tmp_path / "run", *own, two_updates))
+    assert done.returncode == 0, done.stderr
+    steps = learning_metrics(tmp_path / "run")
+    for number in range(1, 5):
+        assert abs(steps[number]["rollout_corr/kl"]) < 1e-5
