@@ -502,7 +502,6 @@ def test_a_python_function_as_a_tool_with_a_format_and_a_reward_of_the_users(des
 # Missing
 
 MISSING_KEYS = {
-    "learned reward models": ("reward_model.enable=true", "reward models are not part"),
     "TensorRT-LLM": ("actor_rollout_ref.rollout.name=trtllm", "that engine is not part"),
     "LoRA": ("actor_rollout_ref.model.lora_rank=8", "LoRA is not part"),
 }
