@@ -2,22 +2,23 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 from configs.schema import RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto
+from tests.runs import ROOT
 from tests.servers import KEY
 from training import judge as module
-from training.judge import GRADE, REFERENCE, TEMPLATE, filled, grade_in, judge, recall, remember, template_text
+from training.judge import GRADE, REFERENCE, TEMPLATE, filled, grade_in, judge, recall, template_text
 from training.reward import load_reward_manager
 from training.scorers import NotScored
 
@@ -163,6 +164,12 @@ def test_what_asking_again_would_not_mend_is_said_at_once(answer, problem):
         assert len(asked) == 1
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://localhost", "http://"])
+def test_what_is_no_address_is_said_at_once(address: str):
+    with pytest.raises(ValueError, match=r"is no address: reward_kwargs\.base_url begins with http://"):
+        asked_of(address)
+
+
 def test_a_variable_that_is_not_set_is_named():
     with pytest.raises(ValueError, match=r"api_key_env=NO_SUCH_KEY: .*Export it"):
         asked_of("http://127.0.0.1:1", api_key_env="NO_SUCH_KEY")
@@ -184,21 +191,24 @@ def test_answers_are_kept_by_all_that_decides_them(tmp_path: Path):
         assert len(asked) == 2  # such an answer is not kept
 
 
-def keep(cache: str, first: int) -> None:
-    for number in range(first, first + 40):
-        remember(cache, str(number), f"said {number}")
+KEEP = """
+import sys
+from training.judge import remember
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 40):
+    remember(sys.argv[1], str(number), f"said {number}")
+"""
 
 
 def test_processes_share_the_file_of_answers(tmp_path: Path):
     cache = str(tmp_path / "judge.sqlite")
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        [*pool.map(keep, [cache, cache], [0, 40])]
+    both = [subprocess.Popen([sys.executable, "-c", KEEP, cache, first], cwd=ROOT) for first in ("0", "40")]
+    assert [process.wait() for process in both] == [0, 0]
     assert [recall(cache, str(number)) for number in range(80)] == [f"said {number}" for number in range(80)]
 
 
-def manager(**reward_kwargs: Any) -> Any:
+def manager(timeout: float = 60.0, **reward_kwargs: Any) -> Any:
     function = RewardFunctionConfig("training.judge", "judge", reward_kwargs)
-    return load_reward_manager(RewardConfig(custom_reward_function=function), None, None)
+    return load_reward_manager(RewardConfig(custom_reward_function=function, timeout=timeout), None, None)
 
 
 def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
@@ -209,6 +219,24 @@ def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
     assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].said
     with pytest.raises(ValueError, match="missing a required argument: 'base_url'"):
         manager(model="a")
+
+
+def test_a_server_that_hangs_costs_its_row_and_no_other():
+    over = Event()
+
+    def rule(number: int, body: dict) -> Answer:
+        if "hang" in body["messages"][0]["content"]:
+            over.wait()
+        return says("Score: 5")
+
+    with answering(rule) as (url, asked):
+        try:
+            rows = {"prompts": ["1+1"] * 3, "responses": ["a", "hang", "b"]}
+            first, hung, last = manager(timeout=3.0, base_url=url)(DataProto.from_single_dict(rows))
+        finally:
+            over.set()
+        assert first["score"] == last["score"] == 0.5 and len(asked) == 3
+        assert isinstance(hung, NotScored) and hung.outcome == "timeout" and "reward.timeout=3" in hung.said
 
 
 def test_our_own_server_is_a_judge(address: str, monkeypatch: pytest.MonkeyPatch):

@@ -152,7 +152,7 @@ async def ask(session: aiohttp.ClientSession, method: str, url: str, body: Json 
     """The JSON that the server answers.
 
     Raises:
-        ValueError: it refuses the request, or answers what is not JSON.
+        ValueError: `url` is none, it refuses the request, or answers what is not JSON.
         ConnectionError: it fails, or is busy, each time.
     """
     wait = FIRST_WAIT
@@ -160,6 +160,8 @@ async def ask(session: aiohttp.ClientSession, method: str, url: str, body: Json 
         try:
             async with session.request(method, url, json=body) as answer:
                 status, text, later = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ValueError(f"{url} is no address: reward_kwargs.base_url begins with http:// or https://.") from error
         except aiohttp.ClientError as error:
             problem, later = f"{type(error).__name__}: {error}", ""
         else:
