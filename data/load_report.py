@@ -64,7 +64,7 @@ def print_report(sources: Any, kept: int, details: Iterable[str], left_out: dict
 
 
 def spread(what: str, lengths: Sequence[int]) -> str:
-    """Their tokens: of `what` there are some of each of the `lengths`."""
+    """A sentence on how many tokens `what` has: the shortest, the longest and the usual of `lengths`."""
     median, most = np.percentile(lengths, [50, 95]).astype(int)
     return f"{what} of {min(lengths)} to {max(lengths)} tokens, half of them at most {median}, 95 % at most {most}"
 

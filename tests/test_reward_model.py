@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from configs.checks import check_config
 from configs.schema import PretrainedModelConfig, RewardConfig, RewardModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
+from data.seeding import derive_seed
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
@@ -214,12 +216,14 @@ def test_rows_without_a_function_are_validated_by_the_model_too(tiny_model: Path
 
 def test_preference_pairs_hold_a_shortest_way_against_another_move(tiny_model: Path):
     config = compose(*short_run(tiny_model, Path("unused")), name="frozenlake_rm")
-    pairs = script.preference_pairs(config, 30)
     environment = build_environment(config)
-    for pair in pairs:
-        assert pair.chosen[:-1] == pair.rejected[:-1] and pair.chosen[-1] != pair.rejected[-1]
-        names = {environment.action_to_text(action) for action in environment.actions}
-        assert {TOKENIZER.decode(pair.chosen[-1]), TOKENIZER.decode(pair.rejected[-1])} <= names
+    environment = replace(environment, seed=derive_seed(config.trainer.seed, "compared_states"))
+    states = [environment.get_state(place) for place in range(30)]
+    best = [{environment.action_to_text(action) for action in environment.optimal_actions(state)} for state in states]
+    best = [names for names in best if len(names) < len(environment.actions)]
+    for pair, right in zip(script.preference_pairs(config, 30), best, strict=True):
+        assert pair.chosen[:-1] == pair.rejected[:-1]
+        assert TOKENIZER.decode(pair.chosen[-1]) in right and TOKENIZER.decode(pair.rejected[-1]) not in right
 
 
 def test_the_preference_loss_by_hand():
