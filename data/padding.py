@@ -14,6 +14,12 @@ from torch import Tensor
 
 from data.protocol import DataProto, object_array
 
+# How a row, or an episode, ended: each name is a metric, end_reason/NAME.
+ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
+FAILED_END_REASONS = (*ENVIRONMENT_FAILURES, "aborted", "reward_timeout", "reward_error")  # the row measures nothing
+END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
+END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by an engine's finish_reason
+
 PER_TOKEN = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
 
 
@@ -31,7 +37,7 @@ class Sample:
     weight_versions: list[int] = field(default_factory=list)  # of the weights that a token was sampled from
     rewards: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # of an episode, from 0; an observation is of the turn it follows
-    end_reason: str | None = None
+    end_reason: str | None = None  # one of END_REASONS
     extras: dict[str, Any] = field(default_factory=dict)  # further columns of the row
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import main
 from configs.schema import AlgorithmConfig
 from data.files import dump_jsonl
-from data.padding import collate, collate_turns
+from data.padding import FAILED_END_REASONS, collate, collate_turns
 from data.protocol import DataProto
 from tests.batches import Turn, episode_batch, random_groups
 from tests.runs import compose, learning_metrics, short_run
@@ -19,7 +19,7 @@ from training.advantage import compute_advantage, kl_in_reward
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_files import episode_records, read_episodes
 from training.episodes import Episodes, greedy_scores
-from training.failures import check_failures, measured
+from training.failures import check_failures, valid_episodes
 from training.feedback import sample_metrics
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
@@ -123,7 +123,7 @@ def test_a_single_episode_is_counted_as_one(history, failed):
     metrics = metrics_of(batch)
     assert metrics["critic/score/mean"] == metrics["episode/1.0/return/mean"] == 1.5 and metrics["num_turns/mean"] == 2
     assert metrics["end_reason/terminated"] == 1 / (1 + failed) and reward_metrics(batch)["reward/acc/mean"] == 1.0
-    assert sample_metrics(batch)["reward"].tolist() == [1.5] + [0.0] * failed and len(measured(batch)) == 1
+    assert sample_metrics(batch)["reward"].tolist() == [1.5] + [0.0] * failed and len(valid_episodes(batch)) == 1
     assert not rows_with_signal(batch, "score").any() and not rows_with_signal(batch, "acc").any()
     assert {*greedy_scores(batch.select_idxs(batch.episode == 0), batch).tolist()} == {1.5}
     found, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="grpo"))
@@ -291,10 +291,11 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
     assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
 
 
-def test_what_is_measured_are_the_ends_of_the_episodes_that_did_not_fail():
+def test_valid_episodes_are_the_last_rows_of_those_that_did_not_fail():
     batch = failing(None, "env_error", "timeout", None)
-    assert [*measured(batch).episode] == [0, 3] and measured(batch).batch["turn_ids"].tolist() == [[1], [1]]
-    assert len(measured(failing("timeout"))) == 0
+    assert [*valid_episodes(batch).episode] == [0, 3] and valid_episodes(batch).batch["turn_ids"].tolist() == [[1], [1]]
+    for reason in FAILED_END_REASONS:
+        assert len(valid_episodes(failing(reason))) == 0, f"training leaves {reason} out, so validation does"
 
 
 def test_any_failure_is_too_many_for_a_limit_of_zero_and_none_for_one():

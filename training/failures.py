@@ -2,11 +2,9 @@
 
 from collections import Counter
 
+from data.padding import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from data.protocol import DataProto
 from training.episodes import Episodes
-
-EPISODE_FAILURES = ("env_error", "timeout")  # end reasons that are the environment's fault, or a tool's
-NOT_MEASURED = (*EPISODE_FAILURES, "reward_timeout", "reward_error")
 
 
 def check_failures(batch: DataProto, limit: float) -> None:
@@ -20,10 +18,10 @@ def check_failures(batch: DataProto, limit: float) -> None:
     if "episode" not in batch:
         return
     ends = batch.select_idxs(Episodes(batch).last_row)
-    causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in EPISODE_FAILURES]
+    causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
     if len(causes) <= limit * len(ends):
         return
-    kinds = Counter(end for end in ends.end_reason if end in EPISODE_FAILURES)
+    kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
     counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
     [(place, times)] = Counter(map(place_of, causes)).most_common(1)
     example = next(cause for cause in causes if place_of(cause) == place)
@@ -35,10 +33,10 @@ def check_failures(batch: DataProto, limit: float) -> None:
     )
 
 
-def measured(batch: DataProto) -> DataProto:
-    """The last row of each episode that did not fail and was scored, which says how the whole went."""
+def valid_episodes(batch: DataProto) -> DataProto:
+    """The last row of each episode that did not fail: those that metrics are computed from."""
     last_rows = Episodes(batch).last_row.tolist()
-    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in NOT_MEASURED])
+    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
 
 
 def place_of(cause: str) -> str:

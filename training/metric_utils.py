@@ -20,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.padding import END_REASONS, FAILED_END_REASONS
 from data.protocol import DataProto
 from training.episodes import Episodes
-
-FAILED_END_REASONS = ("env_error", "timeout", "aborted", "reward_timeout", "reward_error")
-END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
 # Columns that an episode's samples may have, and what they are called beside its data source.

@@ -13,7 +13,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.episode_files import episode_records
-from training.failures import check_failures, measured
+from training.failures import check_failures, valid_episodes
 from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reports import message_fields, print_samples
@@ -70,7 +70,7 @@ class Validator:
             return {}, []
         batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
         check_failures(batch, self.config.env.max_failed_fraction)
-        answers = measured(batch)
+        answers = valid_episodes(batch)
         columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
         columns["reward"] = total_scores(answers)
         metrics = process_validation_metrics(answers.data_source, answers.uid, columns)
@@ -100,7 +100,7 @@ class Validator:
             return {}, []
         batch = self.generate(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
         check_failures(batch, self.config.env.max_failed_fraction)
-        ends = measured(batch)
+        ends = valid_episodes(batch)
         columns = {"return": list(ends.episode_return)}
         if any(success is not None for success in ends.success):
             columns = {"acc": [float(success or False) for success in ends.success], **columns}

@@ -11,8 +11,8 @@ from typing import Any
 
 from configs.errors import users_line
 from data.chat import ChatFormat, Message
-from data.padding import Sample
-from workers.rollout import END_REASONS, Completion
+from data.padding import END_REASON_OF, Sample
+from workers.rollout import Completion
 
 Row = dict[str, Any]
 
@@ -109,7 +109,7 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
             if end_reason is None and reply.prompt_ids is not None:
                 samples.append(Sample(reply.prompt_ids))
             elif end_reason is None and not reply.messages:
-                end_reason = END_REASONS[done.finish_reason]
+                end_reason = END_REASON_OF[done.finish_reason]
             elif end_reason is None:
                 told = chat.increment(reply.messages, done.finish_reason == "stop")
                 end_reason = go_on(sample, told, limits, turn)

@@ -19,14 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from configs.schema import RolloutConfig
 from data.import_utils import callable_name
-from data.padding import Sample, collate
+from data.padding import END_REASON_OF, Sample, collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.tokenizer import template_terminator
 from training.roles import SamplingParams
 
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
-END_REASONS = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by finish_reason
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,10 @@ class Completion:
     weight_version: int
 
     def __post_init__(self) -> None:
-        if self.finish_reason not in END_REASONS:
+        if self.finish_reason not in END_REASON_OF:
             raise ValueError(
                 f"request {self.id} finished with finish_reason={self.finish_reason!r}, which is none of "
-                f"{', '.join(END_REASONS)}: the engine has to say which of them it was."
+                f"{', '.join(END_REASON_OF)}: the engine has to say which of them it was."
             )
 
 
@@ -233,7 +232,7 @@ def check_completions(name: str, requests: Sequence[Request], completions: Seque
 
 def answered(request: Request, done: Completion) -> Sample:
     """The row of a request and its completion; nothing is learnt from one that was aborted."""
-    sample = Sample(request.prompt_ids, end_reason=END_REASONS[done.finish_reason])
+    sample = Sample(request.prompt_ids, end_reason=END_REASON_OF[done.finish_reason])
     sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
     return sample
 
