@@ -14,7 +14,7 @@ from tests.pages import TREE, shipped_modules, tree_lines, without_users
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["configs", "data", "training", "workers", "main"]  # a module imports from its own layer and those before it
-MAX_MODULE, MAX_FUNCTION, MAX_POSITIONAL = 300, 50, 6  # lines, lines, parameters
+MAX_MODULE, MAX_FUNCTION, MAX_POSITIONAL = 450, 50, 6  # lines, lines, parameters
 MAX_TOUR = 2500  # lines of all files in docs/tour.md: what one afternoon can read
 
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
@@ -34,10 +34,7 @@ EXEMPT = {
     "custom": {},
     "size": {
         "configs/schema.py": "every setting, once",
-        "custom/text_env.py": "one class, and its parts know each other's state",
-        "data/protocol.py": "verl's DataProto with all its operations",
         "training/core_algos.py": "a catalogue of algorithms",
-        "training/metric_utils.py": "a catalogue of metrics",
     },
     "broad except": {
         "configs/errors.py": "the boundary of the commands: an error in one sentence",

@@ -17,13 +17,13 @@ from tests.runs import compose, learning_metrics, short_run
 from training import show_episodes
 from training.advantage import compute_advantage, kl_in_reward
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
-from training.episode_files import episode_records, read_episodes
 from training.episodes import Episodes, greedy_scores
-from training.failures import check_failures, valid_episodes
 from training.feedback import sample_metrics
+from training.health import check_failures, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
 from training.selection import draw_rows, groups_by_signal, rows_with_signal
+from training.transcripts import episode_records, read_episodes, shortened
 
 HISTORIES = ("transcript", "turns")
 ALL_ROWS = "(response_length|prompt_length)/|response/aborted|end_reason/"  # metrics that failures are part of
@@ -415,9 +415,9 @@ def test_plain_rows_of_a_file_are_shown_as_well(tmp_path, capsys):
 
 def test_a_long_episode_loses_its_middle():
     turns = [{"turn": number} for number in range(50)]
-    assert show_episodes.shortened(turns, None) == [*enumerate(turns)]
-    assert show_episodes.shortened(turns[:8], 8) == [*enumerate(turns[:8])]
-    short = show_episodes.shortened(turns, 8)
+    assert shortened(turns, None) == [*enumerate(turns)]
+    assert shortened(turns[:8], 8) == [*enumerate(turns[:8])]
+    short = shortened(turns, 8)
     assert [number for number, _ in short] == [0, 1, 2, 3, 42, 46, 47, 48, 49] and short[4] == (42, None)
 
 

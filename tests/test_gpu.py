@@ -17,7 +17,9 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from tests.batches import padded, random_ids, relative_distance
 from training.roles import SamplingParams
-from training.rollout_mismatch import MAX_RATIO, MEAN, rollout_mismatch
+from training.rollout_correction import MAX_MISMATCH_RATIO as MAX_RATIO
+from training.rollout_correction import MEAN_MISMATCH as MEAN
+from training.rollout_correction import rollout_mismatch
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.engine import TrainEngine
 from workers.kernels.token_head import score_tokens

@@ -7,7 +7,7 @@ import pytest
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.batches import padded
-from training.no_signal import NoSignal, likeliest_cause, teaches_nothing
+from training.health import NoSignal, likeliest_cause, teaches_nothing
 
 TIES = {"critic/score/max": 0.0, "critic/score/min": 0.0, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
 TEACHES = {

@@ -11,8 +11,11 @@ from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from data.protocol import DataProto
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
 from tests.runs import compose, learning_metrics, short_run
+from training.health import MismatchAlarm
 from training.mini_batches import policy_mini_batches
-from training.rollout_mismatch import MAX_RATIO, MEAN, MismatchAlarm, rollout_mismatch
+from training.rollout_correction import MAX_MISMATCH_RATIO as MAX_RATIO
+from training.rollout_correction import MEAN_MISMATCH as MEAN
+from training.rollout_correction import rollout_mismatch
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.metrics import PooledMetrics
@@ -111,18 +114,18 @@ def test_a_filter_that_only_the_engine_applies_is_said(tmp_path, tiny_model, cap
 def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
     alarm = MismatchAlarm(0.05)
     for value in (0.01, 0.05):
-        alarm.check({MEAN: value})
+        alarm.check({MEAN: value}, None)
     assert not caplog.records
     for value in (0.06, 0.2, math.nan):
-        alarm.check({MEAN: value})
-    alarm.check({})
-    alarm.check({MEAN: 1.0})
+        alarm.check({MEAN: value}, None)
+    alarm.check({}, None)
+    alarm.check({MEAN: 1.0}, None)
     assert len(caplog.records) == 1 and "0.06 nats a token" in caplog.records[0].getMessage()
     for value in (0.01, math.nan):
-        alarm.check({MEAN: value})
+        alarm.check({MEAN: value}, None)
     assert len(caplog.records) == 2
 
 
 def test_without_a_bound_it_is_never_said(caplog):
-    MismatchAlarm(None).check({MEAN: 100.0})
+    MismatchAlarm(None).check({MEAN: 100.0}, None)
     assert not caplog.records

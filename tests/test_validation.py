@@ -21,12 +21,12 @@ from tests import engines
 from tests.batches import padded
 from tests.engines import Playing
 from tests.runs import compose
-from training.episode_files import read_episodes
 from training.game import Game
 from training.reports import validation_summary
 from training.reward import load_reward_manager
 from training.roles import Roles, SamplingParams
-from training.validation import Validator, spread
+from training.transcripts import read_episodes, spread
+from training.validation import Validator
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}

@@ -23,8 +23,7 @@ from training.core_algos import (
     kl_penalty,
 )
 from training.episodes import Episodes
-from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs
-from training.rollout_mismatch import rollout_mismatch
+from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 
 Columns = dict[str, Tensor]

@@ -11,8 +11,8 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from training.advantage import check_log_probs, estimator_needs
 from training.episodes import greedy_scores
-from training.failures import check_failures
 from training.game import begun
+from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, count_as_reward, reward_metrics

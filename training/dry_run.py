@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
 from data.protocol import DataProto
+from training.health import likeliest_cause, teaches_nothing
 from training.mini_batches import rows_by_prompt
-from training.no_signal import likeliest_cause, teaches_nothing
 from training.reports import fields_table, short_number
 
 if TYPE_CHECKING:

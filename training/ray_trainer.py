@@ -21,17 +21,16 @@ from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_
 from training.collection import Collector
 from training.core_algos import get_kl_controller
 from training.feedback import tell_data
+from training.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
-from training.no_signal import NoSignal
 from training.reports import files_left, nothing_left, report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
-from training.rollout_mismatch import MismatchAlarm
 from training.selection import draw_rows
-from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
-from training.validation import Validator, sample_rows
+from training.transcripts import sample_rows
+from training.validation import Validator
 
 Metrics = dict[str, float]
 
@@ -81,8 +80,11 @@ class RayPPOTrainer:
             "Often: a learning rate too high (actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
             self.folder,
         )
-        self.no_signal = NoSignal(config.trainer.no_signal_steps, tokenizer)
-        self.mismatch_alarm = MismatchAlarm(config.trainer.max_rollout_mismatch)
+        self.watches = [
+            self.skipped_updates,
+            NoSignal(config.trainer.no_signal_steps, tokenizer),
+            MismatchAlarm(config.trainer.max_rollout_mismatch),
+        ]
 
     def fit(self) -> Metrics:
         """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
@@ -113,9 +115,8 @@ class RayPPOTrainer:
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
-                self.skipped_updates.check(self.metrics)
-                self.no_signal.check(self.metrics, batch)
-                self.mismatch_alarm.check(self.metrics)
+                for watch in self.watches:
+                    watch.check(self.metrics, batch)
             self.saver.check(self.global_step)
         print(files_left(self.folder))
         return self.validation

@@ -17,6 +17,9 @@ from configs.rollout_correction import RolloutCorrectionConfig, Threshold, parse
 from data.protocol import DataProto
 from training.torch_functional import bound_log_ratio, masked_mean, masked_sum, zero_masked
 
+MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
+MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
+
 
 class Level(NamedTuple):
     """What one importance weight belongs to."""
@@ -269,6 +272,22 @@ def compute_rollout_probs_diff(
         if correlation.isfinite():
             metrics["training/rollout_actor_probs_pearson_corr"] = correlation
     return _floats(metrics)
+
+
+@torch.no_grad()
+def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """Three numbers on two log-probs [B, R] of the same tokens: the trainer's and the engine's that sampled them.
+
+    Over the tokens under `response_mask`: the mean of |Δ log-prob| in nats, the k3 estimate of KL(rollout || policy) in
+    nats a token, and the largest ratio of the two probabilities, whichever is above. An empty mask gives 0, 0 and 1.
+    """
+    log_ratio = zero_masked(log_prob - rollout_log_prob, response_mask)
+    bounded = bound_log_ratio(log_ratio)
+    return {
+        MEAN_MISMATCH: masked_mean(log_ratio.abs(), response_mask),
+        "rollout_mismatch/k3_kl": masked_mean(bounded.expm1() - bounded, response_mask),
+        MAX_MISMATCH_RATIO: bounded.abs().max().exp(),
+    }
 
 
 def _share(condition: Tensor) -> Tensor:

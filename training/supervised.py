@@ -23,10 +23,10 @@ from data.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from data.sft_dataset import SFTDataset
 from data.tokenizer import load_tokenizer, template_terminator
 from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
+from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
 from training.reports import files_left, nothing_left
-from training.skipped_updates import SkippedUpdates
 from training.tracking import Tracking
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
@@ -130,7 +130,7 @@ class SFTTrainer:
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.saver.save(self.global_step)
                 tracking.log(self.global_step, self.metrics)
-                self.skipped_updates.check(self.metrics)
+                self.skipped_updates.check(self.metrics, None)
             self.saver.check(self.global_step)
         print(files_left(self.folder))
         return self.folder / f"global_step_{self.global_step}" / "huggingface"

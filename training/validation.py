@@ -1,10 +1,9 @@
 """Measuring the policy: answers to held-out prompts, and whole episodes in the real environment."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
@@ -12,18 +11,15 @@ from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
-from training.episode_files import episode_records
-from training.failures import check_failures, valid_episodes
 from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
+from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reports import message_fields, print_samples
-from training.reward import RewardManager, no_function, reward_view
+from training.reward import RewardManager, no_function
 from training.reward_model import scored
 from training.roles import Roles, SamplingParams
-from training.show_episodes import print_records
+from training.transcripts import Record, by_kind, episode_records, print_rows, sample_rows, spread, total_scores
 
 Metrics = dict[str, float]
-Row = dict[str, Any]
 
 
 class Validator:
@@ -64,7 +60,7 @@ class Validator:
                 print_rows(f"validation {kind} at step {step}", rows)
         return metrics
 
-    def on_rows(self, step: int) -> tuple[Metrics, list[Row]]:
+    def on_rows(self, step: int) -> tuple[Metrics, list[Record]]:
         """val_kwargs.n answers to each row of the validation set, or as many episodes; failed ones count nowhere."""
         if self.loader is None:
             return {}, []
@@ -89,7 +85,7 @@ class Validator:
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
         return scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
 
-    def on_episodes(self, step: int) -> tuple[Metrics, list[Row]]:
+    def on_episodes(self, step: int) -> tuple[Metrics, list[Record]]:
         """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
 
         `return` is the sum of an episode's rewards, `acc` whether it was a success. Where nobody says what a success is
@@ -121,25 +117,6 @@ class Validator:
         )
 
 
-def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Row]:
-    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said.
-
-    Of episodes, one row for each, with its tokens (`episode_records`).
-    """
-    if "episode" in batch:
-        return episode_records(batch, tokenizer, step)
-    view = reward_view(batch, tokenizer)
-    columns = {
-        "input": view.prompts,
-        "output": view.responses,
-        "gts": view.ground_truths,
-        "score": total_scores(batch),
-        "end_reason": view.end_reason,
-        **{name: view.get(name) for name in batch.meta_info["reward_extra_keys"]},
-    }
-    return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
-
-
 def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
     """The starts of the episodes of these reset seeds, but of those whose prompts are too long to be shown."""
     states = [game.environment.start_state(seed) for seed in seeds]
@@ -156,39 +133,3 @@ def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
         "uid": [str(state.seed) for state, _ in shown],
     }
     return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
-
-
-def by_kind(samples: Sequence[Row]) -> dict[str, list[Row]]:
-    """Samples of the validation set and of whole episodes apart, under what they are called in print."""
-    kinds = {
-        "rows": [row for row in samples if "turns" not in row],
-        "episodes": [row for row in samples if "turns" in row],
-    }
-    return {kind: rows for kind, rows in kinds.items() if rows}
-
-
-def print_rows(title: str, rows: Sequence[Row]) -> None:
-    """Prints rows of one of the kinds of `by_kind`; of what is in the dumped file, what is worth reading."""
-    if "turns" in rows[0]:
-        print_records(title, rows, brief=True)
-    else:
-        print_samples(title, [printed(row) for row in rows])
-
-
-def printed(row: Row) -> Row:
-    """What of an answer is worth reading in a terminal; chat messages each under its role."""
-    shown = {name: value for name, value in row.items() if name not in ("step", "raw_prompt") and value is not None}
-    if "raw_prompt" in row:
-        del shown["input"]
-        shown = message_fields(row["raw_prompt"]) | shown
-    return shown
-
-
-def total_scores(batch: DataProto) -> list[float]:
-    return batch.batch["token_level_scores"].sum(1).tolist()
-
-
-def spread(rows: Sequence[Row], count: int) -> Iterable[Row]:
-    """`count` rows, evenly spaced from best to worst score."""
-    ordered = sorted(rows, key=lambda row: -row["score"])
-    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]

@@ -17,7 +17,7 @@ from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty
 from training.mini_batches import Update
 from training.policy_loss import LossConfig, call_policy_loss
-from training.rollout_mismatch import MAX_RATIO, rollout_mismatch
+from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
@@ -137,7 +137,7 @@ class DataParallelPPOActor:
             log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
         if "rollout_log_probs" in columns:
             for name, value in rollout_mismatch(log_probs, columns["rollout_log_probs"], mask).items():
-                metrics.add_max(name, value) if name == MAX_RATIO else metrics.add_mean(name, value, weight)
+                metrics.add_max(name, value) if name == MAX_MISMATCH_RATIO else metrics.add_mean(name, value, weight)
         if self.policy_loss.over_mini_batch:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch

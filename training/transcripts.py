@@ -1,18 +1,27 @@
-"""Episodes as JSON objects, one a line: what rollout_data_dir and validation_data_dir hold of them.
+"""Rollouts as people and programs read them: rows of JSON, and the same in the terminal.
 
-Each has texts to read (`turns`) and, token by token, the rows that were learnt from (`rows`), which `read_episodes`
-gives back as they were.
+trainer.rollout_data_dir and trainer.validation_data_dir hold one JSON object a line. An episode's has texts to read
+(`turns`) and, token by token, the rows that were learnt from (`rows`), which `read_episodes` gives back as they were.
+In the terminal an episode is shown turn by turn: dim what the policy was shown, bold what it said (which is what is
+trained), and what that earned.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.padding import Sample
 from data.protocol import DataProto
 from training.episodes import Episodes
+from training.reports import fields_table, message_fields, print_boxes, print_samples, short_number, without_middle
+from training.reward import reward_view
 
 Record = dict[str, Any]
 
@@ -29,6 +38,28 @@ TOKENS = {
     "rewards": "token_level_scores",
     "turns": "turn_ids",
 }
+
+BRIEF_TURNS = 8  # longer episodes lose their middle where they are shown briefly
+IN_TURNS = ("step", "input", "output", "turns", "rows", "raw_prompt", "__num_turns__")
+
+
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
+    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said.
+
+    Of episodes, one row for each, with its tokens (`episode_records`).
+    """
+    if "episode" in batch:
+        return episode_records(batch, tokenizer, step)
+    view = reward_view(batch, tokenizer)
+    columns = {
+        "input": view.prompts,
+        "output": view.responses,
+        "gts": view.ground_truths,
+        "score": total_scores(batch),
+        "end_reason": view.end_reason,
+        **{name: view.get(name) for name in batch.meta_info["reward_extra_keys"]},
+    }
+    return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
 
 
 def episode_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
@@ -123,3 +154,85 @@ def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
     versions = [0] * len(row["token_ids"])
     lists = {name: row[name] for name in TOKENS}
     return Sample(row["prompt_ids"], **lists, weight_versions=versions, end_reason=end_reason, extras=extras)
+
+
+def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
+    """Samples of the validation set and of whole episodes apart, under what they are called in print."""
+    kinds = {
+        "rows": [row for row in samples if "turns" not in row],
+        "episodes": [row for row in samples if "turns" in row],
+    }
+    return {kind: rows for kind, rows in kinds.items() if rows}
+
+
+def print_rows(title: str, rows: Sequence[Record]) -> None:
+    """Prints rows of one of the kinds of `by_kind`; of what is in the dumped file, what is worth reading."""
+    if "turns" in rows[0]:
+        print_records(title, rows, brief=True)
+    else:
+        print_samples(title, [printed(row) for row in rows])
+
+
+def printed(row: Record) -> Record:
+    """What of an answer is worth reading in a terminal; chat messages each under its role."""
+    shown = {name: value for name, value in row.items() if name not in ("step", "raw_prompt") and value is not None}
+    if "raw_prompt" in row:
+        del shown["input"]
+        shown = message_fields(row["raw_prompt"]) | shown
+    return shown
+
+
+def total_scores(batch: DataProto) -> list[float]:
+    return batch.batch["token_level_scores"].sum(1).tolist()
+
+
+def spread(rows: Sequence[Record], count: int) -> list[Record]:
+    """`count` rows, evenly spaced from best to worst score."""
+    ordered = sorted(rows, key=lambda row: -row["score"])
+    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
+
+
+def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
+    """Prints each rollout in a box: `title`, which says what they are ("validation at step 3"), and what it holds.
+
+    If `brief`, long episodes and long texts lose their middle.
+    """
+    print_boxes(title, [episode_view(one, brief) if "turns" in one else fields_table(one) for one in records])
+
+
+def episode_view(record: Record, brief: bool) -> Group:
+    """The turns of an episode, and below them what else is known of it."""
+    turns = Table.grid(padding=(0, 2))
+    turns.add_column(style="cyan", no_wrap=True)
+    turns.add_column(overflow="fold")
+    turns.add_column(style="green", no_wrap=True)
+    for number, turn in shortened(record["turns"], BRIEF_TURNS if brief else None):
+        if turn is None:
+            turns.add_row("…", Text(f"{number} more turns", style="dim"), "")
+        else:
+            turns.add_row(str(number), turn_view(turn, brief), short_number(turn["reward"]) if turn["reward"] else "")
+    about = {name: value for name, value in record.items() if name not in IN_TURNS and not says_nothing(value)}
+    about = {"return" if name == "score" else name: value for name, value in about.items()}
+    return Group(turns, Text(), fields_table(about))
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether it is None, or a list or dictionary without entries."""
+    return value is None or (isinstance(value, list | dict) and not value)
+
+
+def turn_view(turn: Record, brief: bool) -> Group:
+    """Dim what the policy was shown, bold what it said; an answer that cannot be seen is quoted."""
+    answer = turn["response"]
+    styled = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
+    texts = [(without_middle(text) if brief else text, style) for text, style in styled if text.strip()]
+    return Group(*(Text.from_ansi(text, style=style) for text, style in texts))
+
+
+def shortened(turns: Sequence[Record], most: int | None) -> list[tuple[int, Record | None]]:
+    """(number, turn) of the first and the last, `most` in all; between them (how many were left out, None)."""
+    numbered, left_out = [*enumerate(turns)], 0 if most is None else len(turns) - most
+    if left_out <= 0:
+        return numbered
+    half = most // 2
+    return [*numbered[:half], (left_out, None), *numbered[half + left_out :]]

@@ -1,0 +1,208 @@
+"""Watches over a run: each looks at every step, and warns, or ends the run, when something has gone wrong.
+
+`fit` asks each of its watches by `check(metrics, batch)`. Failed episodes are counted earlier, where a batch is fresh,
+so that nothing is learnt from a batch of which too many failed.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from data.files import dispensable
+from data.padding import ENVIRONMENT_FAILURES, FAILED_END_REASONS
+from data.protocol import DataProto
+from training.episodes import Episodes
+from training.rollout_correction import MEAN_MISMATCH
+from training.transcripts import print_rows, sample_rows, spread
+
+SHOWN = 2  # responses of a step that taught nothing
+MAX_FILES = 3  # of refused mini-batches, each of which holds a whole one
+
+logger = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """Counts steps of one kind."""
+
+    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
+        """Looks at a step: its metrics, and the batch that it learnt from (None: supervised training)."""
+
+
+class SkippedUpdates:
+    """Counts the steps in a row in which an update was refused, as its loss or gradient was not finite.
+
+    Args:
+        limit: so many in a row end the run.
+        setting: the key of `limit`, for the message; None if it has none.
+        remedy: what the user may look at.
+        folder: where the first refused mini-batches are kept for study; None: nowhere.
+    """
+
+    def __init__(self, limit: int, setting: str | None, remedy: str, folder: Path | None = None) -> None:
+        self.limit = limit
+        self.setting = f" ({setting}={limit})" if setting else ""
+        self.remedy = (
+            remedy if folder is None else f"The first batches are in {folder}/refused_update_step_*.pkl. {remedy}"
+        )
+        self.folder = folder
+        self.in_a_row = 0
+
+    def keep(self, mini_batch: DataProto, step: int) -> None:
+        """Writes a mini-batch whose update was refused, unless the folder has enough of them."""
+        path = self.folder / f"refused_update_step_{step}.pkl"
+        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MAX_FILES:
+            with dispensable(str(path)):
+                mini_batch.save_to_disk(path)
+
+    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
+        """Counts a step by its metrics named …/skipped_updates. Raises RuntimeError at the limit."""
+        skipped = any(value > 0 for name, value in metrics.items() if name.endswith("/skipped_updates"))
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= self.limit:
+            raise RuntimeError(
+                f"the loss or gradient was not finite in {self.in_a_row} steps in a row{self.setting}. The weights are "
+                f"as before them. {self.remedy}"
+            )
+
+
+class MismatchAlarm:
+    """Says so once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
+
+    Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing; None: never.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self.raised = False
+
+    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
+        """Looks at a step's metrics."""
+        if self.limit is None or MEAN_MISMATCH not in metrics:
+            return
+        too_far = not metrics[MEAN_MISMATCH] <= self.limit  # NaN is too far as well
+        if too_far and not self.raised:
+            logger.warning(
+                "%s is %.3g nats a token, above trainer.max_rollout_mismatch=%g: the engine samples from other "
+                "probabilities than the policy has. Often: top_p or top_k below, which only the engine applies; an "
+                "engine of lower precision; weights that it did not take up. "
+                "algorithm.rollout_correction.rollout_is=token weighs what remains; null is silent.",
+                MEAN_MISMATCH,
+                metrics[MEAN_MISMATCH],
+                self.limit,
+            )
+        self.raised = too_far
+
+
+class NoSignal:
+    """Counts the steps in a row whose rewards teach nothing, and says so once when they are `limit`; 0: never.
+
+    A step teaches nothing if all its responses score alike, or if every advantage is 0. Said are the likeliest cause
+    and, to see it, the best and the worst response of the last of these steps, decoded by `tokenizer`.
+    """
+
+    def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.limit = limit
+        self.tokenizer = tokenizer
+        self.in_a_row = 0
+
+    def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Counts a step, by its metrics and the batch that it learnt from."""
+        self.in_a_row = self.in_a_row + 1 if teaches_nothing(metrics) else 0
+        if self.in_a_row == self.limit > 0:
+            logger.warning(
+                "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
+            )
+            rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]))
+            print_rows("of a step that taught nothing", [*spread(rows, SHOWN)])
+
+
+def teaches_nothing(metrics: Mapping[str, float]) -> bool:
+    """Whether all scores of a step are equal, all advantages 0, or there is none of either."""
+    if "critic/advantages/max" not in metrics:
+        return True
+    scores_tie = metrics["critic/score/max"] == metrics["critic/score/min"]
+    return scores_tie or metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0
+
+
+def likeliest_cause(metrics: Mapping[str, float]) -> str:
+    """Why a step that taught nothing did not, and what to do about it: the first of the known causes that fits."""
+    late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
+    if late or broken:
+        return (
+            f"{late} responses were not scored in time, and {broken} made the reward raise "
+            "(reward/timeout, reward/error; the warnings name the line). Mend the function, which `python -m "
+            "training.reward` tries, or raise reward.timeout."
+        )
+    if "critic/score/max" not in metrics:
+        return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."
+    cut = f"{metrics['response_length/clip_ratio']:.0%} of the responses reach data.max_response_length"
+    readable, source = readable_answers(metrics)
+    if readable < 0.1:
+        return (
+            f"{readable:.0%} of the responses could be read as an action ({source}; {cut}). "
+            "Look at some with trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, "
+            "or start from a model that knows the format."
+        )
+    score = metrics["critic/score/max"]
+    if score > metrics["critic/score/min"]:
+        return (
+            "the samples of a prompt always score alike, so they tell nothing about each other. Raise "
+            "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart."
+        )
+    long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
+    if long and "reward/valid_action/mean" not in metrics:
+        return f"every response scores {score:g}, and {cut} and may be cut before they answer: raise it."
+    return (
+        f"every response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
+        "chance, or the task is mastered. docs/environments.md (What a step trains on) shows what to do about a "
+        "reward that comes at the end alone."
+    )
+
+
+def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
+    """The share of answers that were an action, as far as it is known, else 1, and the metrics that say so."""
+    if metrics.get("num_turns/mean") and "invalid_actions/mean" in metrics:
+        invalid = metrics["invalid_actions/mean"] / metrics["num_turns/mean"]  # of parallel calls there may be more
+        return max(0.0, 1 - invalid), "invalid_actions/mean, num_turns/mean"
+    return metrics.get("reward/valid_action/mean", 1.0), "reward/valid_action/mean"
+
+
+def check_failures(batch: DataProto, limit: float) -> None:
+    """Ends the run where more than `limit` (env.max_failed_fraction) of the episodes of `batch` failed.
+
+    Rows that are no episodes do not count. Groups that failed whole are fine: nothing is learnt from them.
+
+    Raises:
+        RuntimeError: too many; says how many of each kind, and the most frequent cause with file and line.
+    """
+    if "episode" not in batch:
+        return
+    ends = batch.select_idxs(Episodes(batch).last_row)
+    causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
+    if len(causes) <= limit * len(ends):
+        return
+    kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
+    counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
+    [(place, times)] = Counter(map(place_of, causes)).most_common(1)
+    example = next(cause for cause in causes if place_of(cause) == place)
+    raise RuntimeError(
+        f"{len(causes)} of {len(ends)} episodes failed ({counts}), more than env.max_failed_fraction={limit:g} allows. "
+        f"Most frequent, {times} times: {example}. Mend what raises or hangs there, or let it take longer "
+        "(env.timeout); what fails now and then is left out of all statistics, and env.max_failed_fraction says how "
+        "much of it a run may bear."
+    )
+
+
+def valid_episodes(batch: DataProto) -> DataProto:
+    """The last row of each episode that did not fail: those that metrics are computed from."""
+    last_rows = Episodes(batch).last_row.tolist()
+    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
+
+
+def place_of(cause: str) -> str:
+    """Where a cause arose, if it ends in "(at file:line)": messages that differ then count as one; else all of it."""
+    return cause.rpartition(" (at ")[2]
