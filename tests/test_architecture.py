@@ -34,6 +34,7 @@ EXEMPT = {
     "custom": {},
     "size": {
         "configs/schema.py": "every setting, once",
+        "custom/text_env.py": "one class, and its parts know each other's state",
         "training/core_algos.py": "a catalogue of algorithms",
     },
     "broad except": {
@@ -257,7 +258,7 @@ VIOLATIONS = [
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "def f():\n    from data.a import g"}),
     ("cycles", {"data/a.py": "import data.b", "data/b.py": "from data import c", "data/c.py": "import data.a"}),
     ("custom", {"training/x.py": "from custom.env_wrapper import make_env"}),
-    ("size", {"data/x.py": "x = 1\n" * 301}),
+    ("size", {"data/x.py": "x = 1\n" * (MAX_MODULE + 1)}),
     ("size", {"data/x.py": "def f():\n" + "    x = 1\n" * 50}),
     ("size", {"data/x.py": "class A:\n    def f(self, a, b, c, d, e, f, g): ..."}),
     ("broad except", {"data/x.py": "try:\n    f()\nexcept Exception as error:\n    pass"}),
