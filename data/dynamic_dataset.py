@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.file_formats import Origin, Row
-from data.import_utils import load_extern_object, takes
+from data.import_utils import bind, load_extern_object
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.rows import standard_names
@@ -67,8 +67,8 @@ class DynamicGenDataset(RLHFDataset):
         self.grow(batch)
 
     def grow(self, batch: DataProto | None) -> None:
-        generate = self.generator.generate
-        self.add(generate(self, batch=batch) if takes(generate, "batch") else generate(self))
+        key, dataset = f"data.datagen.name={self.config.datagen.name}", {"dataset": self}
+        self.add(bind(self.generator.generate, {"batch": batch}, key=key, positional=dataset)())
 
     def add(self, rows: Iterable[Row]) -> None:
         """Adds `rows`, which count from the first that was made; what some lack of the columns of others is None."""

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -76,10 +76,54 @@ def split_object(text: str) -> tuple[str, str | None]:
     return (path, name) if path and name and not name.startswith("//") else (text, None)  # file://… has none
 
 
-def takes(function: Callable, argument: str) -> bool:
+def bind(
+    function: Callable,
+    offered: Mapping[str, Any],
+    required: Mapping[str, Any] | None = None,
+    key: str = "",
+    *,
+    positional: Mapping[str, Any] | None = None,
+    settings: str = "kwargs",
+) -> partial:
+    """Binds a user's `function` (or class) to its arguments; a call of the result, without more of them, runs it.
+
+    It is given the values of `positional` by position, whatever it calls them, all of `required` by name, and of
+    `offered` those that it names, or with **kwargs all. Where a name is in several, the first of these comes first.
+
+    Raises:
+        ValueError: it needs another argument, or does not accept one of `required`. Names `key`, the setting that chose
+            it, and what is offered; `settings` is how `required` is called in the config.
+    """
+    positional = positional or {}
+    given = {name: value for name, value in offered.items() if name not in positional and accepts(function, name)}
+    given |= required or {}
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*positional.values(), **given)
+    except TypeError as error:
+        name, file = _name_and_file(function)
+        parts = [
+            f"{', '.join(positional)} by position" if positional else "",
+            f"what it names of {', '.join(offered)}" if offered else "",
+            f"{settings}={dict(required or {})}" if required is not None else "",
+        ]
+        raise ValueError(
+            f"{key}: in {file}, {name}{signature} cannot be called: {error}. It is given "
+            f"{' and '.join(filter(None, parts))}."
+        ) from error
+    return partial(function, *positional.values(), **given)
+
+
+def accepts(function: Callable, argument: str) -> bool:
     """Whether `function` can be given `argument` by name."""
     parameters = inspect.signature(function).parameters
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def required_arguments(function: Callable) -> list[str]:
+    """The arguments without which `function` cannot be called, in its order."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def is_setting(function: Callable, argument: str) -> bool:
@@ -88,34 +132,17 @@ def is_setting(function: Callable, argument: str) -> bool:
     return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
 
 
-def arguments_taken(
-    found: Callable, key: str, offered: dict[str, Any], kwargs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Those of the `offered` arguments that `found` can be given by name, and all `kwargs`, which win.
-
-    Raises:
-        ValueError: it needs others, or does not take one of `kwargs`; names `key`, which is where it was named.
-    """
-    arguments = {name: value for name, value in offered.items() if takes(found, name)} | (kwargs or {})
-    signature = inspect.signature(found)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        settings = f" and its kwargs={kwargs}" if kwargs else ""
-        raise ValueError(
-            f"{key}: {found.__qualname__}{signature} cannot be called: {error}. It is given what it names of "
-            f"{', '.join(offered)}{settings}."
-        ) from error
-    return arguments
-
-
 def callable_name(function: Callable) -> str:
     """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
+    name, file = _name_and_file(function)
+    return f"{name} ({file})"
+
+
+def _name_and_file(function: Callable) -> tuple[str, str]:
     while isinstance(function, partial):
         function = function.func
     owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    file = vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
-    return f"{owner.__qualname__} ({file})"
+    return owner.__qualname__, vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
 
 
 def _load_file(file: Path) -> ModuleType:

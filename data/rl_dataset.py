@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.file_formats import BadRow, Origin, Row
-from data.import_utils import arguments_taken, load_extern_object
+from data.import_utils import bind, load_extern_object
 from data.load_report import BadRows, by_source, mixed_labels, print_report, spread
 from data.mixture import value_in
 from data.prompt_checks import check_says_something, least_tokens
@@ -288,4 +288,4 @@ def create_rl_dataset(
     offered = {"data_files": data_files, "tokenizer": tokenizer, "processor": None, "config": config}
     if max_samples != -1:
         kwargs = {"max_samples": max_samples} | kwargs  # set, so not to be passed over
-    return dataset_class(**arguments_taken(dataset_class, key, offered | {"max_samples": max_samples}, kwargs))
+    return bind(dataset_class, offered | {"max_samples": max_samples}, kwargs, key)()

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from configs.schema import DataConfig
-from data.import_utils import arguments_taken, load_extern_object
+from data.import_utils import bind, load_extern_object, required_arguments
 from data.mixture import column_of, mixed_order
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
@@ -94,8 +94,7 @@ def hears_metrics(sampler: AbstractSampler) -> bool:
     Raises:
         ValueError: it is neither.
     """
-    signature = inspect.signature(sampler.update)
-    required = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    signature, required = inspect.signature(sampler.update), required_arguments(sampler.update)
     if "metrics" in signature.parameters or len(required) == 2:
         return True
     if len(required) != 1:
@@ -172,7 +171,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized, seed: int) -> Abs
             )
         given = {"data_source": dataset, "data_config": data_config}
         key = f"data.sampler.class_name={chosen.class_name}"
-        sampler = sampler_class(**arguments_taken(sampler_class, key, given, chosen.kwargs))
+        sampler = bind(sampler_class, given, chosen.kwargs, key)()
         hears_metrics(sampler)  # or raises
         return sampler
     if data_config.source_weights:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsConfig
-from data.import_utils import takes
+from data.import_utils import accepts
 from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (
@@ -193,7 +193,7 @@ def test_an_estimator_needs_the_arguments_that_have_no_default(estimator):
         return rewards, rewards
 
     assert estimator_needs("mine") == {"rewards", "values", "ref_log_prob"}
-    assert takes(mine, "epsilon") and takes(mine, "anything") and not takes(lambda rewards: None, "anything")
+    assert accepts(mine, "epsilon") and accepts(mine, "anything") and not accepts(lambda rewards: None, "anything")
 
 
 def test_a_column_of_the_data_called_like_a_setting_does_not_become_it(estimator):

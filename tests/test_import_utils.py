@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from data.import_utils import load_extern_object, load_module, load_modules
+from data.import_utils import bind, load_extern_object, load_module, load_modules
 
 REWARD = """
 import math
@@ -165,3 +165,21 @@ def test_a_script_that_shares_a_folders_name_is_not_executed(tmp_path, monkeypat
     file = tmp_path / "same_name" / "reward.py"
     file.write_text("value = 3")
     assert load_extern_object(str(file), "value") == 3
+
+
+def test_a_function_is_given_what_it_names_and_in_any_case_what_is_set():
+    offered = {"a": 1, "b": 2, "c": 3}
+    assert bind(lambda b, size: (b, size), offered, {"size": 9})() == (2, 9)
+    assert bind(lambda **kwargs: kwargs, offered, {"a": 9})() == {"a": 9, "b": 2, "c": 3}
+    assert bind(lambda rows, mode, c: (rows, mode, c), offered, positional={"prompts": [7], "b": 0})() == ([7], 0, 3)
+
+
+def test_what_a_function_lacks_or_does_not_accept_is_said_with_the_key_and_what_is_offered():
+    def mine(rows, secret):
+        pass
+
+    given = {"positional": {"prompts": []}}
+    with pytest.raises(ValueError, match=r"data\.key: .*mine\(rows, secret\) cannot be called: .*'secret'.* a, b"):
+        bind(mine, {"a": 1, "b": 2}, key="data.key", **given)
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'wight'.*my_kwargs=\{'wight': 1\}"):
+        bind(mine, {"secret": 1}, {"wight": 1}, **given, settings="my_kwargs")

@@ -4,7 +4,6 @@ Each call of the stage reads a batch and returns new columns and metrics; `add_c
 that are there. The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
-from data.import_utils import callable_name, is_setting, takes
+from data.import_utils import bind, callable_name, is_setting, required_arguments
 from data.padding import last_token
 from data.protocol import DataProto
 from training.core_algos import (
@@ -127,9 +126,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
 
 def estimator_needs(name: str) -> set[str]:
     """The arguments that an estimator cannot do without, by which a run knows what it has to compute for it."""
-    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
+    return set(required_arguments(get_adv_estimator_fn(name)))
 
 
 def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
@@ -155,7 +152,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
             f"{sorted(present)}. Columns come from the data set and from what the reward returns beside the score; "
             "settings of an estimator of yours from algorithm.adv_estimator_kwargs."
         )
-    result = estimator(**{argument: value for argument, value in present.items() if takes(estimator, argument)})
+    result = bind(estimator, present, key=f"algorithm.adv_estimator={name}")()
     shape = whole.batch["response_mask"].shape
     pair = result if isinstance(result, tuple | list) else (result,)
     found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.schema import Config, DataConfig
-from data.import_utils import load_modules, takes
+from data.import_utils import accepts, load_modules
 from data.model_config import (
     check_has_value_head,
     check_is_decoder,
@@ -37,7 +37,7 @@ from training.core_algos import (
     register_policy_loss,
 )
 from training.game import Game, build_environment, build_game, data_settings, env_dataset
-from training.policy_loss import check_loss_signature
+from training.policy_loss import TENSOR_ARGS, bind_policy_loss
 from training.reward import FunctionReward, RewardManager, functions_of, load_reward_manager, reward_name
 from training.reward_function import FORMS
 from training.reward_score import KNOWN, default_compute_score, has_rule
@@ -226,7 +226,7 @@ def check_algorithm(config: Config) -> None:
                 f"{key}={chosen}: {error}. One of yours stands under @{decorator.__name__}({chosen!r}) in a file that "
                 f"actor_rollout_ref.model.external_lib names; it names {loaded or 'none'}."
             ) from error
-        if strangers := sorted(argument for argument in kwargs if not takes(function, argument)):
+        if strangers := sorted(argument for argument in kwargs if not accepts(function, argument)):
             raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")
     if name in NEEDS_GROUPS and samples < 2:
         raise ConfigError(
@@ -252,8 +252,8 @@ def check_loss(config: Config, key: str) -> None:
     """Raises ValueError unless the policy loss, named by the setting `key`, can be called with what the run has."""
     settings, correction = config.actor_rollout_ref.actor.policy_loss, config.algorithm.rollout_correction
     mode, weighted = policy_loss_name(settings, correction), correction.rollout_is and not correction.bypass_mode
-    others = [*(["rollout_is_weights"] if weighted else []), *settings.kwargs]
-    check_loss_signature(get_policy_loss_fn(mode), f"{key}={mode}", others)
+    others = ({"rollout_is_weights": None} if weighted else {}) | settings.kwargs
+    bind_policy_loss(get_policy_loss_fn(mode), TENSOR_ARGS, None, None, others, f"{key}={mode}")
 
 
 def build_train_loader(

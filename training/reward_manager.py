@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import RewardConfig, RewardManagerConfig
-from data.import_utils import arguments_taken, load_extern_object, load_module, takes
+from data.import_utils import bind, load_extern_object, load_module
 from data.protocol import DataProto
 from training.async_reward import run_all
 
@@ -90,11 +90,11 @@ class UsersManager:
             **vars(config.reward_kwargs),
         }
         self.config = config
-        self.manager = manager_class(**arguments_taken(manager_class, "reward.reward_manager", offered))
+        self.manager = bind(manager_class, offered, key="reward.reward_manager")()
 
     def __call__(self, data: DataProto) -> Any:
         if not isinstance(self.manager, ScoresRows):
-            return self.manager(data, **{"return_dict": True} if takes(self.manager.__call__, "return_dict") else {})
+            return bind(self.manager, {"return_dict": True}, key="reward.reward_manager", positional={"data": data})()
         calls = [self.manager.run_single(data[row : row + 1]) for row in range(len(data))]
         found = run_all(calls, self.config.max_concurrent, self.config.timeout)
         return [{"score": one["reward_score"], **one.get("reward_extra_info", {})} for one in found]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.import_utils import arguments_taken, callable_name, load_extern_object, load_module, split_object, takes
+from data.import_utils import accepts, bind, callable_name, load_extern_object, load_module, split_object
 from data.padding import Sample, collate
 from data.protocol import DataProto
 from training.roles import SamplingParams
@@ -95,14 +95,14 @@ def constructor_arguments(
     offered = {"config": config, "tokenizer": tokenizer, "model": model}
     if "module" in inspect.signature(engine_class).parameters:
         offered["module"] = model
-    return arguments_taken(engine_class, key, offered)
+    return bind(engine_class, offered, key=key).keywords
 
 
 def question(function: Callable, prompts: Any, further: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """How a generate_sequences is asked: the prompts, whatever it calls them, and what it names of the `further`."""
     if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
         return [prompts, *further.values()], {}
-    return [prompts], {name: value for name, value in further.items() if takes(function, name)}
+    return [prompts], {name: value for name, value in further.items() if accepts(function, name)}
 
 
 def generate_batch(
