@@ -27,11 +27,10 @@ from benchmarks.rollout import prepared, random_llama
 from benchmarks.workload import PAD, VOCABULARY
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
-from training.roles import SamplingParams
+from data.types import Request, SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
 from workers.models import load_causal_lm
-from workers.rollout import Request
 
 LONGEST_PAUSE = 16  # steps of the engine
 

@@ -27,6 +27,7 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from configs.threads import worker_threads
 from data.protocol import DataProto, object_array
+from data.types import Completion, Request
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
@@ -34,7 +35,7 @@ from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup
 from workers.model_worker import ModelWorker
 from workers.remote_roles import remote_roles
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 
 
 def main() -> None:

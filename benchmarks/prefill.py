@@ -22,10 +22,9 @@ from benchmarks.rollout import prepared, random_llama
 from benchmarks.workload import VOCABULARY
 from configs.schema import RolloutConfig
 from configs.threads import worker_threads
-from training.roles import SamplingParams
+from data.types import Request, SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
-from workers.rollout import Request
 
 CASES = {
     "64 of 32": [32] * 64,

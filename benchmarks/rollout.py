@@ -37,12 +37,12 @@ from benchmarks.workload import PAD, VOCABULARY
 from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.seeding import derive_seed
-from training.roles import SamplingParams
+from data.types import Request, SamplingParams
 from workers.hf import rollout as rollout_module
 from workers.hf.batch import RunningBatch, SharedPrompts, left_padded
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
-from workers.rollout import Request, Rollout
+from workers.rollout import Rollout
 from workers.scoring_model import scoring_model
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_settings import BLOCK, head_size

@@ -14,10 +14,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.tokenizer import template_terminator
+from data.types import Message
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 Prompt = str | list[Message]
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
 

@@ -12,11 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
-from data.file_formats import Origin, Row
+from data.file_formats import Origin
 from data.import_utils import bind, load_extern_object
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.rows import standard_names
+from data.types import Row
 
 
 class AbstractDataGenerator(ABC):

@@ -19,8 +19,8 @@ import pyarrow
 import pyarrow.parquet
 
 from configs.paths import DATA_ENDINGS
+from data.types import Row
 
-Row = dict[str, Any]
 LONGEST_CELL = 1 << 30  # characters; csv's own limit is 128 K
 SPACE = re.compile(r"[ \t\r\n]*")
 NOT_UTF8 = re.compile(rb"^(?:\xff\xfe|\xfe\xff)")  # the marks that UTF-16 and UTF-32 begin with, but UTF-32's big one

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.loader import notice
 from configs.schema import SFTDataConfig
-from data.chat import QUESTION, ChatFormat, Message
-from data.padding import Sample
+from data.chat import QUESTION, ChatFormat
+from data.types import Message, Sample
 
 LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data.file_formats import BadRow, Row
+from data.file_formats import BadRow
+from data.types import Row
 
 SHOWN = 3  # rows, or values, that are spelt out
 SHOWN_BAD = 5  # when they end the run

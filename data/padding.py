@@ -1,75 +1,17 @@
-"""Training rows as lists of tokens, and the padded columns of a batch that are made of them.
+"""Training rows (data/types.py: Sample) as the padded columns of a batch.
 
 Prompts are padded on the left to one width, responses on the right to another. What is padding is known from lengths
 and masks, never from comparing ids with the pad id: it may be the stop id, which is sampled.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.protocol import DataProto, object_array
-
-# How a row, or an episode, ended: each name is a metric, end_reason/NAME.
-ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
-FAILED_END_REASONS = (*ENVIRONMENT_FAILURES, "aborted", "reward_timeout", "reward_error")  # the row measures nothing
-END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
-END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by an engine's finish_reason
-
-PER_TOKEN = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
-
-
-@dataclass
-class Sample:
-    """One training row: a prompt, and everything that came after it, from an answer or a whole episode.
-
-    The lists from `token_ids` to `turns` have one entry a token of the response; `extend` alone makes them longer.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    policy_mask: list[int] = field(default_factory=list)  # 1: the policy's; 0: of an observation, a tool
-    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, as drawn; 0 for the others
-    weight_versions: list[int] = field(default_factory=list)  # of the weights that a token was sampled from
-    rewards: list[float] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)  # of an episode, from 0; an observation is of the turn it follows
-    end_reason: str | None = None  # one of END_REASONS
-    extras: dict[str, Any] = field(default_factory=dict)  # further columns of the row
-
-    def __post_init__(self) -> None:
-        lengths = {name: len(vars(self)[name]) for name in PER_TOKEN}
-        assert len(set(lengths.values())) == 1, f"the lists of a sample have one entry a token each, not {lengths}"
-
-    def extend(
-        self,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float] | None,
-        policy: bool,
-        weight_version: int = 0,
-        turn: int = 0,
-    ) -> None:
-        """Appends tokens, with rewards of 0; `log_probs` None: nobody sampled them."""
-        count = len(token_ids)
-        log_probs = [0.0] * count if log_probs is None else log_probs
-        assert len(log_probs) == count, f"{count} tokens with {len(log_probs)} log-probs: there is one a token"
-        self.token_ids += token_ids
-        self.policy_mask += [int(policy)] * count
-        self.log_probs += log_probs
-        self.weight_versions += [weight_version] * count
-        self.rewards += [0.0] * count
-        self.turns += [turn] * count
-
-    def until(self, length: int) -> "Sample":
-        """A sample of this prompt and the first `length` tokens of its response, with all that is known of each."""
-        return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
-
-    def fail(self) -> None:
-        """Has nothing learnt from it: its tokens stay to be looked at, as nobody's, and earn nothing."""
-        self.policy_mask, self.rewards = [0] * len(self.token_ids), [0.0] * len(self.token_ids)
+from data.types import Sample
 
 
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:

@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
-from data.file_formats import BadRow, Origin, Row
+from data.file_formats import BadRow, Origin
 from data.import_utils import bind, load_extern_object
 from data.load_report import BadRows, by_source, mixed_labels, print_report, spread
 from data.mixture import value_in
 from data.prompt_checks import check_says_something, least_tokens
 from data.rows import own_names, read_rows, with_labels
+from data.types import Row
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)

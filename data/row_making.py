@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, report_overlong
-from data.rows import Row
 from data.sampler import Dynamic
+from data.types import Row
 
 
 def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:

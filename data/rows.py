@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.loader import notice
-from data.file_formats import BadRow, Origin, Row
+from data.file_formats import BadRow, Origin
 from data.sources import read_source
+from data.types import Row
 
 # What the run itself fills in a batch; "dataset_position" is the row's place in the dataset.
 RUN_COLUMNS = frozenset((

@@ -20,8 +20,8 @@ from data.import_utils import bind, load_extern_object, required_arguments
 from data.mixture import column_of, mixed_order
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
-from data.rows import Row
 from data.seeding import numpy_generator
+from data.types import Row
 
 
 @runtime_checkable

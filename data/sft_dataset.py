@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import counted
 from configs.schema import SFTDataConfig
 from data.chat import Prompt, parse_prompt
-from data.file_formats import BadRow, Origin, Row
+from data.file_formats import BadRow, Origin
 from data.learnt_tokens import ConversationFormat
 from data.load_report import BadRows, print_report, spread
-from data.padding import Sample
 from data.rl_dataset import truncate
 from data.rows import read_rows
+from data.types import Row, Sample
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 

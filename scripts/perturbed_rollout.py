@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.protocol import DataProto
 from data.seeding import torch_generator
-from training.roles import SamplingParams
+from data.types import SamplingParams
 from workers.hf.rollout import HFRollout
 
 NOISE = 1.0  # standard deviation of what is added to each weight, in units of its matrix's own

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from configs.schema import ActorConfig, CriticConfig
-from data.padding import Sample, collate, collate_turns
+from data.padding import collate, collate_turns
 from data.protocol import DataProto
+from data.types import Sample
 from training.mini_batches import Update, global_batch_info
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize

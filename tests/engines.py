@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import Config
 from data.protocol import DataProto
 from data.seeding import derive_seed
+from data.types import Completion, Request, SamplingParams
 from training.game import Game
-from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 
 
 def drain(engine: Rollout) -> dict[int, Completion]:

@@ -18,11 +18,11 @@ from custom.env_wrapper import TextEnv, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
+from data.types import Completion, Request, SamplingParams
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
 from training.game import ENVIRONMENT, Game, begin_episodes
-from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout
 from workers.env_episode import EnvEpisode
@@ -30,7 +30,7 @@ from workers.hf.rollout import HFRollout
 from workers.kernels.packed_attention import Packed
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatchSize, cut
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 400)

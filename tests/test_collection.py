@@ -18,6 +18,7 @@ from configs.schema import ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
+from data.types import SamplingParams
 from tests.batches import Turn, episode_batch, padded
 from tests.runs import compose, learning_metrics, short_run
 from tests.test_resume import run_until, state_files
@@ -25,7 +26,7 @@ from training.collection import Collector
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward, RewardManager
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from training.tracking import Tracking
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm

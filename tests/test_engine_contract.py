@@ -22,10 +22,10 @@ from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from tests.runs import compose, needs_vllm, vllm_server
 from training.game import Game
-from training.roles import SamplingParams
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, load_rollout_class
@@ -33,7 +33,7 @@ from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_settings import BLOCK
 from workers.weight_probe import check_weights, probe_distance

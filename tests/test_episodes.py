@@ -10,8 +10,9 @@ import torch
 import main
 from configs.schema import AlgorithmConfig
 from data.files import dump_jsonl
-from data.padding import FAILED_END_REASONS, collate, collate_turns
+from data.padding import collate, collate_turns
 from data.protocol import DataProto
+from data.types import FAILED_END_REASONS
 from tests.batches import Turn, episode_batch, random_groups
 from tests.runs import compose, learning_metrics, short_run
 from training import show_episodes

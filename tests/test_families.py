@@ -15,14 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from configs.schema import ModelConfig, RolloutConfig
 from data.padding import collate
 from data.protocol import DataProto
+from data.types import Request, SamplingParams
 from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
 from tests.runs import ROOT
-from training.roles import SamplingParams
 from workers.hf.batch import SharedPrompts
 from workers.hf.rollout import HFRollout
 from workers.hf.separate import SeparateRows, WholeSequences
 from workers.repeatable import rope_changes
-from workers.rollout import Request, answered
+from workers.rollout import answered
 from workers.scoring_model import padded_scores, score, scoring_model, set_forward
 
 CLOSE = 1e-4

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCa
 from benchmarks.models import numbers_tokenizer
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
+from data.types import SamplingParams
 from tests.batches import padded, random_ids, relative_distance
-from training.roles import SamplingParams
 from training.rollout_correction import MAX_MISMATCH_RATIO as MAX_RATIO
 from training.rollout_correction import MEAN_MISMATCH as MEAN
 from training.rollout_correction import rollout_mismatch

@@ -16,14 +16,13 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
+from data.types import Request, SamplingParams
 from tests.servers import KEY, answering
-from training.roles import SamplingParams
 from workers import openai_client
 from workers.batch_rollout import build_rollout
 from workers.models import load_causal_lm
 from workers.openai_client import RequestRefused, Server, ServerError
 from workers.openai_rollout import OpenAIRollout
-from workers.rollout import Request
 from workers.server import Served
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.padding import Sample, collate, last_token, repeats_prompt
+from data.padding import collate, last_token, repeats_prompt
 from data.protocol import DataProto
+from data.types import Sample
 
 IDS = st.integers(0, 5)  # few, so that the pad id is among them
 LOG_PROBS = st.floats(-20, 0, width=32)

@@ -14,6 +14,7 @@ import main
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
+from data.types import SamplingParams
 from tests.batches import padded
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run
 from training import ray_trainer
@@ -21,7 +22,7 @@ from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from training.selection import draw_rows
 
 TOKENIZER = build_tokenizer()

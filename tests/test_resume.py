@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import main
 from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
+from data.types import SamplingParams
 from tests.runs import compose, files_of_at_most, learning_metrics, run_main, short_run
 from training.ray_trainer import RayPPOTrainer
-from training.roles import SamplingParams
 from training.tracking import Tracking
 from training.validation import Validator
 from workers.model_worker import ModelWorker

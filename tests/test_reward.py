@@ -27,6 +27,7 @@ from configs.schema import (
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto
+from data.types import Completion, SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from training.game import begun
@@ -43,9 +44,8 @@ from training.reward import (
 )
 from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
-from training.roles import SamplingParams
 from workers.early_scores import EarlyScores
-from workers.rollout import Completion, Rollout, nothing
+from workers.rollout import Rollout, nothing
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})

@@ -26,14 +26,14 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
-from training.roles import SamplingParams
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
 from workers.hf.separate import WholeSequences
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Request, Rollout, stop_token_ids
+from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
 P, R = 9, 12

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
+from data.types import Completion, Request, SamplingParams
 from tests.engines import drain
-from training.roles import SamplingParams
 from workers.batch_rollout import build_rollout, generate_batch
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
 PROMPTS = [[9], [5, 0, 6], [7, 8], [9], [11, 12]]

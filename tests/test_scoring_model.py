@@ -32,10 +32,10 @@ from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, 
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
+from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
 from tests.ranks import Ranks
 from tests.shapes import SMALL
-from training.roles import SamplingParams
 from workers import micro_batches
 from workers import scoring_model as scoring_model_module
 from workers.collectives import group_size, rank
@@ -46,7 +46,6 @@ from workers.hf.rollout import HFRollout
 from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share
 from workers.models import load_causal_lm, load_value_model
-from workers.rollout import Request
 from workers.scoring_model import padded_scores, score, scoring_model
 
 CPU = torch.device("cpu")

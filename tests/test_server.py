@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
+from data.types import Completion, Request, SamplingParams
 from tests.runs import ROOT, needs_vllm, vllm_server
 from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
-from training.roles import SamplingParams
 from workers.engine_pump import EnginePump
 from workers.models import load_causal_lm
-from workers.rollout import Completion, Request, Rollout
+from workers.rollout import Rollout
 from workers.server import Served
 from workers.shared_weights import BACKEND
 from workers.token_text import TokenText, held_back

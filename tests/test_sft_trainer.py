@@ -15,8 +15,8 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import SFTConfig, SFTDataConfig
 from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
-from data.padding import Sample
 from data.sft_dataset import SFTDataset
+from data.types import Sample
 from tests.runs import ROOT, learning_metrics
 from training.sft_trainer import main, run
 from training.supervised import SFTTrainer, prepare

@@ -20,11 +20,11 @@ from data.protocol import DataProto
 from data.tool_files import load_tools
 from data.tool_parsers import ToolCall, ToolParser
 from data.tools import BaseTool, FunctionTool, ToolResponse, ToolSchema, checked_arguments, function_tool
+from data.types import SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from training.game import begun
 from training.reward import FunctionReward, add_scores
-from training.roles import SamplingParams
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from workers.tool_episode import ToolEpisode, ToolEpisodes
 from workers.tools.calculator import as_text, calculate

@@ -17,6 +17,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from data.types import SamplingParams
 from tests import engines
 from tests.batches import padded
 from tests.engines import Playing
@@ -24,7 +25,7 @@ from tests.runs import compose
 from training.game import Game
 from training.reports import validation_summary
 from training.reward import load_reward_manager
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from training.transcripts import read_episodes, spread
 from training.validation import Validator
 

@@ -12,12 +12,11 @@ from transformers import AutoTokenizer
 import main
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
+from data.types import Request, SamplingParams
 from tests.runs import compose, learning_metrics, needs_vllm, run_main, short_run
-from training.roles import SamplingParams
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
-from workers.rollout import Request
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_settings import cpu_cache_bytes, engine_settings
 from workers.weight_probe import check_weights, probe_distance

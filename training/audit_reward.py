@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data.rows import Row
+from data.types import Row
 from training.row_scorer import Outcome
 
 MOST_ROWS = 16

@@ -9,6 +9,7 @@ from configs.schema import Config
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
+from data.types import SamplingParams
 from training.advantage import check_log_probs, estimator_needs
 from training.episodes import greedy_scores
 from training.game import begun
@@ -17,7 +18,7 @@ from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, count_as_reward, reward_metrics
 from training.reward_model import scored
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from training.selection import groups_by_signal
 
 

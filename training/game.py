@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
 from configs.schema import Config, DataConfig, EnvConfig, SuccessConfig
-from data.chat import Message
 from data.import_utils import load_extern_object
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
+from data.types import Message
 from training.reward import RewardManager, load_reward_manager
 
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive

@@ -13,8 +13,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from data.files import dispensable
-from data.padding import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from data.protocol import DataProto
+from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.episodes import Episodes
 from training.rollout_correction import MEAN_MISMATCH
 from training.transcripts import print_rows, sample_rows, spread

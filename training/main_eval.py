@@ -32,7 +32,8 @@ from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evalua
 from data.chat import parse_prompt
 from data.files import replacing
 from data.protocol import DataProto, object_array
-from data.rows import Origin, Row, read_rows, with_labels
+from data.rows import Origin, read_rows, with_labels
+from data.types import Row
 from data.unknown_characters import prompt_text
 from training.reward import RewardManager, load_default, load_functions, view_scores
 from training.reward_score import KNOWN, has_rule

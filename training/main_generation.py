@@ -30,11 +30,10 @@ from configs.serving import GenerationConfig, GenerationDataConfig, check_genera
 from data.chat import Prompt, encode_prompt
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
-from data.rows import Row
 from data.tokenizer import load_tokenizer
+from data.types import Row, SamplingParams
 from data.unfinished_table import unfinished_table
 from training.checkpoint import flatten
-from training.roles import SamplingParams
 from workers.batch_rollout import generate_batch
 from workers.standalone_rollout import StandaloneRollout
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.padding import END_REASONS, FAILED_END_REASONS
 from data.protocol import DataProto
+from data.types import END_REASONS, FAILED_END_REASONS
 from training.episodes import Episodes
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value

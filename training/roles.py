@@ -8,27 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from configs.schema import RolloutConfig, SamplingConfig
 from data.protocol import DataProto
+from data.types import SamplingParams
 from training.mini_batches import Update
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn; spelt out, never inherited from a model's generation_config."""
-
-    do_sample: bool
-    temperature: float
-    top_k: int  # -1: off
-    top_p: float  # 1: off
-    max_tokens: int
-    min_p: float = 0.0  # 0: off
-    stop_token_ids: tuple[int, ...] = ()  # that end a response, beside the engine's own
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
-        sampled = config.do_sample and config.temperature > 0
-        return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens, config.min_p)
 
 
 class Rollout(Protocol):

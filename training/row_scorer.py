@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import users_line
-from data.rows import Row
+from data.types import Row
 from training.reward_function import FunctionReward
 
 

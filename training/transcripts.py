@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.padding import Sample
 from data.protocol import DataProto
+from data.types import Sample
 from training.episodes import Episodes
 from training.reports import fields_table, message_fields, print_boxes, print_samples, short_number, without_middle
 from training.reward import reward_view

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from configs.errors import refusals
 from data.import_utils import load_extern_object, load_module
-from data.rows import Row, read_rows, with_labels
+from data.rows import read_rows, with_labels
+from data.types import Row
 from training.audit_reward import CONSTANT, Finding, audit
 from training.reward_function import FunctionReward
 from training.reward_score import default_compute_score

@@ -11,12 +11,13 @@ from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
+from data.types import SamplingParams
 from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
 from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, no_function
 from training.reward_model import scored
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from training.transcripts import Record, by_kind, episode_records, print_rows, sample_rows, spread, total_scores
 
 Metrics = dict[str, float]

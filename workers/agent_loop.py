@@ -16,16 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
 from data.chat import ChatFormat
-from data.padding import Sample, collate, collate_turns
+from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from data.types import Completion, Row, Sample, SamplingParams
 from training.async_reward import loop_in_thread
 from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Game, data_settings
-from training.roles import SamplingParams
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments
-from workers.episodes import Episode, EpisodeFailed, Limits, Row, SingleAnswer, play, unless_failed
-from workers.rollout import Completion, Rollout, nothing
+from workers.episodes import Episode, EpisodeFailed, Limits, SingleAnswer, play, unless_failed
+from workers.rollout import Rollout, nothing
 from workers.tool_episode import ToolEpisodes
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from workers.rollout import Completion, Request, Rollout, check_request
+from data.types import Completion, Request
+from workers.rollout import Rollout, check_request
 
 STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
 

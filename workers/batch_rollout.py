@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.import_utils import accepts, bind, callable_name, load_extern_object, load_module, split_object
-from data.padding import Sample, collate
+from data.padding import collate
 from data.protocol import DataProto
-from training.roles import SamplingParams
+from data.types import Sample, SamplingParams
 from workers.hf.rollout import HFRollout
 from workers.openai_rollout import OpenAIRollout
 from workers.rollout import Rollout

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.loader import workers_asked_for
 from configs.schema import Config, RewardConfig
-from data.padding import Sample
 from data.protocol import DataProto, object_array
+from data.types import Completion, Sample
 from training.reward import EARLY, EarlyResult, functions_of, has_manager, load_default, load_functions, view_of
 from workers.agent_loop import AgentLoop
-from workers.rollout import Completion, Rollout, nothing
+from workers.rollout import Rollout, nothing
 
 
 class EarlyScores:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from training.roles import SamplingParams
-from workers.rollout import Completion, Request, Rollout
+from data.types import Completion, Request, SamplingParams
+from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 WAIT_SHARE = 1 / 4  # of a step's time, that the next waits for turns that are about to come: few passes over many rows

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from data.types import Reply, Row
 from training.game import Environment, Game
 from workers.deadlines import in_thread
-from workers.episodes import Episode, Reply, Row
+from workers.episodes import Episode
 
 
 class Environments:

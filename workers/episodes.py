@@ -6,31 +6,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import users_line
-from data.chat import ChatFormat, Message
-from data.padding import END_REASON_OF, Sample
-from workers.rollout import Completion
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What an answer of the policy leads to.
-
-    The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
-    (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
-    all that, the answer was the last.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    prompt_ids: list[int] | None = None
-    reward: float = 0.0  # earned by the answer, and placed on its last token
-    end_reason: str | None = None
-    columns: Row = field(default_factory=dict)  # of the episode's rows, as they stand now: success, …
+from data.chat import ChatFormat
+from data.types import END_REASON_OF, Completion, Reply, Row, Sample
 
 
 class Episode(ABC):

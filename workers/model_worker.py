@@ -17,9 +17,9 @@ from data.import_utils import load_modules
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
+from data.types import SamplingParams
 from training.game import are_episodes, game_of_worker
 from training.mini_batches import first_policy_step
-from training.roles import SamplingParams
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.engines import openai_settings
 from configs.schema import RolloutConfig
-from training.roles import SamplingParams
+from data.types import Completion, Request, SamplingParams
 from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
 from workers.openai_client import Json, RequestRefused, Server
-from workers.rollout import Completion, Request, check_finite, check_temperature, diverged
+from workers.rollout import check_finite, check_temperature, diverged
 from workers.weight_transfer import weight_transfer
 
 REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}

@@ -15,8 +15,9 @@ from typing import Any
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
+from data.types import SamplingParams
 from training.mini_batches import Update
-from training.roles import Roles, SamplingParams
+from training.roles import Roles
 from workers.local_group import WorkerGroup, distinct_groups
 
 

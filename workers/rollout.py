@@ -11,7 +11,6 @@ subclass of yours, and `my_engine.py:Class` one of several in it.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,47 +18,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from configs.schema import RolloutConfig
 from data.import_utils import callable_name
-from data.padding import END_REASON_OF, Sample, collate
+from data.padding import collate
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.tokenizer import template_terminator
-from training.roles import SamplingParams
+from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`.
-
-    `episode`: whose next turn may follow this one, by a prompt that begins with this one's and its response. An engine
-    may keep what it has computed until then, or `forget` is called.
-    """
-
-    id: int
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    seed: int
-    piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
-    episode: int | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The response to the request `id`; `log_probs` are of the sampled tokens, after temperature, top-k and top-p."""
-
-    id: int
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str  # "stop" (the last id is a stop id), "length" or "aborted"
-    weight_version: int
-
-    def __post_init__(self) -> None:
-        if self.finish_reason not in END_REASON_OF:
-            raise ValueError(
-                f"request {self.id} finished with finish_reason={self.finish_reason!r}, which is none of "
-                f"{', '.join(END_REASON_OF)}: the engine has to say which of them it was."
-            )
 
 
 def nothing(*_: Any) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from data.types import Completion, Request
 from workers.async_rollout import AsyncRollout
-from workers.rollout import Completion, Request, check_finite
+from workers.rollout import check_finite
 from workers.vllm_rollout_spmd import save_config
 from workers.weight_transfer import buckets
 

@@ -10,8 +10,9 @@ from configs.schema import MultiTurnConfig
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.tool_files import load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
+from data.types import Reply
 from workers.deadlines import by_deadline
-from workers.episodes import Episode, Reply
+from workers.episodes import Episode
 from workers.tools.toolbox import Toolbox
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault

@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
+from data.types import Completion, Request
 from workers.collectives import rank
 from workers.lockstep import Lockstep
-from workers.rollout import Completion, Request, Rollout, check_finite, check_request, check_temperature
+from workers.rollout import Rollout, check_finite, check_request, check_temperature
 from workers.vllm_process import process_as_it_is, vllm_process
 from workers.vllm_settings import engine_settings, longest_sequence
 

@@ -7,9 +7,9 @@ would only learn from the wrong policy. So each sync is followed by a few tokens
 import torch
 
 from data.padding import collate
-from training.roles import SamplingParams
+from data.types import Request, SamplingParams
 from workers.engine import TrainEngine
-from workers.rollout import Request, Rollout, answered
+from workers.rollout import Rollout, answered
 from workers.trial import trained_log_probs
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most

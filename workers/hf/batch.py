@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from data.seqlen_balancing import padded_parts
+from data.types import Completion, Request
 from workers.hf.cache import RowCache
 from workers.hf.kept import Kept, KeptTurns, Layers, cache_of
 from workers.hf.sampling import sample_rows
 from workers.hf.slots import Slots
-from workers.rollout import Completion, Request, diverged
+from workers.rollout import diverged
 
 
 class RunningBatch(ABC):

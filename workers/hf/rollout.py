@@ -17,14 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.loader import notice
 from configs.schema import RolloutConfig
 from data.model_config import position_count
-from data.padding import Sample, collate
+from data.padding import collate
 from data.protocol import DataProto
-from training.roles import SamplingParams
+from data.types import Completion, Request, Sample, SamplingParams
 from workers.hf.batch import RunningBatch, SharedPrompts
 from workers.hf.kept import KeptTurns
 from workers.hf.separate import SeparateRows, WholeSequences
 from workers.kernels import decoding, lay_out_weights
-from workers.rollout import Completion, Request, Rollout, answered, check_request
+from workers.rollout import Rollout, answered, check_request
 from workers.trial import FAILURES, sharpened, tolerance, trained_log_probs, trial_batch, trial_width
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled

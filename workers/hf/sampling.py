@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.roles import SamplingParams
+from data.types import SamplingParams
 
 BLOCK = 128  # tokens of the vocabulary whose probabilities are summed before a block is chosen
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.roles import SamplingParams
-from workers.rollout import Request
+from data.types import Request, SamplingParams
 
 
 class Slots:

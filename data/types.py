@@ -1,0 +1,144 @@
+"""The data types of a rollout, to be read first: from the row of a data set to the row that is trained on.
+
+A `Row` of the data set has a prompt. The policy's turns about it are `Request`s, drawn by `SamplingParams`, and an
+engine answers each by a `Completion`. An environment, a tool or a user says by a `Reply` how the episode goes on. What
+was said becomes a `Sample`, a list of tokens, or several; `data.padding.collate` makes of them the columns of a
+DataProto (data/protocol.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from configs.schema import RolloutConfig, SamplingConfig
+
+# A row of a data set: all columns of its file, and raw_prompt (text, or chat messages), raw_prompt_ids (its token ids,
+# with the generation prompt), data_source, extra_info, index; agent_name and reward_model.ground_truth, if it has them.
+Row = dict[str, Any]
+Message = dict[str, Any]  # of a chat: role, content
+
+# How a row, or an episode, ended: each name is a metric, end_reason/NAME.
+ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
+FAILED_END_REASONS = (*ENVIRONMENT_FAILURES, "aborted", "reward_timeout", "reward_error")  # the row measures nothing
+END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
+END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by an engine's finish_reason
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; spelt out, never inherited from a model's generation_config."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int  # -1: off
+    top_p: float  # 1: off
+    max_tokens: int
+    min_p: float = 0.0  # 0: off
+    stop_token_ids: tuple[int, ...] = ()  # that end a response, beside the engine's own
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
+        sampled = config.do_sample and config.temperature > 0
+        return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens, config.min_p)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be answered; its draws depend on `seed` alone, and no other request in flight has this `id`.
+
+    `episode`: whose next turn may follow this one, by a prompt that begins with this one's and its response. An engine
+    may keep what it has computed until then, or `forget` is called.
+    """
+
+    id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    piecewise: bool = False  # whether its tokens are asked for while it runs, by tokens_so_far
+    episode: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The response to the request `id`; `log_probs` are of the sampled tokens, after temperature, top-k and top-p."""
+
+    id: int
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop" (the last id is a stop id), "length" or "aborted"
+    weight_version: int
+
+    def __post_init__(self) -> None:
+        if self.finish_reason not in END_REASON_OF:
+            raise ValueError(
+                f"request {self.id} finished with finish_reason={self.finish_reason!r}, which is none of "
+                f"{', '.join(END_REASON_OF)}: the engine has to say which of them it was."
+            )
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an answer of the policy leads to.
+
+    The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
+    (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
+    all that, the answer was the last.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+    reward: float = 0.0  # earned by the answer, and placed on its last token
+    end_reason: str | None = None
+    columns: Row = field(default_factory=dict)  # of the episode's rows, as they stand now: success, …
+
+
+PER_TOKEN = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")
+
+
+@dataclass
+class Sample:
+    """One training row: a prompt, and everything that came after it, from an answer or a whole episode.
+
+    The lists from `token_ids` to `turns` have one entry a token of the response; `extend` alone makes them longer.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    policy_mask: list[int] = field(default_factory=list)  # 1: the policy's; 0: of an observation, a tool
+    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, as drawn; 0 for the others
+    weight_versions: list[int] = field(default_factory=list)  # of the weights that a token was sampled from
+    rewards: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # of an episode, from 0; an observation is of the turn it follows
+    end_reason: str | None = None  # one of END_REASONS
+    extras: Row = field(default_factory=dict)  # further columns of the row
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(vars(self)[name]) for name in PER_TOKEN}
+        assert len(set(lengths.values())) == 1, f"the lists of a sample have one entry a token each, not {lengths}"
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float] | None,
+        policy: bool,
+        weight_version: int = 0,
+        turn: int = 0,
+    ) -> None:
+        """Appends tokens, with rewards of 0; `log_probs` None: nobody sampled them."""
+        count = len(token_ids)
+        log_probs = [0.0] * count if log_probs is None else log_probs
+        assert len(log_probs) == count, f"{count} tokens with {len(log_probs)} log-probs: there is one a token"
+        self.token_ids += token_ids
+        self.policy_mask += [int(policy)] * count
+        self.log_probs += log_probs
+        self.weight_versions += [weight_version] * count
+        self.rewards += [0.0] * count
+        self.turns += [turn] * count
+
+    def until(self, length: int) -> "Sample":
+        """A sample of this prompt and the first `length` tokens of its response, with all that is known of each."""
+        return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
+
+    def fail(self) -> None:
+        """Has nothing learnt from it: its tokens stay to be looked at, as nobody's, and earn nothing."""
+        self.policy_mask, self.rewards = [0] * len(self.token_ids), [0.0] * len(self.token_ids)
