@@ -1,7 +1,7 @@
 """What the pages hold for a reader to do: files to write, commands to run.
 
 In a page, a paragraph that is only a path in backticks and a colon names the fenced block below it as a file, and a
-fenced block under `<!-- run -->` is run. README's tree says which files are ours.
+fenced block under `<!-- run -->` is run. SHIPPED says which files of custom/ are ours.
 """
 
 import re
@@ -13,7 +13,12 @@ from configs.paths import ROOT
 WRITTEN_FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN_BLOCK = re.compile(r"^<!-- run -->\n```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-TREE = re.compile(r"^## Where things are$.*?^```text$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHIPPED = (
+    *(f"custom/{name}.py" for name in ("env_wrapper", "env_dataset", "reward_manager", "tiny_model")),
+    *(f"custom/{name}.py" for name in ("text_env", "space_text", "process_env", "planning")),
+    *(f"custom/{name}.py" for name in ("arithmetic", "lakes", "calculator_task")),
+    *(f"custom/{folder}/" for folder in ("gym", "examples")),
+)
 
 
 def runs_of_main(text: str) -> list[list[str]]:
@@ -23,20 +28,9 @@ def runs_of_main(text: str) -> list[list[str]]:
     return [command[2:] for command in commands if command[:2] == ["python", "main.py"]]
 
 
-def tree_lines(page: str) -> list[str]:
-    """The paths in the tree of `page`, one a line, folders with a slash; two spaces deeper is inside."""
-    paths, folders = [], []
-    for line in TREE.search(page)[1].splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders = [*folders[:depth], name]
-        paths.append("".join(folders))
-    return paths
-
-
 def without_users(files: list[str]) -> list[str]:
-    """Those of `files`, paths from the root, that are ours: of custom/, which users fill, what README's tree has."""
-    ours = tree_lines((ROOT / "README.md").read_text())
-    return [file for file in files if not file.startswith("custom/") or file in ours]
+    """Those of `files`, paths from the root, that are ours: of custom/, which users fill, what SHIPPED names."""
+    return [file for file in files if not file.startswith("custom/") or file.startswith(SHIPPED)]
 
 
 def shipped_modules(*folders: str) -> list[Path]:

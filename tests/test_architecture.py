@@ -1,16 +1,15 @@
 """The fences of the house, read off the syntax trees of all modules: who imports whom, how large things are, what is
-not written here. Two more hold pages to the files: README's tree, and the tour that fits an afternoon. Each fence is
-also shown to catch a violation, and an exemption that nobody needs fails."""
+not written here; and the tour of docs/tour.md fits an afternoon. Each fence is also shown to catch a violation, and an
+exemption that nobody needs fails. The budgets of the whole are in tests/test_budget.py."""
 
 import ast
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pages import TREE, shipped_modules, tree_lines, without_users
+from tests.pages import shipped_modules, without_users
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["configs", "data", "training", "workers", "main"]  # a module imports from its own layer and those before it
@@ -298,65 +297,9 @@ def test_what_is_allowed_passes(name):
 TOUR_STOP = re.compile(r"^\d+\. \[([\w/]+\.py)\]\(\.\./\1\)", re.MULTILINE)
 
 
-def product_files() -> list[str]:
-    """What git tracks (where there is no repository: what lies here): all files in folders, and Python beside them."""
-    if (ROOT / ".git").exists():
-        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-        files = tracked.stdout.splitlines()
-    else:
-        files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
-    hidden = ("outputs/", "__pycache__/")
-    visible = [
-        file
-        for file in without_users(files)
-        if not re.search(r"(^|/)\.", file) and not any(part in file for part in hidden)
-    ]
-    return [file for file in visible if "/" in file or file.endswith(".py")]
-
-
-def tree_findings(page: str, files: list[str]) -> Iterator[str]:
-    """A line for every file, and a file for every line; a folder without lines of its own stands for all it holds."""
-    lines = tree_lines(page)
-    whole = [line for line in lines if line.endswith("/") and sum(other.startswith(line) for other in lines) == 1]
-    yield from (f"{file} has no line" for file in files if file not in lines and not file.startswith(tuple(whole)))
-    yield from (f"{line} does not exist" for line in lines if not any(file.startswith(line) for file in files))
-    yield from (f"{line} has two lines" for line in set(lines) if lines.count(line) > 1)
-    wordless = [line for line in TREE.search(page)[1].splitlines() if len(line.split()) < 2]
-    yield from (f"{line.strip()} has no words beside it" for line in wordless)
-
-
 def test_a_users_own_files_in_custom_are_held_to_no_rule():
     users = ["custom/my_env.py", "custom/rewards/mine.py"]
     assert without_users(["custom/env_wrapper.py", *users, "data/rows.py"]) == ["custom/env_wrapper.py", "data/rows.py"]
-
-
-def test_readmes_tree_is_the_tree():
-    findings = list(tree_findings((ROOT / "README.md").read_text(), product_files()))
-    assert not findings, f'README\'s "Where things are" has one line for every file: {"; ".join(findings)}.'
-
-
-DRAWN = "## Where things are\n\n```text\nmain.py  entry\ndata/  rows\n  rows.py  files\ndocs/  pages\n```\n"
-FILES = ["main.py", "data/rows.py", "docs/a.md", "docs/b.md"]
-
-
-def test_a_tree_that_is_true_passes():
-    assert not list(tree_findings(DRAWN, FILES))
-
-
-@pytest.mark.parametrize(
-    ("page", "files", "finding"),
-    [
-        (DRAWN, [*FILES, "data/new.py"], "data/new.py has no line"),
-        (DRAWN, [*FILES, "new.py"], "new.py has no line"),
-        (DRAWN, [*FILES, "data/closet/new.py"], "data/closet/new.py has no line"),
-        (DRAWN, ["main.py", "docs/a.md"], "data/rows.py does not exist"),
-        (DRAWN.replace("docs/  pages", "doc/  pages"), FILES, "doc/ does not exist"),
-        (DRAWN.replace("main.py  entry", "main.py"), FILES, "main.py has no words beside it"),
-        (DRAWN.replace("  rows.py  files\n", "  rows.py  files\n" * 2), FILES, "data/rows.py has two lines"),
-    ],
-)
-def test_a_tree_that_is_not_true_is_named(page, files, finding):
-    assert finding in tree_findings(page, files)
 
 
 def tour_findings(stops: list[str], lines_of: Callable[[str], int]) -> Iterator[str]:

@@ -1,0 +1,180 @@
+"""Budgets of the whole: a commit may lower a ceiling, and one that raises it says why.
+
+Files that users put into custom/ do not count: only what git tracks.
+"""
+
+import ast
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.paths import ROOT
+from configs.schema import Config
+
+PRODUCT = ("configs", "data", "training", "workers", "custom")
+SMALL = 60  # lines; a module below it is hardly worth a name of its own
+QUESTION_WORDS = ("What", "Who", "Whose", "Whom", "Where", "How", "Those")
+VERBS_IN_ED = frozenset(["embed", "feed", "need", "seed", "speed", "succeed"])
+# fmt: off
+IRREGULAR = frozenset((
+    "begun", "bound", "built", "done", "drawn", "fed", "found", "given", "gone", "heard", "held", "hidden", "kept",
+    "known", "left", "lost", "made", "met", "paid", "said", "seen", "sent", "shown", "spent", "spoken", "stood",
+    "taken", "thrown", "told", "torn", "understood", "written",
+))
+# fmt: on
+
+CEILINGS = {
+    "product lines": 27_539,
+    "product files": 201,
+    "names in training/": 51,
+    "names in workers/": 44,
+    "names in data/": 34,
+    "names in configs/": 19,
+    "names in custom/": 11,
+    "modules under 60 lines": 40,
+    "modules with one importer": 68,
+    "settings": 242,
+    "file names in two folders": 8,
+    "functions named by a bare participle": 59,
+    "docstrings that begin with a question word": 184,
+    "README lines": 523,
+    "test lines": 29_500,
+}
+
+
+@cache
+def tracked(*folders: str) -> list[Path]:
+    """The Python files of the folders that git knows; where there is no repository, all."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+        paths = [ROOT / line for line in listed.stdout.splitlines()]
+        return [path for path in paths if path.suffix == ".py" and path.exists()]
+    return sorted(
+        path for folder in folders for path in [*(ROOT / folder).rglob("*.py"), ROOT / folder] if path.is_file()
+    )
+
+
+def product() -> list[Path]:
+    return tracked(*PRODUCT, "main.py")
+
+
+@cache
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def names_in(folder: str) -> int:
+    """Modules at the top of a folder."""
+    return sum(path.parent == ROOT / folder and path.name != "__init__.py" for path in tracked(folder))
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
+def modules() -> list[Path]:
+    """All modules with code: a folder's docstring is none."""
+    return [path for path in product() if path.name != "__init__.py"]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names of all modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def modules_with_one_importer() -> list[str]:
+    importers = Counter(name for path in product() for name in imports_of(path))
+    return [name for name in map(module_name, modules()) if importers[name] == 1]
+
+
+def settings_of(schema: Any) -> int:
+    """Leaves of a config schema: settings that are no groups."""
+    return sum(settings_of(field.type) if is_dataclass(field.type) else 1 for field in fields(schema))
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path in product():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def is_participle(name: str) -> bool:
+    return name in IRREGULAR or (bool(re.fullmatch(r"[a-z]+ed", name)) and name not in VERBS_IN_ED)
+
+
+def participles() -> list[str]:
+    return [
+        f"{path.name}:{node.name}" for path, node in functions() if is_participle(node.name) and not is_property(node)
+    ]
+
+
+def question_docstrings() -> list[str]:
+    found = []
+    for path in product():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first_word = (ast.get_docstring(node) or " ").split(maxsplit=1)[:1]
+                if first_word and first_word[0].rstrip(",:'’s") in QUESTION_WORDS:
+                    found.append(f"{path.name}:{node.lineno if hasattr(node, 'lineno') else 1}")
+    return found
+
+
+def doubled_file_names() -> list[str]:
+    counts = Counter(path.name for path in modules())
+    return [name for name, count in counts.items() if count > 1]
+
+
+FIGURES = {
+    "product lines": lambda: sum(map(lines_of, product())),
+    "product files": lambda: len(product()),
+    **{f"names in {folder}/": lambda folder=folder: names_in(folder) for folder in PRODUCT},
+    "modules under 60 lines": lambda: sum(lines_of(path) < SMALL for path in modules()),
+    "modules with one importer": lambda: len(modules_with_one_importer()),
+    "settings": lambda: settings_of(Config),
+    "file names in two folders": lambda: len(doubled_file_names()),
+    "functions named by a bare participle": lambda: len(participles()),
+    "docstrings that begin with a question word": lambda: len(question_docstrings()),
+    "README lines": lambda: len((ROOT / "README.md").read_text().splitlines()),
+    "test lines": lambda: sum(map(lines_of, tracked("tests"))),
+}
+
+
+@pytest.mark.parametrize("figure", CEILINGS)
+def test_the_whole_stays_within_its_budget(figure):
+    measured = FIGURES[figure]()
+    assert measured <= CEILINGS[figure], (
+        f"{figure}: {measured}, above {CEILINGS[figure]}. Find the part its room in what is there, or raise the "
+        "ceiling in tests/test_budget.py and say why in the commit's message."
+    )
+
+
+def test_every_figure_has_a_ceiling():
+    assert FIGURES.keys() == CEILINGS.keys()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("told", True), ("finished", True), ("seed", False), ("run", False)])
+def test_participles_are_told_from_verbs(name, expected):
+    assert is_participle(name) == expected
