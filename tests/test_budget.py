@@ -31,7 +31,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 27_539,
+    "product lines": 27_800,
     "product files": 201,
     "names in training/": 51,
     "names in workers/": 44,
@@ -45,7 +45,7 @@ CEILINGS = {
     "functions named by a bare participle": 59,
     "docstrings that begin with a question word": 184,
     "README lines": 523,
-    "test lines": 29_500,
+    "test lines": 30_000,
 }
 
 
