@@ -12,9 +12,11 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
-from workers.collectives import rank
+from workers.collectives import gather, rank
 from workers.lockstep import Lockstep
 from workers.rollout import Rollout, check_finite, check_request, check_temperature
 from workers.vllm_process import process_as_it_is, vllm_process
@@ -224,7 +226,34 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
                 "are those of vllm.EngineArgs."
             ) from error
         with torch.autocast(model.device.type, enabled=False):
-            return LLMEngine.from_engine_args(arguments)
+            split_on_cpu = config.tensor_model_parallel_size > 1 and model.device.type == "cpu"
+            with segments_of_this_run() if split_on_cpu else nullcontext():
+                return LLMEngine.from_engine_args(arguments)
+
+
+@contextmanager
+def segments_of_this_run() -> Iterator[None]:
+    """Names the memory that the parts of a split engine share on a CPU after this run alone, and removes the names when
+    the block ends, as all parts have it by then.
+
+    By itself vLLM has the same names in every run, and a worker that is killed leaves them behind, so that no later run
+    starts. All ranks enter the block together.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    run, group_name = gather(uuid4().hex)[0], SharedMemory.make_group_name
+
+    def name_after_run(communicator: Any) -> str:
+        os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set what every run has
+        return group_name(communicator)
+
+    SharedMemory.make_group_name = staticmethod(name_after_run)
+    try:
+        yield
+    finally:
+        SharedMemory.make_group_name = staticmethod(group_name)
+        for segment in Path("/dev/shm").glob(f"{run}*"):
+            segment.unlink(missing_ok=True)
 
 
 def save_config(model: PreTrainedModel, folder: str) -> None:
