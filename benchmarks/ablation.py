@@ -29,7 +29,7 @@ from benchmarks.vs_trl import read_arguments as read_workload
 from benchmarks.vs_trl import workload_of
 from benchmarks.workload import Workload
 from workers import scoring_model
-from workers.kernels import decode, memory, norms, packed_forward, products, ragged
+from workers.kernels import decode, memory, norms, packed_attention, products, ragged
 
 PHASES = ("step", "rollout", "update")
 NORM_CLASSES = {name for name, _ in norms.EPSILONS}
@@ -90,7 +90,7 @@ KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
     "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),
     "packed forward": padded,
     "attention by blocks": instead(ragged, "BLOCK", 1 << 30),
-    "token head": instead(packed_forward, "score_tokens", plain_head),
+    "token head": instead(packed_attention, "score_tokens", plain_head),
     "kept memory": plain_memory,
 }
 Step = dict[str, float]

@@ -30,8 +30,8 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from tests.runs import vllm_server
 from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.engine import TrainEngine
+from workers.model_worker import check_weights
 from workers.models import load_causal_lm
-from workers.weight_probe import check_weights
 
 SHARED = "/dev/shm"  # as the openai engine has it
 LOOK_SECONDS = 0.005

@@ -32,11 +32,11 @@ from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
+from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_settings import BLOCK
-from workers.weight_probe import check_weights, probe_distance
 
 P, R = 40, 12
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
 from tests.runs import ROOT
+from workers.forward_check import rope_changes
 from workers.hf.batch import SharedPrompts
 from workers.hf.rollout import HFRollout
 from workers.hf.separate import SeparateRows, WholeSequences
-from workers.repeatable import rope_changes
 from workers.rollout import answered
 from workers.scoring_model import padded_scores, score, scoring_model, set_forward
 

@@ -23,7 +23,7 @@ from workers.engine import TrainEngine
 from workers.kernels import decoding, lay_out_weights, prepare
 from workers.kernels.memory import IS_GLIBC
 from workers.kernels.norms import RMSNorm
-from workers.kernels.packed_forward import packed_scores
+from workers.kernels.packed_attention import packed_scores
 from workers.kernels.products import Linear
 from workers.models import load_causal_lm, load_value_model
 from workers.scoring_model import padded_scores

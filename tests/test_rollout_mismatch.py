@@ -18,7 +18,7 @@ from training.rollout_correction import MEAN_MISMATCH as MEAN
 from training.rollout_correction import rollout_mismatch
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.metrics import PooledMetrics
+from workers.micro_batches import PooledMetrics
 from workers.models import load_causal_lm
 
 K3_KL = "rollout_mismatch/k3_kl"

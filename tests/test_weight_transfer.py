@@ -20,11 +20,11 @@ from tests.servers import KEY, answering
 from workers import weight_transfer as transfers
 from workers.batch_rollout import build_rollout
 from workers.engine import TrainEngine
+from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.openai_rollout import OpenAIRollout
 from workers.shared_weights import read_weights, write_weights
 from workers.vllm_process import vllm_process
-from workers.weight_probe import check_weights, probe_distance
 from workers.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
 from workers.worker_group import check_machine
 

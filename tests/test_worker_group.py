@@ -18,13 +18,14 @@ from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
 from workers.batch_rollout import load_rollout_class
-from workers.cluster import check_gpus, check_resources
 from workers.hf.rollout import HFRollout
 from workers.local_group import LocalWorkerGroup, distinct_groups
 from workers.worker_group import (
     RayWorkerGroup,
     Resources,
     WorkerError,
+    check_gpus,
+    check_resources,
     reserve,
     start_pools,
     worker_summary,

@@ -21,8 +21,7 @@ from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
-from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, cut_share
+from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share
 from workers.scoring_model import score
 
 NO_CORRECTION = RolloutCorrectionConfig()

@@ -2,8 +2,10 @@
 
 A micro-batch is trimmed to its own longest prompt and response. Results come back as [B, R] in the batch's order, so
 nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
+Metrics are pooled over micro-batches and workers as exactly.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,11 +63,11 @@ class MicroBatch:
         """Whether it holds no row, and is only there so that all ranks run as many forward passes."""
         return len(self.rows) == 0
 
-    def spread(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """[number of scored tokens] in order → [b, r], 0 elsewhere."""
         return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
 
-    def place(self, values: Tensor, into: Tensor) -> None:
+    def write_back(self, values: Tensor, into: Tensor) -> None:
         """Writes [b, r] `values` to these rows of [B, R] `into`; 0 where no token is scored."""
         into[self.rows, : self.response_width] = torch.where(self.is_scored, values, 0.0).cpu()
 
@@ -134,7 +136,7 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
     return [torch.tensor([row for unit in part for row in units[unit]]) for part in parts]
 
 
-def placed(
+def score_micro_batches(
     model: PreTrainedModel, batch: DataProto, micros: Iterable[MicroBatch], temperature: float, ask: Collection[str]
 ) -> TokenScores:
     """Scores by `model` of all `micros` of `batch`, put together."""
@@ -142,5 +144,39 @@ def placed(
     for micro in micros:
         found = model.token_scores(micro, temperature, ask)._asdict()
         for name, into in columns.items():
-            micro.place(found[name], into)
+            micro.write_back(found[name], into)
     return TokenScores(**columns)
+
+
+class PooledMetrics:
+    """Metrics of one update, pooled exactly over its micro-batches and over all workers.
+
+    Sums (parts of a loss that is already normalised), means (weighted by the tokens they are over) and maxima.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = defaultdict(float)
+        self._weights: dict[str, float] = defaultdict(float)
+        self._maxima: dict[str, float] = {}
+
+    def add_sum(self, name: str, value: Tensor) -> None:
+        self._totals[name] += float(value.detach())
+
+    def add_mean(self, name: str, value: Tensor | float, weight: float) -> None:
+        self._totals[name] += float(value) * weight
+        self._weights[name] += weight
+
+    def add_max(self, name: str, value: Tensor | float) -> None:
+        self._maxima[name] = max(self._maxima.get(name, float(value)), float(value))
+
+    def reduce(self) -> dict[str, float]:
+        """Name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
+        totals, weights, maxima = defaultdict(float), defaultdict(float), {}
+        for part_totals, part_weights, part_maxima in gather((self._totals, self._weights, self._maxima)):
+            for into, part in ((totals, part_totals), (weights, part_weights)):
+                for name, value in part.items():
+                    into[name] += value
+            for name, value in part_maxima.items():
+                maxima[name] = max(maxima.get(name, value), value)
+        means = {name: total / max(weights[name], 1) if name in weights else total for name, total in totals.items()}
+        return means | maxima

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_modules
+from data.padding import collate
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.tokenizer import load_tokenizer
-from data.types import SamplingParams
+from data.types import Request, SamplingParams
 from training.game import are_episodes, game_of_worker
 from training.mini_batches import first_policy_step
 from workers.agent_loop import AgentLoop
@@ -26,11 +28,14 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype
+from workers.forward_check import trained_log_probs
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.reward_model import LearnedReward
-from workers.rollout import Rollout
-from workers.weight_probe import check_weights
+from workers.rollout import Rollout, answered
+
+PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; what rounding does is far below
 
 
 class ModelWorker:
@@ -166,3 +171,36 @@ def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:
 def log_prob_size(config: RolloutConfig | RefConfig) -> MicroBatchSize:
     """The size of a forward pass that only scores."""
     return MicroBatchSize(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
+
+
+def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
+    """Mean |Δ log-prob| between engine and trainer over the tokens that the engine draws for the probe."""
+    vocab_size, config = policy.module.config.get_text_config().vocab_size, engine.config
+    prompt = [7 * place % vocab_size for place in range(min(PROMPT_TOKENS, config.prompt_length))]
+    most = min(TOKENS, config.response_length)
+    request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
+    [done] = engine.generate([request])
+    batch = collate([answered(request, done)], len(prompt), most, engine.pad_token_id)
+    with policy.autocast():
+        wanted = trained_log_probs(policy.module, batch)
+    difference = (batch.batch["rollout_log_probs"] - wanted)[batch.batch["response_mask"].bool()]
+    return difference.abs().mean().item()
+
+
+def check_weights(engine: Rollout, policy: TrainEngine) -> None:
+    """Checks after a sync of weights that the engine samples by the trainer's probabilities.
+
+    An engine with a copy of the weights may go on with old ones, or with a part of the new, and nothing would fail: it
+    would only learn from the wrong policy.
+
+    Raises:
+        RuntimeError: its log-probs of a few tokens that it draws are not the trainer's.
+    """
+    distance, limit = probe_distance(engine, policy), TOLERANCES[policy.dtype]
+    if not distance < limit:
+        raise RuntimeError(
+            f"after the sync of weights {engine.weight_version}, the log-probs of {type(engine).__name__} differ from "
+            f"the trainer's by {distance:.2g} in the mean of a probe, and {limit:g} is the most that rounding may do: "
+            "the engine does not have the actor's weights, or computes something else with them. Set "
+            "actor_rollout_ref.rollout.name=hf, which samples from the actor itself, and report the model."
+        )

@@ -21,10 +21,23 @@ from training.torch_functional import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
 )
+from workers.forward_check import (
+    FAILURES,
+    ForwardCheck,
+    compute_as_in_eval,
+    fix_rope,
+    forward_checks,
+    scaled_up_weights,
+)
 from workers.kernels import prepare
-from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, MicroBatchSize, TokenScores, cut_share, placed
-from workers.repeatable import compute_as_in_eval, fix_rope
-from workers.trial import FAILURES, Trial, sharpened, trials
+from workers.micro_batches import (
+    WHOLE_SEQUENCE,
+    MicroBatch,
+    MicroBatchSize,
+    TokenScores,
+    cut_share,
+    score_micro_batches,
+)
 
 
 def scoring_model(
@@ -46,15 +59,15 @@ def scoring_model(
     fix_rope(model, longest)
     set_forward(model, padded_scores, shares_prompts=False)
     name = type(model).__name__
-    with sharpened(model):
+    with scaled_up_weights(model):
         try:
-            tried = trials(model, dtype, longest)
+            checks = forward_checks(model, dtype, longest)
         except FAILURES as error:
             raise ValueError(
                 f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
                 "Choose a decoder whose forward takes input_ids, attention_mask and position_ids (docs/models.md)."
             ) from error
-        problem = choose_forward(model, settings, tried, dtype)
+        problem = choose_forward(model, settings, checks, dtype)
     if problem is not None:
         raise ValueError(
             f"{name} does not score a row beside others, or in training, as it does alone and in eval mode, however "
@@ -65,7 +78,7 @@ def scoring_model(
 
 
 def choose_forward(
-    model: PreTrainedModel, settings: ModelConfig, tried: Sequence[Trial], dtype: torch.dtype
+    model: PreTrainedModel, settings: ModelConfig, checks: Sequence[ForwardCheck], dtype: torch.dtype
 ) -> str | None:
     """Gives `model` the first forward that computes what transformers' eager attention does: the packed one, the padded
     one by the model's usual attention, the padded one by the eager. A notice says so where it is not the first.
@@ -78,23 +91,23 @@ def choose_forward(
         packed = prepare(model, model.device)
         if settings.use_remove_padding:
             set_forward(model, packed, shares_prompts=True)
-            problem = first_problem(tried, [dtype])
+            problem = first_problem(checks, [dtype])
             if problem is None:
                 return None
             notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
     set_forward(model, padded_scores, shares_prompts=False)
     model.set_attn_implementation(usual)
-    problem = first_problem(tried, [torch.float32])  # roundings of two attentions may choose two experts
+    problem = first_problem(checks, [torch.float32])  # roundings of two attentions may choose two experts
     if problem is None or usual == "eager":
         return problem
     notice(f"{name} takes eager attention, which is slower: by {usual}, {problem}.")
     model.set_attn_implementation("eager")
-    return first_problem(tried, [torch.float32])
+    return first_problem(checks, [torch.float32])
 
 
-def first_problem(tried: Sequence[Trial], dtypes: Collection[torch.dtype]) -> str | None:
+def first_problem(checks: Sequence[ForwardCheck], dtypes: Collection[torch.dtype]) -> str | None:
     """Why the forward that the model has now is not to be used; None: it may."""
-    problems = (trial.problem(dtypes) for trial in tried)
+    problems = (check.problem(dtypes) for check in checks)
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -136,4 +149,4 @@ def score(
 ) -> TokenScores:
     """Scores of the policy's tokens in `batch`, this rank's share: [B, R] float32 on the CPU, 0 elsewhere. Every rank
     has to ask."""
-    return placed(model, batch, cut_share(batch, size, [], model), temperature, ask)
+    return score_micro_batches(model, batch, cut_share(batch, size, [], model), temperature, ask)

@@ -16,8 +16,7 @@ from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from training.mini_batches import Update
 from workers.engine import TrainEngine, compute_dtype
-from workers.metrics import PooledMetrics
-from workers.micro_batches import MicroBatch, MicroBatchSize, cut_share
+from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share
 from workers.models import load_causal_lm, training_device
 from workers.remote_roles import RemoteTrained
 

@@ -233,13 +233,14 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
 
 @contextmanager
 def segments_of_this_run() -> Iterator[None]:
-    """Names the memory that the parts of a split engine share on a CPU after this run alone, and removes the names when
-    the block ends, as all parts have it by then.
+    """Names the memory that the parts of a split engine share on a CPU after this run alone, and removes all names of
+    shared memory when the block ends, as all parts have it by then.
 
     By itself vLLM has the same names in every run, and a worker that is killed leaves them behind, so that no later run
     starts. All ranks enter the block together.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+    from vllm.distributed.parallel_state import get_tp_group
 
     run, group_name = gather(uuid4().hex)[0], SharedMemory.make_group_name
 
@@ -250,6 +251,10 @@ def segments_of_this_run() -> Iterator[None]:
     SharedMemory.make_group_name = staticmethod(name_after_run)
     try:
         yield
+        messages = get_tp_group().mq_broadcaster.buffer
+        if messages.is_creator:
+            messages.shared_memory.unlink()
+            messages.is_creator = False  # so that its end removes nothing again
     finally:
         SharedMemory.make_group_name = staticmethod(group_name)
         for segment in Path("/dev/shm").glob(f"{run}*"):

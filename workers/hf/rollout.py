@@ -20,12 +20,12 @@ from data.model_config import position_count
 from data.padding import collate
 from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
+from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
 from workers.hf.batch import RunningBatch, SharedPrompts
 from workers.hf.kept import KeptTurns
 from workers.hf.separate import SeparateRows, WholeSequences
 from workers.kernels import decoding, lay_out_weights
 from workers.rollout import Rollout, answered, check_request
-from workers.trial import FAILURES, sharpened, tolerance, trained_log_probs, trial_batch, trial_width
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
 WAYS = (SharedPrompts, SeparateRows, WholeSequences)  # to generate, the fast ones first
@@ -64,7 +64,7 @@ class HFRollout(Rollout):
 
     def _find_way(self) -> type[RunningBatch]:
         name, problems = type(self.module).__name__, []
-        with sharpened(self.module):
+        with scaled_up_weights(self.module):
             for way in WAYS if self.module.shares_prompts else WAYS[1:]:
                 self.way = way
                 problem = self._problem()
@@ -98,8 +98,8 @@ class HFRollout(Rollout):
     def _sampled(self) -> DataProto:
         """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
         to what the latter two begin, as their next turns."""
-        width = trial_width(self.module.config, self.config.prompt_length + self.config.response_length)
-        rows, most = trial_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
+        width = check_width(self.module.config, self.config.prompt_length + self.config.response_length)
+        rows, most = ragged_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
         lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
         sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
         samples: list[Sample] = []

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from workers.kernels.decode import decoding, lay_out_weights, register_row_attention
 from workers.kernels.memory import start_process
 from workers.kernels.norms import use_fast_norms
-from workers.kernels.packed_attention import use_packed_attention
-from workers.kernels.packed_forward import packed_scores
+from workers.kernels.packed_attention import packed_scores, use_packed_attention
 from workers.kernels.products import use_onednn
 from workers.micro_batches import TokenScores
 

@@ -9,13 +9,14 @@ what the samples of a prompt ask of its keys and values. The function is registe
 interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -23,6 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from workers.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
+from workers.kernels.token_head import score_tokens
+from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
 
 NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
@@ -151,7 +154,7 @@ def within(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -193,7 +196,7 @@ def packed_attention(
     return output.transpose(0, 1).unsqueeze(0), None
 
 
-def layer_window(module: torch.nn.Module, given: dict[str, Any]) -> int | None:
+def layer_window(module: nn.Module, given: dict[str, Any]) -> int | None:
     """How far back the attention layer `module` sees, itself included; None: as far as there is anything.
 
     As it says in what it was `given`, else as its config does: some layers leave their window to the mask.
@@ -227,3 +230,44 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def is_packed(model: PreTrainedModel) -> bool:
     """Whether the attention of `model` is the one above."""
     return model.config._attn_implementation == NAME
+
+
+def packed_scores(
+    model: PreTrainedModel, micro: MicroBatch, temperature: float, ask: Collection[str] = ("log_probs",)
+) -> TokenScores:
+    """Scores of a micro-batch's responses, as `workers.scoring_model.padded_scores` has them.
+
+    Raises:
+        AttributeError: a value model whose head is not called `score`.
+        TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
+    """
+    packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
+    hidden = hidden_states(model, packed)[packed.predictors[micro.is_scored[micro.is_real]]]
+    if "values" in ask:
+        return TokenScores(values=micro.scatter(model.score(hidden)[:, 0].float()))
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"its head is a {type(head).__name__}, not a linear layer")
+    scores = score_tokens(
+        hidden,
+        head.weight,
+        micro.columns["responses"][micro.is_scored],
+        bias=head.bias,
+        temperature=temperature,
+        softcap=model.config.to_dict().get("final_logit_softcapping"),
+        with_entropy="entropy" in ask,
+        with_sum_pi_squared="sum_pi_squared" in ask,
+    )
+    return TokenScores(*(None if values is None else micro.scatter(values) for values in scores))
+
+
+def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """The last hidden states of all tokens, [T, d]; the attention of `model` is the packed one."""
+    output = model.base_model(
+        input_ids=packed.input_ids.unsqueeze(0),
+        position_ids=packed.position_ids.unsqueeze(0),
+        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1),  # four dimensions: transformers makes no mask of its own
+        use_cache=False,
+        packed=packed,
+    )
+    return output.last_hidden_state.squeeze(0)

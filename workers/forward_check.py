@@ -1,0 +1,227 @@
+"""Checks which forward of a model is right, against its eager attention, and makes rows score alike in any batch.
+
+A model may attend in a way of its own, or do something to its logits, that a forward of ours, or SDPA, leaves out. The
+reference is the model as transformers computes it, by its eager attention, on one row at a time, padded by nothing.
+Log-probs of rows that were sampled one way and scored another are wrong, and nobody sees it: so layers compute in
+training as in eval mode, and a rotary embedding is the same for every batch.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from configs.loader import notice
+from data.protocol import DataProto
+from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
+
+TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
+ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
+SHORTEST, BEYOND, RESPONSE = 9, 8, 4  # tokens of a check's longest row; those behind a limit; those of its response
+EAGER_WIDTH = 4608  # tokens; eager attention holds the square of them for every head
+FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a forward that does not fit
+LIMITS = ("window", "window_size", "chunk_size")  # how names of settings end behind which a model attends otherwise
+
+
+class ForwardCheck:
+    """Holds the forwards of `model` against what it makes now, in eval mode, of three ragged rows of two prompts.
+
+    Where the model computes otherwise behind some length, the rows go past it, if the run does.
+
+    Args:
+        model: with the padded forward.
+        dtype: compute precision of the run.
+        width: tokens of the longest row.
+
+    Raises:
+        one of FAILURES: the forward does not take such rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, width: int) -> None:
+        self.model = model
+        self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
+        self.batch = ragged_batch(model, width)
+        self.wanted = {precision: self.scores(1, precision, training=False) for precision in {torch.float32, dtype}}
+        self.tolerances = {
+            precision: tolerance(scores, self.wanted[torch.float32]) for precision, scores in self.wanted.items()
+        }
+
+    def problem(self, dtypes: Collection[torch.dtype]) -> str | None:
+        """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
+        on each row alone and on all together, as the trainer computes and as generation does."""
+        differences = []
+        for dtype in dtypes:
+            for training in (True, False):
+                for rows in (1, len(self.batch)):
+                    try:
+                        found = self.scores(rows, dtype, training)
+                    except FAILURES as error:
+                        return f"{type(error).__name__}: {error}"
+                    distance = (found - self.wanted[dtype]).abs().max().item()
+                    if not distance < self.tolerances[dtype]:
+                        differences.append(distance)
+        return f"{self.ask} then differ by {max(differences):.1g}" if differences else None
+
+    @torch.no_grad()
+    def scores(self, rows: int, dtype: torch.dtype, training: bool) -> Tensor:
+        """Scores the responses, [3, R], so many rows at a time; the model's mode is as it was."""
+        mode, micros = self.model.training, cut(self.batch, MicroBatchSize(rows, 0), [], self.model)
+        self.model.train(training)
+        try:
+            with torch.autocast(self.model.device.type, dtype, enabled=dtype != torch.float32):
+                return score_micro_batches(self.model, self.batch, micros, temperature=1.0, ask=[self.ask])._asdict()[
+                    self.ask
+                ]
+        finally:
+            self.model.train(mode)
+
+
+@torch.no_grad()
+def trained_log_probs(model: PreTrainedModel, batch: DataProto) -> Tensor:
+    """Computes log-probs of the responses as the trainer does, at temperature 1: [B, R]. It leaves the model in train
+    mode."""
+    model.train()
+    micros = cut(batch, MicroBatchSize(len(batch), 0), [], model)
+    return score_micro_batches(model, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
+
+
+def tolerance(scores: Tensor, exact: Tensor) -> float:
+    """Bounds how far scores in the precision of `scores` may be apart; `exact` are the same in float32."""
+    return max(TOLERANCE, ROUNDINGS * (scores - exact).abs().max().item())
+
+
+def forward_checks(model: PreTrainedModel, dtype: torch.dtype, longest: int) -> list[ForwardCheck]:
+    """Makes the checks against eager attention; for rows too long for it, also one against the model's usual attention,
+    for which the short check vouches.
+
+    Args:
+        longest: tokens of the run's longest sequence.
+    """
+    usual, width = model.config._attn_implementation, check_width(model.config, longest)
+    fits = width <= EAGER_WIDTH
+    try:
+        model.set_attn_implementation("eager")
+        found = [ForwardCheck(model, dtype, width if fits else SHORTEST)]
+    finally:
+        model.set_attn_implementation(usual)
+    return found if fits else [*found, ForwardCheck(model, dtype, width)]
+
+
+def check_width(config: PretrainedConfig, longest: int) -> int:
+    """Counts the tokens of a check's longest row, where the run's has `longest`."""
+    text = config.get_text_config().to_dict()
+    limits = [value or 0 for name, value in text.items() if name.endswith(LIMITS) and isinstance(value, int | None)]
+    passed = [limit for limit in [*limits, *rope_changes(config)] if limit < longest]
+    return max(SHORTEST, min(longest, max(passed, default=0) + BEYOND))
+
+
+def ragged_batch(model: PreTrainedModel, width: int) -> DataProto:
+    """Makes rows as a run has them, of up to `width` tokens: two responses to a prompt, one to another."""
+    prompt = width - RESPONSE
+    mask = torch.tensor(
+        [
+            [0] * (prompt - length) + [1] * (length + response) + [0] * (RESPONSE - response)
+            for length, response in [(prompt, RESPONSE), (prompt, 2), (prompt // 2, 1)]
+        ]
+    )
+    ids = torch.arange(3 * width).view(3, width) * 7 % model.get_input_embeddings().num_embeddings
+    ids[1, :prompt] = ids[0, :prompt]
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    return DataProto.from_dict(columns | {"responses": ids[:, prompt:]})
+
+
+@contextmanager
+def scaled_up_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Makes the small matrices of `model` larger until the end of the block, by powers of two, which rounds nothing.
+
+    With the weights that training from scratch starts from, a model attends to all alike and answers with all alike:
+    whatever a forward left out, no check would see. Matrices of trained models are large enough as they are.
+    """
+    factors = {parameter: enlargement(parameter.detach()) for parameter in model.parameters() if parameter.ndim > 1}
+    try:
+        for parameter, factor in factors.items():
+            parameter.data.mul_(factor)
+        yield
+    finally:
+        for parameter, factor in factors.items():
+            parameter.data.div_(factor)
+
+
+def enlargement(matrix: Tensor) -> float:
+    """Finds the power of two, 1 or more, that brings outputs of `matrix` [..., in] to about the size of its inputs."""
+    gain = torch.linalg.vector_norm(matrix) * (matrix.shape[-1] / matrix.numel()) ** 0.5
+    return float((-gain.log2().round()).clamp(min=0).exp2()) if gain > 0 else 1.0
+
+
+def compute_as_in_eval(model: PreTrainedModel) -> None:
+    """Has every layer of `model` compute as in eval mode, in training too: without dropout, and without the noise of
+    routers (PhiMoE, Mixtral). Gradient checkpointing asks a layer for its mode, so those that do it are left alone."""
+    for module in model.modules():
+        if module is not model:
+            module.train = MethodType(train_as_eval, module)
+    model.train(model.training)
+
+
+def train_as_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Does nn.Module.train, after which `module` itself is in training mode only if it is checkpointed."""
+    nn.Module.train(module, mode)
+    module.training = mode and bool(vars(module).get("gradient_checkpointing"))
+    return module
+
+
+def fix_rope(model: PreTrainedModel, longest: int) -> None:
+    """Has rotary embeddings whose parameters depend on the longest position in a batch (longrope, dynamic) use those of
+    `longest` tokens, in every batch, if the run goes past the length at which they change. A notice says so."""
+    changes = [length for length in rope_changes(model.config) if length < longest]
+    if not changes:
+        return
+    for module in model.modules():
+        if changes_by_length(vars(module).get("rope_type")):
+            module.register_forward_pre_hook(partial(add_position, last=longest - 1), with_kwargs=True)
+            module.register_forward_hook(drop_position)
+    notice(
+        f"{type(model).__name__} turns positions otherwise in batches of more than {min(changes)} tokens: as the run's "
+        f"longest sequence has {longest}, all sequences are taken as such, short ones too. So must whoever serves the "
+        "model. To keep to the shorter form, lower data.max_prompt_length or data.max_response_length."
+    )
+
+
+def rope_changes(config: PretrainedConfig) -> list[int]:
+    """Lists the lengths behind which a rotary embedding of `config` has other parameters for the whole batch."""
+    text = config.get_text_config().to_dict()
+    parameters = text.get("rope_parameters") or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one, or by layer type
+    return [
+        kind.get("original_max_position_embeddings") or text["max_position_embeddings"]
+        for kind in kinds
+        if changes_by_length(kind.get("rope_type"))
+    ]
+
+
+def changes_by_length(rope_type: Any) -> bool:
+    """Says whether rotary embeddings of this type, or of one of these by layer type, look at the longest position."""
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds)
+
+
+def add_position(module: nn.Module, args: tuple, kwargs: dict[str, Any], last: int) -> tuple[tuple, dict[str, Any]]:
+    """Adds the column `last` to position_ids [b, q], before the forward of a rotary embedding."""
+
+    def longer(positions: Tensor) -> Tensor:
+        return torch.cat([positions, torch.full_like(positions[:, :1], last)], dim=1)
+
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": longer(kwargs["position_ids"])}
+    values, positions, *others = args
+    return (values, longer(positions), *others), kwargs
+
+
+def drop_position(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Drops that column from cosines and sines, [b, q, d] each."""
+    cosines, sines = output
+    return cosines[:, :-1], sines[:, :-1]
