@@ -6,25 +6,22 @@ the actions since restore everything.
 """
 
 import itertools
-import os
+import pickle
 import threading
-import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
 
 from configs.errors import users_line
 from custom.text_env import EnvState, TextEnv, split_id
-from data.children import start_child
+from data.concurrency import START_SECONDS, Channel, Child, ProcessEnded, run_in_background
 from data.import_utils import load_module
 
-START_SECONDS = 300.0  # for a process to import and build the environment
 Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))
 
 
@@ -118,9 +115,12 @@ class Process:
     """A process that plays episodes. `lock` is to be held around `start` and `call`; `life` counts the starts."""
 
     def __init__(self, environment: TextEnv, timeout: float | None) -> None:
-        self.environment, self.timeout = environment, timeout
-        self.lock, self.life = threading.Lock(), 0
-        self._process, self._forgotten = None, deque()
+        self.environment, self.timeout, self.lock = environment, timeout, threading.Lock()
+        self._child, self._forgotten = Child(serve, partial(pack, environment)), deque()
+
+    @property
+    def life(self) -> int:
+        return self._child.starts
 
     def forget(self, number: int) -> None:
         """Gives back what an episode holds, at the next call."""
@@ -132,41 +132,27 @@ class Process:
         Raises as `ProcessEnv` says, naming the chapters, those before included.
         """
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        self._connection.send((number, chapters, forgotten))
         seconds = None if self.timeout is None else self.timeout * len(chapters)
-        return self._answer(seconds, f"{self.environment.env_id}, {told((*before, *chapters))}")
-
-    def start(self) -> None:
-        """Starts the process, if there is none or it has ended."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._connection, theirs = Pipe()
-        self._process = start_child("custom.process_env", "serve", theirs.fileno())
-        theirs.close()
-        module, _, _ = split_id(self.environment.env_id)
-        self._connection.send((os.getpid(), module, cloudpickle.dumps(self.environment)))
-        self.life += 1
-        self._answer(START_SECONDS, f"{self.environment.env_id}, to be built in a process of its own")
-
-    def _answer(self, seconds: float | None, what: str) -> Any:
-        if not self._connection.poll(seconds):
-            self._end()
-            raise TimeoutError(f"{what}: not done after {seconds:g} seconds, so its process was killed")
-        try:
-            result, error, trace = self._connection.recv()
-        except EOFError:
-            self._end()
-            code = self._process.returncode
-            raise RuntimeError(f"{what}: its process ended, with exit code {code}") from None
+        asked = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
+        result, error, trace = pickle.loads(self._wait(asked, seconds, told((*before, *chapters))))
         if error is not None:
             error.add_note(f"in the environment's process:\n{trace}")
             raise error
         return result
 
-    def _end(self) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+    def start(self) -> None:
+        """Starts the process, if there is none or it has ended."""
+        self._wait(self._child.start(), START_SECONDS, "to be built in a process of its own")
+
+    def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, what: str) -> Any:
+        what = f"{self.environment.env_id}, {what}"
+        try:
+            return run_in_background(work)
+        except TimeoutError:
+            self._child.end()
+            raise TimeoutError(f"{what}: not done after {seconds:g} seconds, so its process was killed") from None
+        except ProcessEnded as ended:
+            raise RuntimeError(f"{what}: {ended}") from None
 
 
 def told(story: Story) -> str:
@@ -175,30 +161,33 @@ def told(story: Story) -> str:
     return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
 
 
-def serve(file_descriptor: int) -> None:
+def pack(environment: TextEnv) -> bytes:
+    """The first request to a process: the user's module, and the environment."""
+    module, _, _ = split_id(environment.env_id)
+    return pickle.dumps((module, cloudpickle.dumps(environment)))
+
+
+def serve(channel: Channel) -> None:
     """The life of a process: plays on in one episode at each call; answers result, exception and traceback.
 
     An exception that is not one of those that a `TextEnv` raises ends the process.
     """
-    connection = Connection(file_descriptor)
-    parent, module, pickled = connection.recv()
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    first, body = channel.read()
+    module, pickled = pickle.loads(body)
     if module:
         load_module(module)  # registers the id, and is where the pickled functions are
     environment: TextEnv = cloudpickle.loads(pickled)
     episodes: dict[int, TextEnv] = {}
-    connection.send((None, None, ""))
-    while True:
-        try:
-            number, chapters, forgotten = connection.recv()
-        except EOFError:
-            return
+    channel.write(first, b"")
+    while (call := channel.read()) is not None:
+        request, body = call
+        number, chapters, forgotten = pickle.loads(body)
         for old in forgotten:
             if old in episodes:
                 episodes.pop(old).close()
         if number not in episodes:
             episodes[number] = environment.clone()
-        connection.send(played(episodes[number], chapters))
+        channel.write(request, pickle.dumps(played(episodes[number], chapters)))
 
 
 def played(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]:
@@ -210,10 +199,3 @@ def played(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, st
     except (RuntimeError, ValueError, TypeError) as error:
         raised = error if error.__cause__ is None else type(error)(f"{error} (at {users_line(error)})")
         return None, raised, traceback.format_exc()
-
-
-def end_with(parent: int) -> None:
-    """Ends this process soon after `parent`, however that ended and whatever is stuck here."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)

@@ -44,7 +44,7 @@ EXEMPT = {
         "training/row_scorer.py": "what a user's reward raises is what came of the row",
         "training/sandbox_child.py": "what a policy's program raises is its output",
         "training/scorer_process.py": "answers what the user's reward raised, in a process of its own",
-        "workers/deadlines.py": "hands on to whoever waits what the user's code raised in a thread",
+        "data/concurrency.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
     },

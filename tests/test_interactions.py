@@ -13,12 +13,12 @@ import pytest
 from configs.errors import ConfigError
 from configs.schema import DataConfig, MultiTurnConfig
 from custom.tiny_model import build_tokenizer
+from data.concurrency import Overdue
 from data.files import dump_jsonl
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from training.conversations import check_rows, tool_schemas
-from workers.deadlines import Overdue
 from workers.interactions.endpoint import EndpointInteraction
 from workers.tool_episode import ToolEpisode, ToolEpisodes
 

@@ -98,7 +98,7 @@ def test_a_crash_and_an_exception_say_what_led_there(stubborn):
     for clone in clones:
         clone.reset(1)
     assert len({clone.step("0")[4]["pid"] for clone in clones}) == 2
-    with pytest.raises(RuntimeError, match=r"seed=1\) and actions \[0, 3\]: its process ended, with exit code 3"):
+    with pytest.raises(RuntimeError, match=r"seed=1\) and actions \[0, 3\]: its process ended with exit code 3"):
         clones[0].step("3")
     with pytest.raises(RuntimeError, match=r"'lost', after .*actions \[0, 4\] \(at .*stubborn\.py:27\)") as raised:
         clones[1].step("4")

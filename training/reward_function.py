@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import RewardFunctionConfig, ScoringConfig
+from data.concurrency import run_all
 from data.import_utils import callable_name, load_extern_object
-from training.async_reward import run_all
 from training.scorer_process import is_async
 from training.scorers import NotScored, Scorers
 

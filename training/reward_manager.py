@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import RewardConfig, RewardManagerConfig
+from data.concurrency import run_all
 from data.import_utils import bind, load_extern_object, load_module
 from data.protocol import DataProto
-from training.async_reward import run_all
 
 REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 Class = TypeVar("Class", bound=type)

@@ -4,31 +4,29 @@ It loads nothing but what that function needs, so that it starts fast. The paren
 and kills. What comes back to it is JSON, and never pickled: a function may run what a policy wrote.
 """
 
+import asyncio
 import inspect
 import json
-import os
 import pickle
 import random
-import signal
-import struct
+import socket
 import sys
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from configs.errors import users_line
+from data.concurrency import Channel, frame, read_frame
 from data.import_utils import load_extern_object
 
 MOST_SAID = 4000  # characters of an exception and its traceback
-HEAD = struct.Struct("<qQ")  # of a frame: its number, and the bytes of its body
-READY = -1  # the number of the answer that says that the function is loaded
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Errand:
+class ScorerSpec:
     """What a scorer process is for: the function of a file, and its limits.
 
     `memory_mb`: that it may take beyond what loading the file took. `soft_seconds`: after which an async call is
@@ -42,65 +40,51 @@ class Errand:
     soft_seconds: float | None
 
 
-def serve(descriptor: int) -> None:
+def serve(channel: Channel) -> None:
     """Answers calls until the parent is gone: pickled arguments in, [outcome, value] as JSON out."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the parent, whatever it is stuck in
-    os.set_inheritable(descriptor, False)
-    channel = open(descriptor, "r+b", buffering=0)  # noqa: SIM115  (as long as the process lives)
-    _, body = read_frame(channel)
-    errand: Errand = pickle.loads(body)
+    first, body = channel.read()
+    spec: ScorerSpec = pickle.loads(body)
     try:
-        function = load_extern_object(errand.path, errand.name)
+        function = load_extern_object(spec.path, spec.name)
     except BaseException as error:  # said to the parent, which ends the run
-        write_all(channel, answer(READY, "error", told(error)))
+        channel.write(first, encode("error", format_exception(error)))
         return
-    limit_memory(errand.memory_mb)
-    write_all(channel, answer(READY, "ok", None))
+    limit_memory(spec.memory_mb)
+    channel.write(first, encode("ok", None))
     if is_async(function):
-        import asyncio
-
-        asyncio.run(serve_side_by_side(function, errand, descriptor))
+        asyncio.run(serve_side_by_side(function, spec, channel.socket))
         return
-    while (call := read_frame(channel)) is not None:
+    while (call := channel.read()) is not None:
         number, body = call
         try:
             arguments = pickle.loads(body)
             seed_generators(arguments)
-            outcome, value = "ok", finished(function(**arguments | errand.reward_kwargs))
+            outcome, value = "ok", finished(function(**arguments | spec.reward_kwargs))
         except BaseException as error:  # SystemExit too: the row is counted, and the process lives on
-            outcome, value = "error", told(error)
-        write_all(channel, answer(number, outcome, value))
+            outcome, value = "error", format_exception(error)
+        channel.write(number, encode(outcome, value))
 
 
-async def serve_side_by_side(function: Callable, errand: Errand, descriptor: int) -> None:
+async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: socket.socket) -> None:
     """`serve` for an async function: its calls run in one event loop."""
-    import asyncio
-    import socket
-
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    reader, writer = await asyncio.open_connection(sock=connection)
     under_way: set[asyncio.Task] = set()
 
     async def score(number: int, body: bytes) -> None:
         try:
             arguments = pickle.loads(body)
-            async with asyncio.timeout(errand.soft_seconds) as deadline:
-                outcome, value = "ok", await function(**arguments | errand.reward_kwargs)
+            async with asyncio.timeout(spec.soft_seconds) as deadline:
+                outcome, value = "ok", await function(**arguments | spec.reward_kwargs)
         except BaseException as error:  # as above
             expired = isinstance(error, TimeoutError) and deadline.expired()
-            outcome, value = ("timeout", None) if expired else ("error", told(error))
-        writer.write(answer(number, outcome, value))
+            outcome, value = ("timeout", None) if expired else ("error", format_exception(error))
+        writer.write(frame(number, encode(outcome, value)))
 
-    try:
+    with suppress(asyncio.IncompleteReadError):
         while True:
-            number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
-            task = asyncio.create_task(score(number, await reader.readexactly(size)))
+            task = asyncio.create_task(score(*await read_frame(reader)))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
-    except asyncio.IncompleteReadError:
-        return
 
 
 def is_async(function: Callable) -> bool:
@@ -112,7 +96,6 @@ def finished(result: Any) -> Any:
     """`result`, awaited if a plain function returned something to await."""
     if not inspect.isawaitable(result):
         return result
-    import asyncio
 
     async def wait() -> Any:
         return await result
@@ -149,38 +132,12 @@ def limit_memory(memory_mb: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def frame(number: int, body: bytes) -> bytes:
-    return HEAD.pack(number, len(body)) + body
-
-
-def read_frame(channel: BinaryIO) -> tuple[int, bytes] | None:
-    """The next frame, as its number and body; None: there is none any more."""
-    head = read_all(channel, HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    number, size = HEAD.unpack(head)
-    return number, read_all(channel, size)
-
-
-def read_all(channel: BinaryIO, size: int) -> bytes:
-    pieces = bytearray()
-    while len(pieces) < size and (piece := channel.read(size - len(pieces))):
-        pieces += piece
-    return bytes(pieces)
-
-
-def write_all(channel: BinaryIO, data: bytes) -> None:
-    while data:
-        data = data[channel.write(data) :]
-
-
-def answer(number: int, outcome: str, value: Any) -> bytes:
-    """The frame of an answer; a value that JSON cannot hold is an error of the call."""
+def encode(outcome: str, value: Any) -> bytes:
+    """The body of an answer; a value that JSON cannot hold is an error of the call."""
     try:
-        body = json.dumps([outcome, value], default=plain)
+        return json.dumps([outcome, value], default=plain).encode()
     except (TypeError, ValueError) as error:
-        body = json.dumps(["error", told(error)])
-    return frame(number, body.encode())
+        return json.dumps(["error", format_exception(error)]).encode()
 
 
 def plain(value: Any) -> Any:
@@ -193,7 +150,7 @@ def plain(value: Any) -> Any:
         ) from None
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def format_exception(error: BaseException) -> dict[str, Any]:
     """An exception as the parent tells it: one line, the user's line, the traceback."""
     trace = "".join(traceback.format_exception(error))
     return {

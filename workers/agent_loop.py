@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
 from data.chat import ChatFormat
+from data.concurrency import loop_in_thread
 from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Row, Sample, SamplingParams
-from training.async_reward import loop_in_thread
 from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Game, data_settings
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from data.concurrency import in_thread
 from data.types import Reply, Row
 from training.game import Environment, Game
-from workers.deadlines import in_thread
 from workers.episodes import Episode
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from uuid import uuid4
 
 from configs.schema import MultiTurnConfig
+from data.concurrency import by_deadline
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.tool_files import load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import Reply
-from workers.deadlines import by_deadline
 from workers.episodes import Episode
 from workers.tools.toolbox import Toolbox
 

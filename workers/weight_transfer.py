@@ -27,7 +27,7 @@ from torch import Tensor
 from configs.engines import OpenAISettings, openai_settings
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
-from workers.deadlines import in_thread
+from data.concurrency import in_thread
 from workers.openai_client import Json, RequestRefused, Server, ServerError
 from workers.shared_weights import write_weights
 from workers.vllm_process import vllm_process

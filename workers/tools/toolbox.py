@@ -9,9 +9,9 @@ from typing import Any
 
 from configs.errors import users_line
 from configs.schema import MultiTurnConfig
+from data.concurrency import Overdue, by_deadline, in_thread
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import BaseTool, ToolResponse, as_response, checked_arguments
-from workers.deadlines import Overdue, by_deadline, in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,387 @@
+"""Work beside the caller's: processes that can be killed, event loops in threads, user code with deadlines."""
+
+import asyncio
+import ctypes
+import inspect
+import itertools
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from typing import Any
+
+START_SECONDS = 300.0  # for a process to load what it serves
+POLL_SECONDS = 0.005  # between two looks whether a killed process is gone
+STOP_SECONDS = 1  # for coroutines to clean up when one has failed, or at an interrupt
+MAX_BODY = 1 << 28  # bytes of a request or an answer
+MAX_PRINTED = 2000  # bytes that a request may print; more is read and dropped
+HEAD = struct.Struct("<qQ")  # of a frame: its number, and the bytes of its body
+PR_SET_PDEATHSIG = 1
+
+
+class ProcessEnded(Exception):
+    """A child process ended before it answered; `aside`: it was killed because of another request."""
+
+    def __init__(self, text: str, aside: bool) -> None:
+        super().__init__(text)
+        self.aside = aside
+
+
+class Child:
+    """A process that answers requests: started when it is needed, and anew after it has ended.
+
+    It ends with this process, and when this object does, and takes all with it that it started. Its methods belong to
+    one event loop; code that is not asynchronous calls them by `run_in_background`.
+
+    Args:
+        serve: is called with a `Channel` in the process, and answers the first request when it is ready for others.
+        first: makes the first request.
+        output: as Popen's stdout; of PIPE, MAX_PRINTED bytes a request are passed on.
+    """
+
+    def __init__(
+        self, serve: Callable[["Channel"], None], first: Callable[[], bytes], output: int | None = None
+    ) -> None:
+        self.serve, self.first, self.output = serve, first, output
+        self.processes: list[ChildProcess] = []  # the last, and those before it that have not quite ended
+        self.starting, self.starts = asyncio.Lock(), 0
+        weakref.finalize(self, end_all, self.processes)
+
+    async def start(self) -> bytes | None:
+        """Starts the process; returns its answer to the first request, or None if it runs already.
+
+        Raises:
+            TimeoutError: it did not answer within START_SECONDS, and was killed.
+            ProcessEnded: it ended before that.
+        """
+        async with self.starting:
+            if self.processes and self.processes[-1].is_alive():
+                return None
+            body, (ours, theirs) = self.first(), socket.socketpair()
+            with theirs:
+                process = start_process(self.serve, theirs.fileno(), self.output)
+            started = ChildProcess(process, *await asyncio.open_connection(sock=ours))
+            self.processes[:] = [*(old for old in self.processes if not old.is_over()), started]
+            self.starts += 1
+            return await self.ask(body, START_SECONDS)
+
+    async def ask(self, body: bytes, seconds: float | None) -> bytes:
+        """Returns the answer to `body` of the process that was started last.
+
+        Raises:
+            TimeoutError: it did not answer within `seconds` (None: any), and was killed.
+            ProcessEnded: it ended before that.
+        """
+        process = self.processes[-1]
+        try:
+            async with asyncio.timeout(seconds):
+                return await process.ask(body)
+        except (TimeoutError, asyncio.CancelledError):
+            process.kill()
+            raise
+
+    def end(self) -> None:
+        """Kills the process, and waits until it is gone."""
+        end_all(self.processes)
+
+
+def end_all(processes: "list[ChildProcess]") -> None:
+    for process in processes:
+        process.kill()
+        process.process.wait()
+
+
+def start_process(serve: Callable[["Channel"], None], descriptor: int, output: int | None) -> subprocess.Popen:
+    """Starts a plain child with this process's sys.path: multiprocessing would run the user's main script once more."""
+    program = (
+        f"import sys; sys.path[:] = {sys.path}; from data.concurrency import Channel; "
+        f"from {serve.__module__} import {serve.__name__}; {serve.__name__}(Channel({descriptor}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        **{"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output and subprocess.STDOUT},
+        pass_fds=[descriptor],
+        start_new_session=True,  # a group of its own, to be killed as one
+    )
+
+
+class ChildProcess:
+    """One process of a `Child`, from its start to its end."""
+
+    def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process, self.writer, self.owner = process, writer, os.getpid()
+        self.answers: dict[int, asyncio.Future[bytes]] = {}
+        self.numbers, self.may_print, self.killed = itertools.count(), MAX_PRINTED, False
+        self.listening = asyncio.create_task(self._listen(reader))
+        self.printing = asyncio.create_task(self._print())
+
+    async def ask(self, body: bytes) -> bytes:
+        """Returns the answer to `body`. Raises ProcessEnded if there is none."""
+        number, answer = next(self.numbers), asyncio.get_running_loop().create_future()
+        self.answers[number], self.may_print = answer, MAX_PRINTED
+        self.writer.write(frame(number, body))
+        try:
+            await asyncio.wait([answer, self.listening], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self.answers[number]
+        if not answer.done():
+            raise self.listening.result()
+        return answer.result()
+
+    def is_alive(self) -> bool:
+        return not self.killed and self.owner == os.getpid()  # a fork of this process starts its own
+
+    def is_over(self) -> bool:
+        return self.listening.done() and self.printing.done()
+
+    def kill(self) -> None:
+        """Kills the process and all that it started and left in its group."""
+        self.killed = True
+        if self.process.returncode is None and self.owner == os.getpid():  # else its number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> ProcessEnded:
+        """Hands out the answers until there are no more, ends the process, and returns how it ended."""
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    number, body = await read_frame(reader)
+                    if number in self.answers and not self.answers[number].done():
+                        self.answers[number].set_result(body)
+        finally:
+            aside = self.killed
+            self.kill()
+            self.writer.close()
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return ProcessEnded(f"its process ended {how}", aside)
+
+    async def _print(self) -> None:
+        """Passes on what the process prints, as far as may be, and reads it all: nobody waits for a full pipe."""
+        if self.process.stdout is None:
+            return
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self.process.stdout)
+        try:
+            while piece := await reader.read(1 << 16):
+                shown, self.may_print = piece[: self.may_print], max(0, self.may_print - len(piece))
+                sys.stdout.write(shown.decode("utf-8", "replace"))
+        finally:
+            pipe.close()
+
+
+def frame(number: int, body: bytes) -> bytes:
+    return HEAD.pack(number, len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Returns the number and the body of the next frame.
+
+    Raises:
+        IncompleteReadError: there is none any more.
+        ConnectionError: it is larger than MAX_BODY, and no frame of ours.
+    """
+    number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+    if size > MAX_BODY:
+        raise ConnectionError(f"a frame of {size} bytes")
+    return number, await reader.readexactly(size)
+
+
+class Channel:
+    """A child process's end of the connection to its parent. The process ends with the parent, whatever it does."""
+
+    def __init__(self, descriptor: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.set_inheritable(descriptor, False)
+        self.socket = socket.socket(fileno=descriptor)
+        self.file = self.socket.makefile("rb")
+
+    def read(self) -> tuple[int, bytes] | None:
+        """Returns the number and the body of the next request; None: there is none any more."""
+        head = self.file.read(HEAD.size)
+        if len(head) < HEAD.size:
+            return None
+        number, size = HEAD.unpack(head)
+        return number, self.file.read(size)
+
+    def write(self, number: int, body: bytes) -> None:
+        """Answers the request of this number."""
+        self.socket.sendall(frame(number, body))
+
+
+@cache
+def background_loop() -> asyncio.AbstractEventLoop:
+    return start_loop()[0]
+
+
+os.register_at_fork(after_in_child=background_loop.cache_clear)  # threads do not survive a fork
+
+
+def run_in_background(work: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of `work`, run in an event loop that this process keeps in a thread for such callers."""
+    return asyncio.run_coroutine_threadsafe(work, background_loop()).result()
+
+
+def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:
+    """Results in order, at most `max_concurrent` under way at once, each for at most `timeout` seconds (None: any).
+
+    They run in an event loop in a thread of its own: a notebook already runs one in this thread. The first failure
+    ends the wait, and so does Ctrl-C, at once; what is still under way is cancelled.
+
+    Raises:
+        TimeoutError: one took longer; names its place and the key.
+    """
+    places = asyncio.Semaphore(max_concurrent)
+
+    async def result_of(row: int, awaitable: Awaitable) -> Any:
+        try:
+            async with places, asyncio.timeout(timeout) as deadline:
+                return await awaitable
+        except TimeoutError as error:
+            if not deadline.expired():  # one of the user's own
+                raise
+            call = f"the call for response {row}" if len(awaitables) > 1 else "the call"
+            raise TimeoutError(
+                f"{call} was not done after reward.timeout={timeout:g} seconds: raise it (null: "
+                "no limit), or have the function give up earlier and return a score"
+            ) from error
+        finally:
+            if inspect.iscoroutine(awaitable):
+                awaitable.close()  # one that never began would complain of it
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*(result_of(row, awaitable) for row, awaitable in enumerate(awaitables)))
+
+    with loop_in_thread() as loop:
+        return asyncio.run_coroutine_threadsafe(gather(), loop).result()
+
+
+@contextmanager
+def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own until the end of the block, and then cancels what it still does.
+
+    It gets STOP_SECONDS for that. A task that blocks instead of awaiting, and so cannot be cancelled, is left behind:
+    it does not keep the process from ending.
+    """
+    loop, thread = start_loop()
+    try:
+        yield loop
+    finally:
+        stop_loop(loop, thread)
+
+
+def start_loop() -> tuple[asyncio.AbstractEventLoop, Thread]:
+    """An event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # leaving it cancels and closes
+            runner.get_loop().run_forever()
+
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def stop_loop(loop: asyncio.AbstractEventLoop, thread: Thread) -> None:
+    """Ends what `start_loop` started, and cancels what it still does."""
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not current_thread():
+        thread.join(STOP_SECONDS)
+
+
+class Overdue(TimeoutError):
+    """A call was not done by its deadline."""
+
+
+class DaemonThreads:
+    """Threads that take one call at a time; there are as many as calls were ever under way at once."""
+
+    def __init__(self) -> None:
+        self.idle: list[SimpleQueue[Callable[[], None]]] = []
+
+    def submit(self, call: Callable[[], None]) -> None:
+        try:
+            calls = self.idle.pop()
+        except IndexError:  # atomic, unlike a look before it
+            calls = SimpleQueue()
+            Thread(target=self._serve, args=(calls,), daemon=True, name="user code").start()
+        calls.put(call)
+
+    def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            calls.get()()
+            self.idle.append(calls)
+
+
+threads = DaemonThreads()
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any, deadline: float | None = None) -> Any:
+    """The result of `function(*arguments)`, computed in another thread while this event loop goes on.
+
+    Raises:
+        Overdue: it took more than `deadline` seconds (None: any).
+        whatever `function` raises.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # given up
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def call() -> None:
+        result, error = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as raised:  # handed on to whoever waits
+            error = as_failure(raised)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threads.submit(call)
+    return await by_deadline(future, deadline)
+
+
+def as_failure(error: BaseException) -> Exception:
+    """`error`, or, where an event loop would take it for its own (SystemExit, StopIteration), what names it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+async def by_deadline(future: asyncio.Future[Any], deadline: float | None) -> Any:
+    """The result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
+
+    Raises:
+        Overdue: it was not.
+        whatever it raised, a TimeoutError of its own included.
+    """
+    try:
+        done, _ = await asyncio.wait([future], timeout=deadline)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    if not done:
+        future.cancel()
+        raise Overdue(f"not done after {deadline:g} seconds")
+    return future.result()
