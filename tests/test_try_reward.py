@@ -5,22 +5,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from configs.schema import ScoringConfig
 from scripts import create_reward_template
 from tests.runs import ROOT
-from training.audit_reward import Finding, audit
 from training.reward_function import FunctionReward
 from training.reward_score import default_compute_score, math_dapo, math_reward
 from training.reward_score import search_r1_like_qa_em as questions
-from training.row_scorer import Outcome, Scorer, read_result
-from training.try_reward import load_reward, main, read_views
+from training.try_reward import Finding, Outcome, audit, load_reward, main, read_views, score_rows
 
 SUMS = [(3, 9), (2, 5), (8, 8), (1, 3)]
-ROOMY = 120.0  # seconds, for a busy machine
+ROOMY = ScoringConfig(timeout=120.0, max_failed_fraction=1.0)  # for a busy machine
 
 
 def rows(**columns: object) -> list[dict]:
@@ -116,7 +116,7 @@ def in_lists(solution_strs, ground_truths):
 
 
 def warned(reward: Callable, data: list[dict] | None = None) -> dict[str, Finding]:
-    findings = audit(data or rows(), Scorer(FunctionReward(reward), ROOMY))
+    findings = audit(data or rows(), partial(score_rows, reward=FunctionReward(reward), config=ROOMY))
     return {finding.answer: finding for finding in findings if finding.warning}
 
 
@@ -152,46 +152,63 @@ def test_without_ground_truths_the_audit_says_so():
 @pytest.mark.parametrize(
     ("result", "outcome"),
     [
-        (1, Outcome("ok", 1.0)),
-        (True, Outcome("ok", 1.0)),
-        ({"score": 0.5, "n": 2}, Outcome("ok", 0.5, {"n": 2})),
-        (np.bool_(True), Outcome("ok", 1.0)),
-        (np.float32(0.5), Outcome("ok", 0.5)),
-        (np.zeros(2), "it returned array([0., 0.])"),
-        (None, "it returned None: a score is a number"),
-        ({"acc": 1}, "it returned None"),
-        ("1", "it returned '1'"),
-        (float("nan"), "it returned nan: a score is finite"),
+        ("1", Outcome("ok", 1.0)),
+        ("True", Outcome("ok", 1.0)),
+        ("{'score': 0.5, 'n': 2}", Outcome("ok", 0.5, {"n": 2})),
+        ("__import__('numpy').bool_(True)", Outcome("ok", 1.0)),
+        ("__import__('numpy').float32(0.5)", Outcome("ok", 0.5)),
+        ("__import__('numpy').zeros(2)", "the reward f (RETURNS) returned [0.0, 0.0] for response 0: it must be a num"),
+        ("None", "the reward f (RETURNS) returned None for response 0: it must be a number, or a dict"),
+        ("{'acc': 1}", "the reward f (RETURNS) returned ['acc'] for response 0"),
+        ("'1'", "the reward f (RETURNS) returned '1' for response 0"),
+        ("float('nan')", "the reward f (RETURNS) returned nan for response 0 (1 of 1 scores are not finite)"),
+        ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict of 'score'"),
     ],
 )
-def test_what_a_reward_may_return(result: object, outcome: Outcome | str):
-    found = read_result(result, 0.0)
-    assert found.said.startswith(outcome) if isinstance(outcome, str) else found == outcome
+def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], result: str, outcome: Outcome | str):
+    path = write("returns.py", f"def f(response): return {result}")
+    [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY), ROOMY)
+    if isinstance(outcome, str):
+        assert found.status == "error" and found.said.startswith(outcome.replace("RETURNS", path)), found.said
+    else:
+        assert replace(found, seconds=0.0) == outcome
 
 
-def hostile(solution_str, ground_truth):
-    if solution_str == "hang":
-        while True:
+def test_a_dict_for_one_row_and_a_number_for_another_is_refused_as_in_training(
+    write: Callable[[str, str], str], capsys: pytest.CaptureFixture
+):
+    path = write("mixed.py", "def compute_score(response): return {'score': 1.0} if response == '12' else 0.0")
+    with pytest.raises(SystemExit) as refused:
+        main([path, "--data", write("rows.jsonl", "\n".join(map(json.dumps, ROWS)))])
+    assert refused.value.code == 2
+    assert "returned 0.0 for response 1 and ['score'] for another: either every" in capsys.readouterr().err
+
+
+HOSTILE = """
+    def hostile(solution_str, ground_truth):
+        while solution_str == "hang":
             try:
                 while True:
                     pass
             except BaseException:
                 pass
-    if solution_str == "die":
-        import os
+        if solution_str == "die":
+            import os
 
-        os._exit(3)
-    if solution_str == "raise":
-        raise SystemExit("gone")
-    return 1.0
+            os._exit(3)
+        if solution_str == "raise":
+            raise SystemExit("gone")
+        return 1.0
+"""
 
 
-def test_a_response_that_cannot_be_scored_costs_no_other():
+def test_a_response_that_cannot_be_scored_costs_no_other(write: Callable[[str, str], str]):
     data = [{"responses": said, "ground_truths": "", "prompts": ""} for said in ("a", "hang", "die", "raise", "b")]
-    outcomes = Scorer(FunctionReward(hostile), 3.0)(data)
+    config = replace(ROOMY, timeout=3.0)
+    outcomes = score_rows(data, load_reward(write("hostile.py", HOSTILE), "hostile", config), config)
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "error", "error", "ok"]
-    assert outcomes[1].said == "not done after 3 seconds"
-    assert outcomes[2].said == "its process ended with status 3" and "SystemExit: gone" in outcomes[3].said
+    assert outcomes[1].said == "it was not done after reward.timeout=3 seconds"
+    assert outcomes[2].said == "its process ended with exit code 3" and "SystemExit: gone" in outcomes[3].said
 
 
 def by_data(data, tokenizer=None):
@@ -207,7 +224,7 @@ async def by_await(prompt: str, response: str, ground_truth: str | None) -> floa
 @pytest.mark.parametrize("reward", [by_data, by_await, in_lists], ids=lambda reward: reward.__name__)
 def test_every_form_is_tried(reward: Callable):
     data = [dict(row, responses="12") for row in rows()]
-    outcomes = Scorer(FunctionReward(reward), ROOMY)(data)
+    outcomes = score_rows(data, FunctionReward(reward), ROOMY)
     assert [(outcome.status, outcome.score) for outcome in outcomes] == [("ok", score) for score in (1, 0, 0, 0)]
 
 
@@ -236,12 +253,12 @@ def test_rows_of_all_kinds_are_read(write: Callable[[str, str], str]):
 
 def test_a_function_is_found_by_its_usual_names(write: Callable[[str, str], str]):
     path = write("mine.py", "def compute_reward(prompt, response, ground_truth): return 1.0")
-    assert load_reward(path, None).function.__name__ == "compute_reward"
+    assert load_reward(path, None, ROOMY).function.__name__ == "compute_reward"
     with pytest.raises(AttributeError, match="has no 'other'; it has compute_reward"):
-        load_reward(path, "other")
+        load_reward(path, "other", ROOMY)
 
 
-def test_the_command_prints_a_table_without_torch(write: Callable[[str, str], str], tmp_path: Path):
+def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: Path):
     write("rows.jsonl", "\n".join(map(json.dumps, ROWS)))
     score = "def compute_score(solution_str, ground_truth):\n    return {'score': float(solution_str == ground_truth), "
     write("mine.py", score + "'heavy': 'torch' in __import__('sys').modules}")
@@ -274,7 +291,7 @@ def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys
         main([path, "--data", "nowhere.jsonl"])
     assert "there is no such file" in capsys.readouterr().err
     assert main(["--data", data]) == 1  # no data_source has a rule
-    assert "is not implemented for data_source=None" in " ".join(capsys.readouterr().out.split())
+    assert "is not implemented for data_source='unknown'" in " ".join(capsys.readouterr().out.split())
 
 
 CASES = '{"inputs": ["1 2"], "outputs": ["3"]}'
@@ -292,7 +309,7 @@ def test_templates_run_as_they_are_and_pass_their_tests(tmp_path: Path):
         create_reward_template.main(["--task", task, "--output", str(output)])
         if truth is not None:
             row = {"responses": answer, "ground_truths": truth, "prompts": "p", "data_source": "mine", "extra_info": {}}
-            [outcome] = Scorer(load_reward(str(output), None), ROOMY)([row])
+            [outcome] = score_rows([row], load_reward(str(output), None, ROOMY), ROOMY)
             assert (outcome.status, outcome.score) == ("ok", 1.0), task
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -302,8 +319,9 @@ def test_templates_run_as_they_are_and_pass_their_tests(tmp_path: Path):
 @pytest.mark.parametrize("task", ["math", "qa"])
 def test_a_template_is_sound(task: str, tmp_path: Path):
     create_reward_template.main(["--task", task, "--output", str(tmp_path / "sound.py")])
-    reward = load_reward(str(tmp_path / "sound.py"), None)
-    assert not [finding for finding in audit(rows(), Scorer(reward, ROOMY)) if finding.warning]
+    reward = load_reward(str(tmp_path / "sound.py"), None, ROOMY)
+    findings = audit(rows(), partial(score_rows, reward=reward, config=ROOMY))
+    assert not [finding for finding in findings if finding.warning]
 
 
 def test_a_template_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -6,13 +6,8 @@ plain function (training/reward_function.py). Whatever comes back is checked bef
 `python -m training.reward FILE --data ROWS` tries one without a model (training/try_reward.py).
 """
 
-if __name__ == "__main__":  # before the imports below, which take seconds that trying a reward needs not
-    from training.try_reward import main
-
-    raise SystemExit(main())
-
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +24,12 @@ from configs.schema import (
     SandboxFusionConfig,
     ScoringConfig,
 )
+from data.chat import parse_prompt
 from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from data.types import Row
+from data.unknown_characters import prompt_text
 from training.episodes import Episodes
 from training.reward_failures import check_failures, mark, outcome_metrics
 from training.reward_function import FunctionReward, load_function
@@ -127,10 +125,32 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
 
 def view_of(batch: DataProto, policy_ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """`batch` with the texts of a `reward_view`; `policy_ids`: what the policy produced in each row."""
+    prompts = tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True)
+    return with_texts(batch, prompts, tokenizer.batch_decode(policy_ids, skip_special_tokens=True))
+
+
+def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool = False) -> DataProto:
+    """Builds the `reward_view` of dataset rows (`with_labels`), each with a response, where there is no tokenizer.
+
+    The prompt's text is then the contents of its messages, a line each. In training it is the decoded prompt, which
+    also has what the chat template writes around them. A prompt that is a text is the same in both.
+    """
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["data_source"] = [row.get("data_source") or "unknown" for row in rows]
+    columns["raw_prompt"] = [None if row.get("prompt") is None else parse_prompt(row["prompt"]) for row in rows]
+    texts = [
+        "\n".join(prompt_text([message]) for message in prompt) if isinstance(prompt, list) else prompt or ""
+        for prompt in columns["raw_prompt"]
+    ]
+    return with_texts(DataProto.from_single_dict(columns, {"validate": validate}), texts, list(responses))
+
+
+def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> DataProto:
+    """Adds to `batch` what a reward reads beside its columns: texts, ground truths, and facts of conversations."""
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     texts = {
-        "prompts": tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True),
-        "responses": tokenizer.batch_decode(policy_ids, skip_special_tokens=True),
+        "prompts": prompts,
+        "responses": responses,
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
     }
     texts |= {"extra_info": said_of_conversations(batch)} if "tool_call_counts" in batch else {}
@@ -210,7 +230,7 @@ def compute_reward(
     name, mask = reward_name(manager), batch.batch["response_mask"]
     if EARLY in batch:
         begun = batch.non_tensor_batch.pop(EARLY)
-        scores, extra, failures = checked(
+        scores, extra, failures = validate_result(
             manager.of_rows([early.result for early in begun]), manager, mask.shape, config
         )
     else:
@@ -225,26 +245,37 @@ def compute_reward(
 def view_scores(
     view: DataProto, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
 ) -> tuple[Tensor, Columns, Failures]:
-    """What `manager` makes of a `reward_view`: scores [B] or [B, R], with `shape` (B, R), extra columns [B], and the
-    rows that it could not score, which have the score reward.failure_score.
+    """Scores a `reward_view`: `call_manager`, then `validate_result`.
 
     Raises:
         RuntimeError, ValueError: as `compute_reward`.
     """
+    return validate_result(call_manager(manager, view), manager, shape, config)
+
+
+def call_manager(manager: RewardManager, view: DataProto) -> Any:
+    """Returns what `manager` returns for a `reward_view`. Raises RuntimeError if it raises; names it and the line."""
     try:
-        result = manager(view)
+        return manager(view)
     except Exception as error:  # the boundary to the user's code: say where it broke, then stop
         raise RuntimeError(
             f"the reward {reward_name(manager)} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
-    return checked(result, manager, shape, config)
 
 
-def checked(
+def validate_result(
     result: Any, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
 ) -> tuple[Tensor, Columns, Failures]:
-    """What a manager returned, as `view_scores` has it."""
+    """Checks what a manager returned.
+
+    Returns:
+        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that it could not score, whose score
+        is 0, or reward.failure_score.
+
+    Raises:
+        RuntimeError, ValueError: as `compute_reward`.
+    """
     name = reward_name(manager)
     scores, extra, failures = as_scores(result, shape, name)
     check_failures(failures, shape[0], config, name)
@@ -277,3 +308,9 @@ def functions_of(manager: RewardManager) -> list[FunctionReward]:
     if isinstance(manager, WeightedReward):
         return [part.function for part in manager.parts]
     return [manager] if isinstance(manager, FunctionReward) else []
+
+
+if __name__ == "__main__":
+    from training.try_reward import main
+
+    raise SystemExit(main())

@@ -1,33 +1,73 @@
 """A reward without a model: python -m training.reward FILE --data ROWS [--name f] [--timeout S] [--audit]
 
-Scores the responses that the rows hold, each with a deadline, and prints what came of them; with --audit it scores
-cheap answers and right ones instead (training/audit_reward.py). Without a file the rules of public data sets score, by
-each row's data_source. Ends with 1 if a row could not be scored, or the audit found something. Neither torch nor
-transformers is loaded unless the reward asks for them.
+Scores the responses that the rows hold as training does, and prints a table; --audit scores cheap answers and right
+ones instead: does the reward pay for the right answers, and for nothing cheaper? Without a file the rules of public
+data sets score, by each row's data_source. Ends with 1 if a row could not be scored, or the audit found something, and
+with 2 if training would refuse what the reward returns. The first row's ms include the start of the reward's process.
 """
 
 import argparse
+import logging
+import math
 import numbers
-from collections.abc import Iterator
+import random
+import string
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from configs.errors import refusals
-from data.import_utils import load_extern_object, load_module
+from configs.schema import RewardFunctionConfig, SandboxFusionConfig, ScoringConfig
+from data.import_utils import load_module
+from data.protocol import DataProto
 from data.rows import read_rows, with_labels
 from data.types import Row
-from training.audit_reward import CONSTANT, Finding, audit
-from training.reward_function import FunctionReward
-from training.reward_score import default_compute_score
-from training.row_scorer import Outcome, Scorer
+from training.reward import call_manager, load_default, validate_result, view_of_rows
+from training.reward_function import FunctionReward, load_function
+from training.scorers import NotScored
 
 NAMES = ("compute_score", "compute_reward")  # looked for without --name
 MOST_SHOWN, WIDTH = 40, 48  # rows of the table, characters of a text in it
-SECONDS = 60.0
 LOG_WIDTH = 160  # characters of a line in a file or a pipe
+MOST_ROWS = 16
+PAYS = 0.2  # of what the right answers earn; as much, and an answer pays
+JUNK_CHARACTERS = 20_000
+FORMS = ("{}", "#### {}", r"\boxed{{{}}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>",
+         r"<think>so</think><answer>{}</answer>", r"<think>so</think>\boxed{{{}}}")  # fmt: skip
+CONSTANT = "always"
+CONSTANTS = ("0", "1", "2", "10", "-1", "yes", "no", "A", "B", "true", "none", "nan", "inf")
+RIGHT = "the right answer"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of scoring a response: `status` ok, timeout or error, the words for the last two, and seconds."""
+
+    status: str
+    score: float = math.nan
+    extra: dict[str, Any] = field(default_factory=dict)
+    said: str = ""
+    seconds: float = 0.0
+
+
+Score = Callable[[list[Row]], list[Outcome]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a kind of answer earns on average, and, if that is wrong, why; `example`: one such answer."""
+
+    answer: str
+    earned: float | None
+    warning: str = ""
+    example: str = ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,68 +77,100 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("reward", nargs="?", metavar="FILE", help="your reward (none: the rules of public data sets)")
     parser.add_argument("--data", required=True, metavar="ROWS", help=".jsonl, .json or .parquet, with responses")
     parser.add_argument("--name", help=f"the function in FILE ({' or '.join(NAMES)})")
-    parser.add_argument("--timeout", type=float, default=SECONDS, metavar="S", help=f"for a response ({SECONDS:g})")
+    parser.add_argument("--timeout", type=float, default=ScoringConfig.timeout, metavar="S", help="for a response (60)")
     parser.add_argument("--audit", action="store_true", help="score cheap answers and right ones")
     arguments = parser.parse_args(argv)
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
+    logging.getLogger("training.reward_failures").setLevel(logging.ERROR)  # the table says it
     with refusals():
-        reward = load_reward(arguments.reward, arguments.name)
+        config = ScoringConfig(timeout=arguments.timeout, max_failed_fraction=1.0)
+        reward = load_reward(arguments.reward, arguments.name, config)
         rows = read_views(arguments.data, needs_response=not arguments.audit)
-    score = Scorer(reward, arguments.timeout)
+        score = partial(score_rows, reward=reward, config=config)
+        findings, outcomes = (audit(rows, score), []) if arguments.audit else ([], score(rows))
     if arguments.audit:
-        findings = audit(rows, score)
         console.print(audit_table(findings), audit_verdict(findings), sep="\n")
         return int(any(finding.warning for finding in findings))
-    outcomes = score(rows)
     console.print(outcome_table(rows, outcomes), *summary(outcomes), sep="\n")
     return int(any(outcome.status != "ok" for outcome in outcomes))
 
 
-def load_reward(path: str | None, name: str | None) -> FunctionReward:
-    """The function of a file, as training calls it; without a path, the rules of public data sets.
+def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> FunctionReward:
+    """Loads the function of a file, as training does; without a path, the rules of public data sets.
 
     Raises:
         ValueError, AttributeError, FileNotFoundError, RuntimeError: there is none; says why.
     """
     if path is None:
-        return FunctionReward(default_compute_score)
+        return load_default(config, SandboxFusionConfig(), None)
     if name is None:
         found = vars(load_module(path))
         name = next((known for known in NAMES if known in found), NAMES[0])
-    return FunctionReward(load_extern_object(path, name))
+    return load_function(RewardFunctionConfig(path, name), config, None)
 
 
 def read_views(data: str, needs_response: bool) -> list[Row]:
-    """The rows of a file with the columns of a `reward_view`; one for each response, where a row has a list of them.
+    """Reads the rows of a file with the columns of a `reward_view`; one for each response, if a row has a list of them.
 
     Raises:
         ValueError, FileNotFoundError: they cannot be read, or one has no response; names it.
     """
-    views = []
+    rows, responses = [], []
     for origin, row in read_rows(data):
         row = with_labels(row, origin)
-        responses = first_of(row, "responses", "response")
-        if responses is None and needs_response:
+        said = first_of(row, "responses", "response")
+        if said is None and needs_response:
             has = sorted(name for name, value in row.items() if value is not None)
             raise ValueError(
                 f"{origin} has no response to score, in `response`, `responses` or `output`; it has {has}."
             )
         labels = row.get("reward_model") or {}
-        view = row | {"prompts": prompt_text(row), "ground_truths": first_of(row | labels, "ground_truth", "gts")}
-        for response in responses if isinstance(responses, list) else [responses]:
-            views.append(view | {"responses": response})
-    return views
+        row["prompt"] = first_of(row, "prompt", "input")
+        row["reward_model"] = labels | {"ground_truth": first_of(row | labels, "ground_truth", "gts")}
+        for response in said if isinstance(said, list) else [said]:
+            rows.append(row)
+            responses.append(response)
+    view = view_of_rows(rows, responses)
+    return [view[place].non_tensor_batch for place in range(len(view))]
+
+
+def score_rows(rows: list[Row], reward: FunctionReward, config: ScoringConfig) -> list[Outcome]:
+    """Scores rows of `read_views` as training does; one after another if the function takes one response, else at once.
+
+    Raises:
+        ValueError: training would refuse the results together, as a dict for one row and a number for another.
+    """
+    view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
+    if not reward.takes_one_response:
+        return score_part(view, reward, config)[1]
+    parts = [score_part(view[row : row + 1], reward, config) for row in range(len(view))]
+    validate_result([result for [result], _ in parts], reward, (len(view), 1), config)
+    return [outcome for _, [outcome] in parts]
+
+
+def score_part(view: DataProto, reward: FunctionReward, config: ScoringConfig) -> tuple[Any, list[Outcome]]:
+    """Scores the rows of a view in one call; returns what `reward` returned, and an outcome for each row."""
+    began, count = time.perf_counter(), len(view)
+    try:
+        results = call_manager(reward, view)
+        width = results.shape[1] if isinstance(results, torch.Tensor) and results.ndim == 2 else 1
+        scores, extra, failures = validate_result(results, reward, (count, width), config)
+    except (RuntimeError, ValueError) as error:
+        results = [NotScored("error", str(error))] * count
+        scores, extra, failures = torch.zeros(count), {}, dict(enumerate(results))
+    seconds = (time.perf_counter() - began) / count
+    outcomes = [
+        Outcome("ok", score, {name: values[row] for name, values in extra.items()}, seconds=seconds)
+        for row, score in enumerate(scores.view(count, -1).sum(1).tolist())
+    ]
+    for row, failure in failures.items():
+        outcomes[row] = Outcome(failure.outcome, said=failure.said, seconds=seconds)
+    return results, outcomes
 
 
 def first_of(row: Row, *columns: str) -> Any:
     """What the first of `columns` that holds anything holds: rows have the columns of all rows of their file."""
     return next((row[column] for column in columns if row.get(column) is not None), None)
-
-
-def prompt_text(row: Row) -> str:
-    """The prompt as one text: the contents of its messages, a line each."""
-    prompt = first_of(row, "prompt", "input") or ""
-    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
 def outcome_table(rows: list[Row], outcomes: list[Outcome]) -> Table:
@@ -152,3 +224,109 @@ def short(value: Any) -> str:
     """One line of `value`, without its middle if it is long."""
     text = " ".join(str(value).split())
     return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]}…{text[-WIDTH // 2 :]}"
+
+
+def audit(rows: list[Row], score: Score) -> list[Finding]:
+    """What right answers and cheap ones earn, over up to MOST_ROWS of `rows`."""
+    rows = distinct(rows)[:: -(-len(distinct(rows)) // MOST_ROWS)]
+    form, right = best_form(rows, score)
+    asked = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
+    outcomes = score([with_response(row, answer) for _, row, answer in asked])
+    tried: dict[str, list[tuple[str, Outcome]]] = {}
+    for (kind, _, answer), outcome in zip(asked, outcomes, strict=True):
+        tried.setdefault(kind, []).append((answer, outcome))
+    scores = [outcome.score for outcome in [*outcomes, *right] if outcome.status == "ok"]
+    least = min(scores, default=0.0)
+    best = mean([outcome.score for outcome in right if outcome.status == "ok"])
+    findings = [right_finding(right, least, form)]
+    most = best if best is not None and best > least else least + 1.0
+    return findings + [cheap_finding(kind, answers, least, most) for kind, answers in tried.items()]
+
+
+def distinct(rows: list[Row]) -> list[Row]:
+    """One row for each prompt and ground truth."""
+    return list({(row["prompts"], str(row["ground_truths"])): row for row in rows}.values())
+
+
+def best_form(rows: list[Row], score: Score) -> tuple[str, list[Outcome]]:
+    """The form in which right answers earn most, and what each of them came to; no outcomes where none is known."""
+    known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
+    outcomes = score([with_response(row, form.format(text)) for form in FORMS for row, text in known]) if known else []
+    tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(FORMS)}
+    earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in FORMS}
+    form = max(FORMS, key=earned.__getitem__)
+    return form, tried[form]
+
+
+def right_answer(row: Row) -> str | None:
+    """The text of a row's ground truth, or of the first of several; None: there is none, or it is no answer (tests)."""
+    truth: Any = row["ground_truths"]
+    if isinstance(truth, dict):
+        truth = truth.get("target")
+    if isinstance(truth, list):
+        truth = truth[0] if truth else None
+    return None if truth is None or isinstance(truth, dict) or str(truth).startswith("{") else str(truth)
+
+
+def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
+    """(kind, answer) for all that should not pay for `row`; constants that are right there are left out."""
+    answers = [
+        ("empty text", ""),
+        ("the form without an answer", form.format("")),
+        ("the prompt itself", row["prompts"]),
+    ]
+    answers.append((f"{JUNK_CHARACTERS // 1000} kB of junk", junk(len(row["prompts"]))))
+    truth = right_answer(row)
+    targets = row["ground_truths"].get("target") if isinstance(row["ground_truths"], dict) else row["ground_truths"]
+    right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
+    for constant in CONSTANTS:
+        if constant.lower() not in right:
+            said = (constant, form.format(constant))
+            answers += [(f'{CONSTANT} "{text}"', text) for text in said]
+    if truth is not None:
+        other = "8" if truth == "7" else "7"
+        answers.append((f'"{form.format("ANSWER or 7")}"', form.format(f"{truth} or {other}")))
+        answers.append((f'"{form.format("7 or ANSWER")}"', form.format(f"{other} or {truth}")))
+        answers.append(("both, each in the form", f"{form.format(other)}\n{form.format(truth)}\n{form.format(other)}"))
+    return list(dict.fromkeys(answers))
+
+
+def junk(seed: int) -> str:
+    return "".join(random.Random(seed).choices(string.printable, k=JUNK_CHARACTERS))
+
+
+def with_response(row: Row, response: str) -> Row:
+    return row | {"responses": response}
+
+
+def right_finding(outcomes: list[Outcome], least: float, form: str) -> Finding:
+    if not outcomes:
+        return Finding(RIGHT, None, "no row has a ground truth that is an answer: whether it pays is not known")
+    if failure := next((outcome for outcome in outcomes if outcome.status != "ok"), None):
+        return Finding(RIGHT, None, f"cannot be scored: {failure.status}: {failure.said}", form)
+    earned = mean([outcome.score for outcome in outcomes])
+    paid = sum(outcome.score > least for outcome in outcomes)
+    shown = form.format("ANSWER")
+    if paid < len(outcomes):
+        unpaid = f"{len(outcomes) - paid} of {len(outcomes)} rows"
+        why = f"does not pay: no more than the worst answer in {unpaid}, in any of {len(FORMS)} forms"
+        return Finding(RIGHT, earned, why, shown)
+    return Finding(RIGHT, earned, "", shown)
+
+
+def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, most: float) -> Finding:
+    """`least` and `most`: the lowest score that was seen, and what right answers earn on average."""
+    if failure := next((one for one in answers if one[1].status != "ok"), None):
+        answer, outcome = failure
+        return Finding(kind, None, f"cannot be scored: {outcome.status}: {outcome.said}", answer)
+    earned = mean([outcome.score for _, outcome in answers])
+    share = (earned - least) / (most - least)
+    if share < PAYS:
+        return Finding(kind, earned)
+    return Finding(
+        kind, earned, f"pays {share:.0%} of what right answers earn", max(answers, key=lambda a: a[1].score)[0]
+    )
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
