@@ -13,7 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.tokenizer import template_terminator
+from data.pretrained import template_terminator
 from data.types import Message
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import DataConfig
-from data.mixture import column_of
+from data.rows import column_of
 from data.sampler import AbstractCurriculumSampler
 from data.seeding import numpy_generator
 

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import PretrainedModelConfig
 from data.chat import Prompt, plain_chat
-from data.tokenizer import load_tokenizer
+from data.pretrained import load_tokenizer
 
 KEY = "reward.reward_model.model"
 

@@ -6,6 +6,7 @@ the user wrote. Reading files is `data/rows.py`'s, padding the rollout's; images
 """
 
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from data.chat import Prompt, encode_prompt, parse_prompt
 from data.file_formats import BadRow, Origin
 from data.import_utils import bind, load_extern_object
 from data.load_report import BadRows, by_source, mixed_labels, print_report, spread
-from data.mixture import value_in
-from data.prompt_checks import check_says_something, least_tokens
-from data.rows import own_names, read_rows, with_labels
+from data.rows import own_names, read_rows, value_in, with_labels
 from data.types import Row
 from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
-
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+HUGE_PROMPT = 1 << 20  # characters; of these, the tokens are not counted one by one
 
 
 class OverlongPrompt(ValueError):
@@ -290,3 +290,23 @@ def create_rl_dataset(
     if max_samples != -1:
         kwargs = {"max_samples": max_samples} | kwargs  # set, so not to be passed over
     return bind(dataset_class, offered | {"max_samples": max_samples}, kwargs, key)()
+
+
+def least_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """So many tokens a huge prompt has at least, as none is longer than the longest of the vocabulary; else 0."""
+    contents = [m.get("content") for m in prompt if isinstance(m, dict)] if isinstance(prompt, list) else []
+    characters = sum(len(text) for text in [prompt, *contents] if isinstance(text, str))
+    return characters // max(map(len, tokenizer.get_vocab())) if characters > HUGE_PROMPT else 0
+
+
+def check_says_something(prompt: Prompt) -> None:
+    """Raises ValueError for a prompt whose every text is empty, or that holds half a character.
+
+    Half a character is one of a pair of surrogates alone: JSON can spell it, no tokenizer reads it.
+    """
+    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    texts = [message.get("content") for message in messages]
+    if all(isinstance(text, str) and not text.strip() for text in texts):
+        raise ValueError("the prompt is empty.")
+    if lone := LONE_SURROGATE.search("".join(text for text in texts if isinstance(text, str))):
+        raise ValueError(f"the prompt holds {lone[0]!r}, which is half a character: write it in full.")

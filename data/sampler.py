@@ -1,4 +1,4 @@
-"""Which rows come next, and how to come back to exactly that place.
+"""Draws the rows of each batch: samplers, mixtures of sources, and a loader that resumes at exactly its place.
 
 The order of epoch e is a pure function of (seed, e), so the position of a run is two numbers: the epoch and how many
 of its rows were handed out. There are no loader processes and nothing is fetched ahead: a curriculum that learns from
@@ -7,7 +7,7 @@ a step decides over the very next row.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sized
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, Sampler
 
 from configs.schema import DataConfig
 from data.import_utils import bind, load_extern_object, required_arguments
-from data.mixture import column_of, mixed_order
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
+from data.rows import column_of
 from data.seeding import numpy_generator
 from data.types import Row
 
@@ -295,3 +295,39 @@ class PromptLoader:
             f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {self._epoch_rows()} rows. "
             "Lower data.train_batch_size, give more rows, or look whether data.max_prompt_length drops too many."
         )
+
+
+def mixed_order(
+    sources: Sequence[Hashable], weights: Mapping[str, float], rng: np.random.Generator, shuffle: bool = True
+) -> list[int]:
+    """Positions of rows, as many as there are, those of each source as often as `weights` says (in proportion).
+
+    Each source's rows come evenly spread over the order, each once before any comes twice.
+
+    Raises:
+        ValueError: a source of the data has no weight, a weight no source, or one is negative or all are 0.
+    """
+    places: dict[str, list[int]] = {}
+    for position, source in enumerate(sources):
+        places.setdefault(str(source or "unknown"), []).append(position)
+    given = {str(source): float(weight) for source, weight in weights.items()}
+    if given.keys() != places.keys() or min(given.values()) < 0 or max(given.values()) == 0:
+        raise ValueError(
+            f"data.source_weights={given} must hold a number from 0 (never) up for each source of the data, one of "
+            f"them above 0; the sources (column data.reward_fn_key) are {', '.join(sorted(places))}."
+        )
+    draws = []
+    for source, count in shares(given, len(sources)).items():
+        cycles = -(-count // len(places[source]))
+        rows = [rng.permutation(places[source]) if shuffle else np.array(places[source]) for _ in range(cycles)]
+        times = (np.arange(count) + rng.random()) / max(count, 1)
+        draws += zip(times, np.concatenate([*rows, np.array([], int)])[:count].tolist(), strict=True)
+    return [position for _, position in sorted(draws)]
+
+
+def shares(weights: Mapping[str, float], total: int) -> dict[str, int]:
+    """Whole numbers in proportion to `weights` that sum to `total` (largest remainder)."""
+    exact = {name: total * weight / sum(weights.values()) for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_rest = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    return counts | {name: counts[name] + 1 for name in by_rest[: total - sum(counts.values())]}

@@ -38,8 +38,8 @@ from custom import calculator_task
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv
 from data.locking import sole_run
+from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
-from data.tokenizer import load_tokenizer
 from scripts.quickstart import WANDERERS_LESSON, Lesson, compose, imitate, safe_moves, write_summary
 from training.game import build_environment
 from training.preparation import prepare

@@ -38,8 +38,8 @@ from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
 from data.locking import sole_run
+from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
-from data.tokenizer import load_tokenizer
 from scripts.quickstart import SUCCESS, compose, warm_start, write_summary
 from training.game import build_environment
 from training.preparation import prepare

@@ -11,8 +11,8 @@ from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
 from custom.tiny_model import save_tiny_model
 from data.chat import ChatFormat
+from data.pretrained import load_tokenizer
 from data.sampler import create_rl_sampler
-from data.tokenizer import load_tokenizer
 from scripts import curriculum, multiturn
 from scripts.quickstart import compose
 from training.game import build_environment, data_settings, env_dataset, episode_seeds

@@ -8,7 +8,7 @@ import pytest
 
 from configs.paths import ROOT, find_path, home_spelt_out
 from data.import_utils import load_module
-from data.tokenizer import check_model_path
+from data.pretrained import check_model_path
 from tests.runs import compose, short_run
 from training.preparation import prepare
 

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 
 from configs.schema import DataConfig, SamplerConfig
 from data.curriculum import DifficultySampler, SuccessRateSampler
-from data.mixture import mixed_order, shares
 from data.protocol import DataProto
 from data.sampler import (
     AbstractSampler,
@@ -21,6 +20,8 @@ from data.sampler import (
     Stateful,
     create_rl_sampler,
     hears_metrics,
+    mixed_order,
+    shares,
 )
 
 CONFIG = DataConfig()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from configs.schema import ModelConfig
 from custom.arithmetic import TASKS
-from data.tokenizer import load_tokenizer, template_terminator
+from data.pretrained import load_tokenizer, template_terminator
 from scripts import smollm2, smollm2_model
 from tests.runs import compose
 

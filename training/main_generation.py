@@ -28,9 +28,9 @@ from configs.loader import load_config, parse_arguments
 from configs.schema import DataConfig
 from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
 from data.chat import Prompt, encode_prompt
+from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
-from data.tokenizer import load_tokenizer
 from data.types import Row, SamplingParams
 from data.unfinished_table import unfinished_table
 from training.checkpoint import flatten

@@ -27,8 +27,7 @@ from configs.loader import load_config, parse_arguments
 from configs.paths import ROOT
 from configs.serving import ServerConfig, ServerSettings, check_server
 from configs.threads import worker_threads
-from data.model_config import load_model_config
-from data.tokenizer import check_model_path, load_tokenizer
+from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from workers.engine import compute_dtype
 from workers.engine_pump import EnginePump
 from workers.models import training_device

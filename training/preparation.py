@@ -12,20 +12,20 @@ from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.schema import Config, DataConfig
 from data.import_utils import accepts, load_modules
-from data.model_config import (
+from data.overlap import report_overlap
+from data.pretrained import (
     check_has_value_head,
     check_is_decoder,
     check_is_reward_model,
     check_positions,
     load_model_config,
+    load_tokenizer,
 )
-from data.overlap import report_overlap
 from data.reward_conversation import KEY, reward_tokenizer
 from data.rl_dataset import RLHFDataset, create_rl_dataset
 from data.row_making import overlong_rows, row_maker
 from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
-from data.tokenizer import load_tokenizer
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
 from training.conversations import check_rows, tool_schemas

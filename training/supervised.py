@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTConfig
 from data.files import rewrite
-from data.model_config import check_positions, load_model_config
 from data.overlap import report_overlap
 from data.padding import collate
+from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
 from data.seeding import derive_seed, rng_state, seed_everything, set_rng_state
 from data.sft_dataset import SFTDataset
-from data.tokenizer import load_tokenizer, template_terminator
 from data.types import Sample
 from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
 from training.health import SkippedUpdates

@@ -3,7 +3,7 @@
 Names, arguments and results are verl's; the work is done by what the project uses instead. They are found in verl's
 
 - `protocol`: pad_dataproto_to_divisor, unpad_dataproto. Here nothing has to be padded: shares may be uneven.
-- `experimental.dataset.sampler`: AbstractCurriculumSampler. Here any AbstractSampler may have an `update`.
+- `experimental.dataset.sampler`: AbstractCurriculumSampler, of data/sampler.py.
 - `utils.torch_functional`: postprocess_data, pad_…, get_response_mask, entropy_from_logits.
 - `utils.groupwise`: as_torch_index, group_mean_std. `core_algos.Groups` takes labels of any kind, and leaves failed
   rows out.
@@ -20,7 +20,6 @@ What both use keeps verl's file name: `data/protocol.py`, `training/core_algos.p
 import logging
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Sequence
 from numbers import Real
 from types import SimpleNamespace
@@ -35,7 +34,7 @@ from configs.rollout_correction import RolloutCorrectionConfig, Threshold
 from data.interactions import BaseInteraction as BaseInteraction
 from data.interactions import load_interactions
 from data.protocol import DataProto
-from data.sampler import AbstractSampler
+from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
 from data.tool_files import load_tools
 from data.tools import BaseTool as BaseTool
 from data.tools import ToolResponse as ToolResponse
@@ -71,14 +70,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drops the last `pad_size` rows."""
     return data[:-pad_size] if pad_size else data
-
-
-class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from what happened to the rows it chose."""
-
-    @abstractmethod
-    def update(self, batch: DataProto) -> None:
-        """Called after every training step with its batch: the rows it chose, with rewards and response lengths."""
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

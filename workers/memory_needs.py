@@ -21,7 +21,7 @@ from configs.checks import cuts_by_tokens
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig
-from data.model_config import load_model_config
+from data.pretrained import load_model_config
 from data.reward_conversation import KEY
 from training.preparation import needed_roles
 from workers.engine import compute_dtype

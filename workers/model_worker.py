@@ -16,9 +16,9 @@ from configs.checks import cuts_by_tokens
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_modules
 from data.padding import collate
+from data.pretrained import load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
-from data.tokenizer import load_tokenizer
 from data.types import Request, SamplingParams
 from training.game import are_episodes, game_of_worker
 from training.mini_batches import first_policy_step

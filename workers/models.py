@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from configs.checks import counted
 from configs.loader import notice
 from configs.schema import ModelConfig, SFTModelConfig
-from data.model_config import load_model_config
+from data.pretrained import load_model_config
 from data.seeding import derive_seed
 from workers.lora import add_lora
 from workers.scoring_model import scoring_model

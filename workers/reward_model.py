@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import PretrainedModelConfig, RewardModelConfig
-from data.model_config import load_model_config, position_count
+from data.pretrained import load_model_config, position_count
 from data.protocol import DataProto
 from data.reward_conversation import KEY, reward_tokenizer, written
 from data.seqlen_balancing import padded_parts

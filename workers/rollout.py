@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from configs.schema import RolloutConfig
 from data.import_utils import callable_name
 from data.padding import collate
+from data.pretrained import template_terminator
 from data.protocol import DataProto
 from data.seeding import derive_seed
-from data.tokenizer import template_terminator
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.import_utils import load_modules
-from data.model_config import check_is_decoder, check_positions, load_model_config
+from data.pretrained import check_is_decoder, check_positions, load_model_config
 from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.engine import compute_dtype
 from workers.models import load_causal_lm, training_device

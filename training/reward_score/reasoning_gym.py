@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym, each with the scorer that comes with it (data/sources.py makes rows of them).
+"""The tasks of reasoning-gym, each with the scorer that comes with it (data/rows.py makes rows of them).
 
 The answer is what stands in the last <answer>…</answer>, or the whole text where there is none.
 """

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.loader import notice
 from configs.schema import RolloutConfig
-from data.model_config import position_count
 from data.padding import collate
+from data.pretrained import position_count
 from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
