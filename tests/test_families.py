@@ -22,8 +22,9 @@ from workers.forward_check import rope_changes
 from workers.hf.batch import SharedPrompts
 from workers.hf.rollout import HFRollout
 from workers.hf.separate import SeparateRows, WholeSequences
+from workers.micro_batches import score
 from workers.rollout import answered
-from workers.scoring_model import padded_scores, score, scoring_model, set_forward
+from workers.scoring_model import padded_scores, scoring_model, set_forward
 
 CLOSE = 1e-4
 LONGEST = PROMPT_WIDTH + RESPONSE_WIDTH

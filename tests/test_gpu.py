@@ -23,9 +23,8 @@ from training.rollout_correction import rollout_mismatch
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.engine import TrainEngine
 from workers.kernels.token_head import score_tokens
-from workers.micro_batches import MicroBatchSize, cut
+from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm
-from workers.scoring_model import score
 
 pytestmark = pytest.mark.gpu
 

@@ -44,9 +44,9 @@ from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
 from workers.kernels import packed_attention
-from workers.micro_batches import MicroBatchSize, cut, cut_share
+from workers.micro_batches import MicroBatchSize, cut, cut_share, score
 from workers.models import load_causal_lm, load_value_model
-from workers.scoring_model import padded_scores, score, scoring_model
+from workers.scoring_model import padded_scores, scoring_model
 
 CPU = torch.device("cpu")
 SHAPE = {**SMALL, "pad_token_id": 0}

@@ -21,8 +21,7 @@ from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
-from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share
-from workers.scoring_model import score
+from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any

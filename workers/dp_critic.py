@@ -13,8 +13,7 @@ from training.core_algos import compute_value_loss
 from training.mini_batches import Update
 from training.torch_functional import masked_mean
 from workers.engine import TrainEngine
-from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share
-from workers.scoring_model import score
+from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 
 
 class DataParallelPPOCritic:

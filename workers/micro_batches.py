@@ -148,6 +148,19 @@ def score_micro_batches(
     return TokenScores(**columns)
 
 
+@torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    batch: DataProto,
+    size: MicroBatchSize,
+    temperature: float,
+    ask: Collection[str] = ("log_probs",),
+) -> TokenScores:
+    """Scores the policy's tokens in `batch`, this rank's share: [B, R] float32 on the CPU, 0 elsewhere. Every rank has
+    to ask."""
+    return score_micro_batches(model, batch, cut_share(batch, size, [], model), temperature, ask)
+
+
 class PooledMetrics:
     """Metrics of one update, pooled exactly over its micro-batches and over all workers.
 

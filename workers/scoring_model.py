@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from configs.loader import notice
 from configs.schema import ModelConfig
-from data.protocol import DataProto
 from training.torch_functional import (
     calculate_sum_pi_squared_from_logits,
     logprobs_and_entropy_from_logits,
@@ -33,10 +32,7 @@ from workers.kernels import prepare
 from workers.micro_batches import (
     WHOLE_SEQUENCE,
     MicroBatch,
-    MicroBatchSize,
     TokenScores,
-    cut_share,
-    score_micro_batches,
 )
 
 
@@ -137,16 +133,3 @@ def padded_scores(
     if "entropy" in ask:
         return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)
     return TokenScores(logprobs_from_logits(logits, labels), None, squared)
-
-
-@torch.no_grad()
-def score(
-    model: PreTrainedModel,
-    batch: DataProto,
-    size: MicroBatchSize,
-    temperature: float,
-    ask: Collection[str] = ("log_probs",),
-) -> TokenScores:
-    """Scores of the policy's tokens in `batch`, this rank's share: [B, R] float32 on the CPU, 0 elsewhere. Every rank
-    has to ask."""
-    return score_micro_batches(model, batch, cut_share(batch, size, [], model), temperature, ask)
