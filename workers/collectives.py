@@ -1,4 +1,4 @@
-"""What the workers of a group tell each other, over torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""Exchanges values and gradients among the workers of a group by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
 Every worker (rank) holds the whole model and learns from a share of each mini-batch. A loss is divided by the counts of
 the whole mini-batch, so the gradient is the plain sum over ranks, and all take the same step. A worker on its own is a
@@ -17,12 +17,12 @@ BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def open_store(host: str, size: int) -> dist.TCPStore:
-    """Where the ranks of a group of `size` find each other, at a free port; it lives with the rank that opens it."""
+    """Opens the store at which `size` ranks find each other, at a free port; it lives with the rank that opens it."""
     return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
 
 
 def connect(host: str, port: int, size: int) -> dist.TCPStore:
-    """The store that another rank has opened."""
+    """Connects to the store that another rank has opened."""
     return dist.TCPStore(host, port, size, is_master=False)
 
 
@@ -41,7 +41,7 @@ def rank() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in their order, on every rank."""
+    """Collects every rank's `value`, in their order, on every rank."""
     values = [value] * group_size()
     if group_size() > 1:
         dist.all_gather_object(values, value)
@@ -67,7 +67,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type that are no larger together than a bucket; a larger tensor alone."""
+    """Groups neighbours of one type that are no larger together than a bucket; a larger tensor is alone."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         fits = sum(held.nbytes for held in bucket) + tensor.nbytes <= BUCKET_BYTES

@@ -1,4 +1,4 @@
-"""The policy in training, and the frozen reference policy."""
+"""Trains the policy, and scores by it and by the frozen reference policy."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,12 +54,12 @@ class DataParallelPPOActor:
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """The `columns` asked for (old_log_probs, entropys, sum_pi_squared) of the policy's tokens: [B, R] float32."""
+        """Computes `columns` (of old_log_probs, entropys, sum_pi_squared) on the policy's tokens: [B, R] float32."""
         with self.engine.autocast():
             return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
 
     def update_policy(self, batch: DataProto, update: Update) -> dict[str, float]:
-        """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
+        """Takes one optimiser step on one mini-batch, of which `batch` is this worker's share, maybe without rows.
 
         L = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated over the whole mini-batch by `update.counts`.
         A batch without the column old_log_probs is exactly on-policy: the ratio is 1 and carries the gradient. One with
@@ -86,7 +86,7 @@ class DataParallelPPOActor:
         self.engine.load(folder)
 
     def policy_gradient(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> DataProto:
-        """Column policy_gradient, [B, R] float32: the policy loss of the whole mini-batch, by each token's log-prob.
+        """Differentiates the policy loss of a mini-batch by each token's log-prob: column policy_gradient, [B, R].
 
         The gradient by the weights is then a sum over tokens, so that a loss in which the tokens of a mini-batch
         depend on each other needs no more than this pass to be cut into shares and micro-batches like any other.
@@ -107,7 +107,7 @@ class DataParallelPPOActor:
     def policy_term(
         self, columns: dict[str, Tensor], log_probs: Tensor, counts: dict[str, Any], metrics: PooledMetrics
     ) -> Tensor:
-        """The policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
+        """Computes the policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
         mask = columns["response_mask"]
         # Only where there are any, so that a loss that knows nothing of them will do.
         weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
@@ -124,7 +124,7 @@ class DataParallelPPOActor:
         return loss
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:
-        """The micro-batch's share of the mini-batch's loss."""
+        """Computes the micro-batch's share of the mini-batch's loss."""
         if micro.is_dummy:
             with self.engine.autocast():
                 return 0 * self.engine.module.token_scores(micro, update.temperature).log_probs.sum()
@@ -158,7 +158,7 @@ class DataParallelPPOActor:
 
 
 class ReferencePolicy:
-    """A frozen policy that only scores.
+    """Scores by a frozen policy.
 
     Args:
         module: its model.
@@ -177,7 +177,7 @@ class ReferencePolicy:
         self.autocast = autocast
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """The `columns` asked for: ref_log_prob, [B, R] float32, 0 where the policy produced no token."""
+        """Computes `columns`, which are [ref_log_prob]: [B, R] float32, 0 where the policy produced no token."""
         with self.autocast():
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
@@ -193,6 +193,7 @@ SCORE_OF = {  # column of a log-prob pass → name in TokenScores
 def score_columns(
     module: PreTrainedModel, batch: DataProto, size: MicroBatchSize, temperature: float, columns: Sequence[str]
 ) -> DataProto:
-    """The `columns` of a log-prob pass over this rank's `batch`: [B, R] float32, 0 but on the policy's tokens."""
+    """Computes the `columns` of a log-prob pass over this rank's `batch`:
+    [B, R] float32, 0 but on the policy's tokens."""
     scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
     return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})

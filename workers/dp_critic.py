@@ -1,4 +1,4 @@
-"""The value model in training (PPO)."""
+"""Trains the value model of PPO, and estimates values by it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +25,13 @@ class DataParallelPPOCritic:
         self.size = size
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Column values, [B, R] float32: the value before each response token, 0 where response_mask is 0."""
+        """Estimates the value before each response token: column values, [B, R] float32, 0 where response_mask is 0."""
         with self.engine.autocast():
             values = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
     def update_critic(self, batch: DataProto, update: Update) -> dict[str, float]:
-        """One optimiser step on one mini-batch, of which `batch` is this worker's share; it may be without rows.
+        """Takes one optimiser step on one mini-batch, of which `batch` is this worker's share, maybe without rows.
 
         The loss is the clipped value loss, normalised by the whole mini-batch's counts.
         """
@@ -51,7 +51,7 @@ class DataParallelPPOCritic:
         self.engine.load(folder)
 
     def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
-        """The micro-batch's share of the mini-batch's loss."""
+        """Computes the micro-batch's share of the mini-batch's loss."""
         with self.engine.autocast():
             predicted = self.engine.module.token_scores(micro, temperature=1.0, ask=["values"]).values
         if micro.is_dummy:

@@ -30,7 +30,7 @@ from workers.lora import save_pretrained
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Step k (from 0) → factor on `optim.lr`. A pure function of k, so that resuming needs no scheduler state."""
+    """Makes the function from step k (from 0) to the factor on `optim.lr`; resuming needs no other state."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
     decaying = {"min_lr_ratio": optim.min_lr_ratio, "num_cycles": optim.num_cycles}
     schedules = {
@@ -42,7 +42,7 @@ def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[
 
 
 class TrainEngine:
-    """A module with its AdamW.
+    """Trains a module by AdamW.
 
     Args:
         module: float32 weights; moved to `device`.
@@ -69,7 +69,7 @@ class TrainEngine:
         return torch.autocast(self.device.type, self.dtype)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
-        """One optimiser step on the sum of `losses`, one a micro-batch; the others wait until its backward is done.
+        """Takes one optimiser step on the sum of `losses`, one a micro-batch, each after the backward of the last.
 
         After a loss that is not finite, on any rank, neither weights nor moments change and `skipped_updates` is 1.
 
@@ -83,7 +83,7 @@ class TrainEngine:
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
-        """Adds up their gradients, as far as they are finite; whether all are."""
+        """Adds up the gradients of `losses` up to the first that is not finite. Returns whether all are finite."""
         for loss in losses:
             if not torch.isfinite(loss):
                 return False
@@ -113,8 +113,8 @@ class TrainEngine:
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of their
-        names."""
+        """Yields name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of
+        their names."""
         yield from revert_weight_conversion(self.module, self.module.state_dict()).items()
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class TrainEngine:
             read_part(folder / part_file(name), restore)
 
     def checkpoint_parts(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Part → (how to read it off, how to put it back)."""
+        """Maps each part of a checkpoint to the functions that read it off and put it back."""
         return {
             "model": (self.module.state_dict, self.module.load_state_dict),
             "optimizer": (self.optimizer.state_dict, self.load_moments),
@@ -149,7 +149,7 @@ class TrainEngine:
         }
 
     def load_moments(self, state: dict[str, Any]) -> None:
-        """AdamW's moments from a checkpoint; betas, weight decay and the like stay as this run's config says."""
+        """Restores AdamW's moments; betas, weight decay and the like stay as this run's config says."""
         own = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
@@ -162,7 +162,8 @@ def part_file(name: str) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the GPU has it; never on CPUs, where matrix products without native bf16 crawl."""
+    """Chooses the compute precision; auto is bfloat16 where the GPU has it, and float32 on CPUs, whose matrix products
+    crawl without native bfloat16."""
     if name == "auto":
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if on_gpu else torch.float32

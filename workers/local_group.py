@@ -1,4 +1,4 @@
-"""The interface of worker groups, and the one worker that lives in this process. Knows nothing of Ray.
+"""Defines worker groups, and plays the one worker that lives in this process. Knows nothing of Ray.
 
 A group is asked for things by `submit`, which gives every worker its share of a call to one of its roles, and answered
 by `Pending.result`. Who gets which rows is workers/remote_roles.py's business. Calls to a group are carried out in the
@@ -42,7 +42,7 @@ class Done:
 
 
 class LocalWorkerGroup:
-    """The one worker is an object of this process: no start-up, no serialisation, breakpoints work.
+    """Runs the one worker as an object of this process: no start-up, no serialisation, breakpoints work.
 
     It has a `close`, which gives back what would outlive it.
     """
@@ -62,7 +62,7 @@ class LocalWorkerGroup:
 
 
 def distinct_groups(pools: Mapping[str, WorkerGroup]) -> list[WorkerGroup]:
-    """The groups behind some roles, each once."""
+    """Lists the groups behind some roles, each once."""
     return list({id(group): group for group in pools.values()}.values())
 
 

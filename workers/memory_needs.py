@@ -1,4 +1,4 @@
-"""What a run needs of a GPU's memory, by arithmetic before it starts: exact for weights, about for the rest.
+"""Estimates what a run needs of a GPU's memory before it starts: exact for weights, about for the rest.
 
 Every worker holds whole models in float32 and computes in the run's precision. Counted are weights, AdamW's two moments
 and gradients; while generating, keys and values, or the share that vLLM is told to take; while updating, the copies of
@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model takes memory. Bytes are for products in `width` bytes a number: 2 is bfloat16.
+    """The sizes in a model that take memory. Bytes are for products in `width` bytes a number: 2 is bfloat16.
 
     Args:
         parameters: their number; shared ones count once.
@@ -61,7 +61,7 @@ class ModelSize:
     def of(
         cls, config: PretrainedConfig, auto_class: type = AutoModelForCausalLM, trust_remote_code: bool = False
     ) -> "ModelSize":
-        """Read off a model of this `config` whose weights are not in memory."""
+        """Reads the sizes off a model of this `config` whose weights are not in memory."""
         with torch.device("meta"):
             model = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
@@ -82,7 +82,7 @@ class ModelSize:
         )
 
     def activations(self, width: int, checkpointed: bool) -> int:
-        """Bytes a token that a forward keeps for its backward; `checkpointed`: hidden states, and one layer's."""
+        """Counts bytes a token that a forward keeps for its backward; `checkpointed`: hidden states and one layer's."""
         whole = self.matrices * width + 2 * self.norms * FLOAT32
         return self.layers * self.hidden * FLOAT32 + whole // self.layers if checkpointed else whole
 
@@ -97,7 +97,7 @@ class Needs:
 
     @property
     def least(self) -> int:
-        """What no setting of sizes changes: the weights in training with their gradients, and what is held."""
+        """Bytes that no setting of sizes changes: the weights in training with their gradients, and what is held."""
         return sum(self.held.values()) + self.update["gradients"]
 
     @property
@@ -106,18 +106,18 @@ class Needs:
 
     def __str__(self) -> str:
         phases = (("held", self.held), ("generating", self.generation), ("updating", self.update))
-        parts = "; ".join(f"{phase} {listed(parts)}" for phase, parts in phases)
+        parts = "; ".join(f"{phase} {join_sizes(parts)}" for phase, parts in phases)
         return f"a GPU's memory in GiB, about: {parts}; at most {self.peak / GIB:.1f} at once"
 
 
-def listed(parts: Mapping[str, int]) -> str:
+def join_sizes(parts: Mapping[str, int]) -> str:
     return " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size) or "nothing"
 
 
 def memory_needs(
     config: Config, policy: ModelSize, critic: ModelSize | None, rm: ModelSize | None, width: int, card: int
 ) -> Needs:
-    """What a worker of a run needs of a GPU of `card` bytes; `width` is the bytes of a number that it computes with."""
+    """Counts what a worker needs of a GPU of `card` bytes; `width` is the bytes of a number that it computes with."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     held = {
         "weights": FLOAT32 * policy.parameters,
@@ -136,7 +136,7 @@ def memory_needs(
 
 
 def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> dict[str, int]:
-    """Bytes that generation takes: vLLM its share of the `card`, the model itself the keys and values of its rows."""
+    """Counts bytes of generation: of vLLM its share of the `card`, of the model itself its rows' keys and values."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.name in SHARES:
         return {SHARES[rollout.name]: int(rollout.gpu_memory_utilization * card)}
@@ -148,7 +148,7 @@ def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> di
 
 
 def update_needs(size: ModelSize, role: ActorConfig | CriticConfig, config: Config, width: int) -> dict[str, int]:
-    """Bytes that one forward and backward of a micro-batch takes, with the gradients that it adds to."""
+    """Counts the bytes that one forward and backward of a micro-batch takes, with the gradients that it adds to."""
     longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
     prompts = role.ppo_mini_batch_size or config.data.train_batch_size
     rows = -(-prompts * config.actor_rollout_ref.rollout.n // workers_asked_for(config.trainer))
@@ -185,7 +185,7 @@ def check_memory(needs: Needs, card: int) -> None:
 
 
 def memory_report(config: Config) -> str | None:
-    """One line: what the run needs of each GPU against what this machine's has; None where it runs on CPUs.
+    """Says in a line what the run needs of each GPU and what this machine's has; None where it runs on CPUs.
 
     Raises:
         ConfigError: it clearly does not fit; names the keys to turn.
@@ -200,7 +200,7 @@ def memory_report(config: Config) -> str | None:
 
 
 def model_sizes(config: Config) -> tuple[ModelSize, ModelSize | None, ModelSize | None]:
-    """The policy's, and the critic's and the reward model's where there is one."""
+    """Measures the policy, and the critic and the reward model where there is one."""
     model, judge, roles = config.actor_rollout_ref.model, config.reward.reward_model.model, needed_roles(config)
 
     def size(settings: PretrainedModelConfig, path: str | None, key: str, auto_class: type) -> ModelSize:

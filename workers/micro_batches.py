@@ -1,4 +1,4 @@
-"""How a batch is cut into what fits a forward pass, and how results are laid out.
+"""Cuts a batch into micro-batches that fit a forward pass, and lays out their results.
 
 A micro-batch is trimmed to its own longest prompt and response. Results come back as [B, R] in the batch's order, so
 nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
@@ -64,7 +64,7 @@ class MicroBatch:
         return len(self.rows) == 0
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[number of scored tokens] in order → [b, r], 0 elsewhere."""
+        """Lays out the values of the scored tokens, in order, as [b, r]; 0 elsewhere."""
         return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
 
     def write_back(self, values: Tensor, into: Tensor) -> None:
@@ -78,15 +78,15 @@ WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 def cut_share(
     batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of this rank's share of a batch, filled up with dummies to as many as any rank has: all run
-    the same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
+    """Cuts this rank's share of a batch into micro-batches, with dummies up to as many as any rank has: all run the
+    same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
     parts = micro_batch_rows(batch, size, model.shares_prompts)
     missing = max(gather(len(parts))) - len(parts)
     return chain(micro_batches(batch, parts, columns, model.device), (dummy(model.device) for _ in range(missing)))
 
 
 def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTrainedModel) -> Iterator[MicroBatch]:
-    """The micro-batches of `batch`, in a fixed order, each row once; `columns` [B, R] travel along.
+    """Cuts `batch` into micro-batches, in a fixed order, each row once; `columns` [B, R] travel along.
 
     By tokens, rows that share a prompt stay together as far as the budget goes, and where `model` computes their
     prompt once it counts once.
@@ -97,7 +97,7 @@ def cut(batch: DataProto, size: MicroBatchSize, columns: list[str], model: PreTr
 def micro_batches(
     batch: DataProto, parts: list[Tensor], columns: list[str], device: torch.device
 ) -> Iterator[MicroBatch]:
-    """One for each of the `parts`, which are rows of `batch`."""
+    """Yields a micro-batch for each of the `parts`, which are rows of `batch`."""
     columns = dict.fromkeys([*columns, *(["response_mask"] if "response_mask" in batch.batch else [])])
     split, mask = prompt_width(batch), batch.batch["attention_mask"]
     for rows in parts:
@@ -110,7 +110,7 @@ def micro_batches(
 
 
 def dummy(device: torch.device) -> MicroBatch:
-    """A micro-batch of one prompt token and one response token, which are in no batch."""
+    """Makes a micro-batch of one prompt token and one response token, which are in no batch."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2, device=device)}
     whole["position_ids"] = whole["position_ids"].unsqueeze(0)
@@ -118,7 +118,7 @@ def dummy(device: torch.device) -> MicroBatch:
 
 
 def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
-    """The rows of each micro-batch."""
+    """Chooses the rows of each micro-batch."""
     split, mask = prompt_width(batch), batch.batch["attention_mask"]
     prompt_lengths, response_lengths = mask[:, :split].sum(1), mask[:, split:].sum(1)
     if size.sequences:
@@ -139,7 +139,7 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
 def score_micro_batches(
     model: PreTrainedModel, batch: DataProto, micros: Iterable[MicroBatch], temperature: float, ask: Collection[str]
 ) -> TokenScores:
-    """Scores by `model` of all `micros` of `batch`, put together."""
+    """Scores all `micros` of `batch` by `model` and puts the results together."""
     columns = {name: torch.zeros(batch.batch["responses"].shape) for name in ask}
     for micro in micros:
         found = model.token_scores(micro, temperature, ask)._asdict()
@@ -183,7 +183,7 @@ class PooledMetrics:
         self._maxima[name] = max(self._maxima.get(name, float(value)), float(value))
 
     def reduce(self) -> dict[str, float]:
-        """Name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
+        """Returns name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
         for part_totals, part_weights, part_maxima in gather((self._totals, self._weights, self._maxima)):
             for into, part in ((totals, part_totals), (weights, part_weights)):

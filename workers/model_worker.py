@@ -1,4 +1,4 @@
-"""One worker process: the roles it was told to play, on one device.
+"""Plays the roles of one worker process, on one device.
 
 Actor and rollout share a process: the rollout samples from the actor's own weights, or copies them in memory.
 """
@@ -39,7 +39,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; w
 
 
 class ModelWorker:
-    """One process's share of the run; of several workers each holds whole models and gets some rows of every batch.
+    """Holds one process's share of the run: whole models, and of several workers some rows of every batch.
 
     Args:
         config: the whole run's.
@@ -105,7 +105,7 @@ class ModelWorker:
 
 @dataclass
 class ColocatedRollout:
-    """A rollout engine beside the policy in training, whose precision it has, and whose weights or a copy of them."""
+    """Generates by an engine beside the policy in training, in its precision, by its weights or a copy of them."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -122,8 +122,8 @@ class ColocatedRollout:
         return EarlyScores(self.config, self.tokenizer)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
-        """Responses to this worker's `prompts`, of which the first is row `first_row` of the whole batch, or the
-        episodes that they begin."""
+        """Generates responses to this worker's `prompts`, or the episodes that they begin; the first is row `first_row`
+        of the whole batch."""
         with forked_rng(seed), self.policy.autocast():
             self.engine.wake_up()
             try:
@@ -157,24 +157,24 @@ class ColocatedRollout:
 
 
 def files_of_rows(config: Config) -> list[str]:
-    """The user's files whose objects rows may carry: rows that come by Ray unpickle only where these are loaded."""
+    """Lists the user's files whose objects rows may carry: rows from Ray unpickle only where these are loaded."""
     files = [config.env.path if config.env.id else None, config.data.custom_cls.path]
     return [file for file in files if file]
 
 
 def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:
-    """The size of a forward pass with a backward."""
+    """Reads off the size of a forward pass with a backward."""
     sequences = None if cuts_by_tokens(config) else config.ppo_micro_batch_size_per_gpu
     return MicroBatchSize(sequences, config.ppo_max_token_len_per_gpu)
 
 
 def log_prob_size(config: RolloutConfig | RefConfig) -> MicroBatchSize:
-    """The size of a forward pass that only scores."""
+    """Reads off the size of a forward pass that only scores."""
     return MicroBatchSize(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
 
 
 def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
-    """Mean |Δ log-prob| between engine and trainer over the tokens that the engine draws for the probe."""
+    """Measures the mean |Δ log-prob| between engine and trainer over the tokens that the engine draws for a probe."""
     vocab_size, config = policy.module.config.get_text_config().vocab_size, engine.config
     prompt = [7 * place % vocab_size for place in range(min(PROMPT_TOKENS, config.prompt_length))]
     most = min(TOKENS, config.response_length)

@@ -1,4 +1,4 @@
-"""Loading the policy and the critic from a Hugging Face directory."""
+"""Loads the policy and the critic from Hugging Face folders."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ transformers_logging.disable_progress_bar()
 
 
 def without_load_report(record: logging.LogRecord) -> bool:
-    """Whether `record` is shown: not transformers' table of weights that a folder lacks or has beside, which
+    """Keeps `record` unless it is transformers' table of weights that a folder lacks or has beside, which
     `report_weights` puts in a line. Where loading fails, the error refers to the table, and it is shown."""
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISMATCH", "CONVERSION"))
@@ -40,15 +40,15 @@ logging.getLogger("transformers.modeling_utils").addFilter(without_load_report)
 
 
 def training_device(n_gpus: int | None) -> torch.device:
-    """The GPU if there is one and it is not declined with 0, else the CPU."""
+    """Chooses the GPU if there is one and it is not declined with 0, else the CPU."""
     return torch.device("cuda" if n_gpus != 0 and torch.cuda.is_available() else "cpu")
 
 
 def load_causal_lm(
     model: ModelConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, longest: int = LONGEST
 ) -> PreTrainedModel:
-    """The policy at `model.path`, float32, dropout off, as `scoring_model` has it; in supervised training with LoRA's
-    matrices, if there are to be any."""
+    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; in supervised training with
+    LoRA's matrices, if there are to be any."""
     loaded = _load(AutoModelForCausalLM, model, model.path, "actor_rollout_ref.model.path")
     if isinstance(model, SFTModelConfig) and model.lora_rank:
         add_lora(loaded, model)
@@ -63,7 +63,7 @@ def load_value_model(
     dtype: torch.dtype = torch.float32,
     longest: int = LONGEST,
 ) -> PreTrainedModel:
-    """The model at `path` with a head of one output per token; the head's start is derived from `seed`."""
+    """Loads the model at `path` with a head of one output per token, whose start is derived from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "value_head"))
         loaded = _load(AutoModelForTokenClassification, model, path, "critic.model.path", num_labels=1)
@@ -89,7 +89,7 @@ def _load(auto_class: type, model: ModelConfig, path: str | None, key: str, **ov
 
 
 def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], path: str) -> None:
-    """Notices of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
+    """Prints a notice of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
     is_critic = model.get_output_embeddings() is None
     own = f"{model.base_model_prefix}." if is_critic else ""
     for kind, words in (
@@ -104,7 +104,7 @@ def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], p
 
 
 def savable(generation: GenerationConfig, path: str) -> GenerationConfig:
-    """`generation`, or, where it has settings of sampling but does not sample, a copy that does.
+    """Returns `generation`, or, where it has settings of sampling but does not sample, a copy that does.
 
     transformers loads the one and refuses to save it. What else it refuses is left as it is.
     """
@@ -128,6 +128,6 @@ def is_savable(generation: GenerationConfig) -> bool:
 
 
 def no_dropout(config: PretrainedConfig) -> dict[str, float]:
-    """Every dropout rate of a config set to 0: dropout would make the ratio of the first update differ from 1."""
+    """Sets every dropout rate of a config to 0: dropout would make the ratio of the first update differ from 1."""
     rates = {name: 0.0 for name in config.to_dict() if name.endswith(("dropout", "drop", "dropout_prob"))}
     return {"classifier_dropout": 0.0, **rates}

@@ -1,4 +1,4 @@
-"""The roles of training/roles.py, played by groups of workers: which rows each worker gets, and how answers join.
+"""Plays the roles of training/roles.py by groups of workers: deals out rows, and joins the answers.
 
 A role names the worker's role and method, and nothing forwards in between: `ModelWorker.roles[role].method(*share)`.
 Every worker gets a share of every call, if need be one without rows, as it may have to take part in a sum over all of
@@ -22,7 +22,7 @@ from workers.local_group import WorkerGroup, distinct_groups
 
 
 def remote_roles(pools: Mapping[str, WorkerGroup], workers_per_engine: int = 1) -> Roles:
-    """The roles that the loop speaks to, one for each of `pools`, which names the group that plays it."""
+    """Makes the roles that the loop calls, one for each of `pools`, which names the group that plays it."""
     return Roles(
         rollout=RemoteRollout(pools["rollout"], "rollout", workers_per_engine),
         actor=RemoteActor(pools["actor"], "actor"),
@@ -41,18 +41,18 @@ class RemoteRole:
     name: str
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers to the same call, by rank."""
+        """Makes the same call to all workers. Returns their answers by rank."""
         return self.group.submit(self.name, method, [arguments] * self.group.size).result()
 
     def share_out(self, method: str, batch: DataProto, *arguments: Any) -> list[Any]:
-        """The answers of all workers to a call with their rows of `batch`, by rank."""
+        """Calls all workers with their rows of `batch`. Returns their answers by rank."""
         shares = [(share, *arguments) for share in shares_of(batch, self.group.size)]
         return self.group.submit(self.name, method, shares).result()
 
 
 @dataclass
 class RemoteRollout(RemoteRole):
-    """Generation, by engines that are each split over `workers_per_engine` neighbours in rank; the first gets rows."""
+    """Generates by engines that are each split over `workers_per_engine` neighbours in rank; the first gets rows."""
 
     workers_per_engine: int = 1
 
@@ -103,7 +103,7 @@ class RemoteCritic(RemoteTrained):
 
 
 def shares_of(batch: DataProto, count: int) -> list[DataProto]:
-    """The tensors of `batch` in `count` shares of about equal work; a prompt that the row before has too is free."""
+    """Cuts the tensors of `batch` into `count` shares of about equal work; a prompt like the row before's is free."""
     mask = batch.batch["attention_mask"].clone()
     mask[repeats_prompt(batch), : prompt_width(batch)] = 0
     workloads = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]

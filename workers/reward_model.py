@@ -1,4 +1,4 @@
-"""A learned reward model as a worker's role: a sequence classifier with one output reads prompt and response.
+"""Scores rows by a learned reward model: a sequence classifier with one output reads prompt and response.
 
 If it has the policy's tokenizer and chat template it is shown the very tokens that the policy saw and produced;
 otherwise the conversation is written again in its own template, by its own tokenizer.
@@ -40,7 +40,7 @@ class LearnedReward:
         self.own_tokenizer = reward_tokenizer(config.model, tokenizer)
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Column rm_scores, [B] float32 on the CPU: the model's output for each row's prompt and response."""
+        """Computes the model's output for each row's prompt and response: column rm_scores, [B] float32 on the CPU."""
         rows = [ids[-self.longest :] if self.longest else ids for ids in self.conversations(batch)]
         scores = torch.zeros(len(rows))
         for part in self.parts([len(ids) for ids in rows]):
@@ -48,7 +48,7 @@ class LearnedReward:
         return DataProto.from_dict({"rm_scores": scores})
 
     def conversations(self, batch: DataProto) -> list[list[int]]:
-        """The token ids of each row's prompt and response, as this model reads them."""
+        """Encodes each row's prompt and response as this model reads them."""
         attended = batch.batch["attention_mask"].bool()
         if self.own_tokenizer is None:
             return [ids[mask].tolist() for ids, mask in zip(batch.batch["input_ids"], attended, strict=True)]
@@ -62,7 +62,7 @@ class LearnedReward:
         ]
 
     def parts(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The rows of each forward pass; fewer than the vocabulary has ids, for `forward` needs one to pad with."""
+        """Chooses the rows of each forward: fewer than the vocabulary has ids, as `forward` needs one to pad with."""
         most = self.model.config.get_text_config().vocab_size - 1
         if self.config.micro_batch_size_per_gpu is None:
             parts = padded_parts(lengths, self.config.forward_max_token_len_per_gpu)
@@ -73,7 +73,7 @@ class LearnedReward:
 
     @torch.no_grad()
     def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The output for each of these token ids, [len(rows)] float32 on the CPU.
+        """Computes the output for each of these token ids, [len(rows)] float32 on the CPU.
 
         transformers reads it off the last token that is not the pad token, so padding is done by an id that no row
         ends with: the policy's pad token may be its eos.
@@ -89,7 +89,7 @@ class LearnedReward:
 
 
 def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
-    """The sequence classifier at `model.path`, float32, without dropout.
+    """Loads the sequence classifier at `model.path`, float32, without dropout.
 
     Raises:
         ValueError: there is no model there, or it is another kind; names the key.

@@ -1,4 +1,4 @@
-"""What is trained and what scores: a PreTrainedModel with one more method, `token_scores`.
+"""Gives a PreTrainedModel, in training or only scoring, one more method: `token_scores`.
 
     model.token_scores(micro, temperature, ask) -> TokenScores
 
@@ -102,7 +102,7 @@ def choose_forward(
 
 
 def first_problem(checks: Sequence[ForwardCheck], dtypes: Collection[torch.dtype]) -> str | None:
-    """Why the forward that the model has now is not to be used; None: it may."""
+    """Says why the forward that the model has now is not to be used; None: it may."""
     problems = (check.problem(dtypes) for check in checks)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -114,7 +114,7 @@ def set_forward(model: PreTrainedModel, forward: Callable[..., TokenScores], sha
 def padded_scores(
     model: PreTrainedModel, micro: MicroBatch, temperature: float, ask: Collection[str] = ("log_probs",)
 ) -> TokenScores:
-    """Scores of the responses of a micro-batch under `model`.
+    """Scores the responses of a micro-batch by `model`.
 
     The token at column P+t is predicted at column P+t−1, and a critic's value of it read there; logits are divided by
     the sampling temperature.

@@ -1,4 +1,4 @@
-"""Workers as Ray actors, any number of them, and how many a run asks for and what of.
+"""Runs any number of workers as Ray actors, and holds what a run asks for against what the machines have.
 
 The interface that they share with a worker in this process is workers/local_group.py.
 """
@@ -48,13 +48,13 @@ class Resources:
         return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), threads.origin)
 
     def bundle(self) -> dict[str, float]:
-        """The resources that Ray reserves for one worker."""
+        """Lists the resources that Ray reserves for one worker."""
         return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
 class RayWorkerGroup:
-    """Every worker is a Ray actor with its CPUs and GPU reserved, and knows the others by torch.distributed. Ray itself
-    is started, and stopped by `close`, unless it runs already.
+    """Runs every worker as a Ray actor with its CPUs and GPU reserved, joined by torch.distributed. Ray itself is
+    started, and stopped by `close`, unless it runs already.
 
     Raises:
         ValueError: the cluster has less than is asked for; both figures are in the message.
@@ -96,7 +96,7 @@ class RayPending:
     calls: list[ray.ObjectRef]
 
     def result(self) -> list[Any]:
-        """The workers' answers, by rank. The first failure ends the wait: others may wait for the rank that failed.
+        """Waits for all answers, by rank. The first failure ends the wait: others may wait for the rank that failed.
 
         Raises:
             WorkerError: a worker failed or died.
@@ -133,7 +133,7 @@ class RayPending:
 
 
 def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, WorkerGroup]:
-    """The group of workers that plays each of `roles`, where trainer.executor says.
+    """Starts the workers that play each of `roles`, where trainer.executor says.
 
     Today one group plays them all: rollouts are drawn from the actor's own weights.
     """
@@ -141,7 +141,7 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
 
 
 def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> WorkerGroup:
-    """As many `worker_class(*args)` as the run has workers, where trainer.executor says."""
+    """Starts as many `worker_class(*args)` as the run has workers, where trainer.executor says."""
     check_machine(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
@@ -150,7 +150,7 @@ def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> W
 
 
 def kernels(config: Config | SFTConfig) -> str:
-    """What makes the run's models faster."""
+    """Reads off which kernels the run's models have."""
     return (config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model).kernels
 
 
@@ -174,7 +174,7 @@ def uses_ray(trainer: RunConfig) -> bool:
 
 
 def worker_summary(trainer: RunConfig) -> str:
-    """One line: where the workers run, and on what."""
+    """Says in a line where the workers run, and on what."""
     resources = Resources.from_config(trainer)
     having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
@@ -198,7 +198,7 @@ class RemoteWorker:
         start_process(n_threads, kernels)
 
     def open_store(self, size: int) -> tuple[str, int]:
-        """Rank 0's: the address at which the others find it."""
+        """Opens the store, on rank 0. Returns the address at which the others find it."""
         self.store = open_store(ray.util.get_node_ip_address(), size)
         return self.store.host, self.store.port
 
@@ -213,7 +213,7 @@ class RemoteWorker:
 
 
 def remote_class(resources: Resources, placement: PlacementGroup, place: int) -> Any:
-    """`RemoteWorker` as an actor in this place of the group."""
+    """Makes `RemoteWorker` an actor in this place of the group."""
     return ray.remote(
         num_cpus=resources.threads,
         num_gpus=resources.gpus,
@@ -223,13 +223,13 @@ def remote_class(resources: Resources, placement: PlacementGroup, place: int) ->
 
 
 def worker_environment(n_threads: int) -> dict[str, str]:
-    """Environment of every worker process: our modules on the path, and one pool of threads of the asked size."""
+    """Makes the environment of every worker process: our modules on the path, one pool of threads of that size."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **VARIABLES}
 
 
 def reserve(resources: Resources) -> PlacementGroup:
-    """A placement group of one bundle a worker.
+    """Reserves a placement group of one bundle a worker.
 
     Raises:
         ValueError: the cluster does not have it, or others do not free it in time.
@@ -248,7 +248,7 @@ def reserve(resources: Resources) -> PlacementGroup:
 
 
 def check_gpus(asked: int, on_ray: bool) -> None:
-    """A run `on_ray` may find its GPUs elsewhere in the cluster that is running; if none is, this machine is all of it.
+    """Checks that there are GPUs enough: a run `on_ray` may find them elsewhere in the cluster, if one is running.
 
     Raises:
         ValueError: there are fewer than `asked`; both figures are in the message.
