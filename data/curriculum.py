@@ -3,8 +3,8 @@
     data.sampler.class_path=data/curriculum.py data.sampler.class_name=SuccessRateSampler \\
     'data.sampler.kwargs={key: extra_info.level}'
 
-Both hear of every sample that was drawn, also of those that dynamic sampling left out of a step (training/feedback.py),
-and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
+Both hear of every sample that was drawn, also of those that dynamic sampling left out of a step
+(training/collection.py), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
 """
 
 from abc import abstractmethod

@@ -74,7 +74,7 @@ class AbstractSampler(Sampler[int], ABC):
     def update(self, batch: DataProto) -> None:
         """Called after every training step with its batch, rewards included; does nothing here.
 
-        It may be `update(self, indices, metrics)` instead: see training/feedback.py, which calls it.
+        It may be `update(self, indices, metrics)` instead: see training/collection.py, which calls it.
         """
 
 

@@ -37,7 +37,7 @@ from data.files import dump_jsonl, read_metrics
 from data.locking import sole_run
 from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
-from training.game import build_environment
+from training.environment import build_environment
 from training.preparation import prepare
 from training.reports import plot_metric
 from workers.worker_group import start_command

@@ -41,7 +41,7 @@ from data.locking import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
 from scripts.quickstart import SUCCESS, compose, warm_start, write_summary
-from training.game import build_environment
+from training.environment import build_environment
 from training.preparation import prepare
 from training.torch_functional import cosine_schedule_multiplier
 from workers.worker_group import start_command

@@ -10,7 +10,7 @@ from configs.schema import Config
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from training.game import Game
+from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
 from workers.rollout import Rollout
 
@@ -50,7 +50,7 @@ class Scripted(Rollout):
 class Playing:
     """A rollout role whose episodes are played by an agent loop over `engine`, in this process."""
 
-    def __init__(self, config: Config, engine: Scripted, game: Game | None) -> None:
+    def __init__(self, config: Config, engine: Scripted, game: EnvSetup | None) -> None:
         self.loop = AgentLoop(config, engine.tokenizer, engine, game)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:

@@ -22,7 +22,7 @@ from data.types import Completion, Request, SamplingParams
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
-from training.game import ENVIRONMENT, Game, begin_episodes
+from training.environment import ENVIRONMENT, EnvSetup, begin_episodes
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout
 from workers.env_episode import EnvEpisode
@@ -70,16 +70,16 @@ def as_text(env: Any, observation: int) -> str:
     return f"{observation}"
 
 
-def game_of(config: Any, tokenizer: Any, environment: Any) -> Game:
+def game_of(config: Any, tokenizer: Any, environment: Any) -> EnvSetup:
     manager = CustomRewardManager(environment)
-    return Game(environment, CustomEnvDataset(environment, tokenizer, config.data, size=2), manager)
+    return EnvSetup(environment, CustomEnvDataset(environment, tokenizer, config.data, size=2), manager)
 
 
 def episodes_config(*overrides: str) -> Any:
     return compose("env.mode=episode", "data.max_prompt_length=32", "data.max_response_length=400", *overrides)
 
 
-def starts(game: Game, seeds: list[int]) -> DataProto:
+def starts(game: EnvSetup, seeds: list[int]) -> DataProto:
     states = [game.environment.start_state(seed) for seed in seeds]
     rows = {
         "raw_prompt_ids": [game.dataset.encode_state(state) for state in states],
@@ -89,12 +89,14 @@ def starts(game: Game, seeds: list[int]) -> DataProto:
     return begin_episodes(DataProto.from_single_dict(rows), ENVIRONMENT)
 
 
-def counting(*overrides: str, tokenizer: Any = TOKENIZER, max_turns: int = 8) -> tuple[Any, Game]:
+def counting(*overrides: str, tokenizer: Any = TOKENIZER, max_turns: int = 8) -> tuple[Any, EnvSetup]:
     config = episodes_config(*overrides)
     return config, game_of(config, tokenizer, TextEnv("Counting-v0", as_text, instruction="", max_turns=max_turns))
 
 
-def played(config: Any, game: Game, engine: Rollout, seeds: list[int], sampling: SamplingParams = SAMPLED) -> DataProto:
+def played(
+    config: Any, game: EnvSetup, engine: Rollout, seeds: list[int], sampling: SamplingParams = SAMPLED
+) -> DataProto:
     return AgentLoop(config, game.dataset.tokenizer, engine, game).generate_sequences(
         starts(game, seeds), sampling, seed=7, first_row=0
     )

@@ -276,7 +276,7 @@ def test_ends_with_code_2_and_one_helpful_line_before_a_worker_starts(case, tiny
 
 
 def test_a_slip_of_our_own_keeps_its_traceback(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.game.derive_seed", None)
+    monkeypatch.setattr("training.environment.derive_seed", None)
     command = Case("none", "").command(tiny_model, tmp_path)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         main.main(["--config-name", "frozenlake", *command])

@@ -17,7 +17,7 @@ from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from tests.engines import Playing, Scripted
 from tests.runs import compose, learning_metrics, short_run
-from training.game import Game
+from training.environment import EnvSetup
 from training.roles import Roles
 from training.validation import Validator
 
@@ -92,7 +92,7 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     environment = make_env(env_id, **settings)
     dataset = CustomEnvDataset(environment, TOKENIZER, config.data, size=4)
     manager = CustomRewardManager(environment)
-    game = Game(environment, dataset, manager)
+    game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
     return Validator(config, TOKENIZER, Roles(playing, actor=None), manager, None, game).run(0)
 

@@ -25,7 +25,7 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from tests.runs import compose, needs_vllm, vllm_server
-from training.game import Game
+from training.environment import EnvSetup
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, load_rollout_class
@@ -401,7 +401,7 @@ def played(engine: Rollout, tokenizer: PreTrainedTokenizerBase, seeds: list[int]
     config = compose("env.mode=episode", "env.history=turns", *sizes, MULTI_TURN)
     environment = make_env("FrozenLake-v1", is_slippery=False, random_maps=True, instruction="", max_turns=6)
     dataset = CustomEnvDataset(environment, tokenizer, config.data, size=1)
-    game = Game(environment, dataset, environment)
+    game = EnvSetup(environment, dataset, environment)
     sampled = sampling() if first_row else GREEDY
     return AgentLoop(config, tokenizer, engine, game).generate_sequences(
         episode_prompts(game, seeds), sampled, seed=5, first_row=first_row

@@ -20,7 +20,7 @@ from custom.planning import best_actions, shortest_paths
 from custom.space_text import last_mention, mark_ansi
 from custom.text_env import is_success, success_rule
 from tests.runs import compose
-from training.game import build_environment
+from training.environment import build_environment
 
 LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
 RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}

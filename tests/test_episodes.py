@@ -17,13 +17,12 @@ from tests.batches import Turn, episode_batch, random_groups
 from tests.runs import compose, learning_metrics, short_run
 from training import show_episodes
 from training.advantage import compute_advantage, kl_in_reward
+from training.collection import draw_rows, groups_by_signal, rows_with_signal, sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
-from training.episodes import Episodes, greedy_scores
-from training.feedback import sample_metrics
+from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
-from training.selection import draw_rows, groups_by_signal, rows_with_signal
 from training.transcripts import episode_records, read_episodes, shortened
 
 HISTORIES = ("transcript", "turns")
@@ -94,12 +93,12 @@ def test_an_estimator_of_the_users_sees_each_episode_as_one_row():
 
 def test_prompts_are_no_column_of_an_episode_of_several_rows():
     batch = both(0)[1]
-    assert "prompts" not in Episodes(batch).joined() and "attention_mask" not in Episodes(batch).joined()
+    assert "prompts" not in EpisodeRows(batch).joined() and "attention_mask" not in EpisodeRows(batch).joined()
 
 
 def test_rows_without_the_column_are_an_episode_each():
     batch = DataProto.from_single_dict({"response_mask": torch.tensor([[1, 0], [0, 0]]), "uid": ["a", "a"]})
-    episodes = Episodes(batch)
+    episodes = EpisodeRows(batch)
     assert episodes.count == 2 and episodes.joined() is batch and episodes.completed().tolist() == [True, False]
     column = torch.rand(2, 2)
     assert episodes.cut(column) is column
@@ -107,7 +106,7 @@ def test_rows_without_the_column_are_an_episode_each():
 
 def test_rows_of_an_episode_need_not_be_neighbours():
     batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
-    episodes = Episodes(batch)
+    episodes = EpisodeRows(batch)
     assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
     assert episodes.joined().batch["responses"].tolist() == [[10, 11], [10, 0]]
 
@@ -157,7 +156,7 @@ def test_failed_episodes_change_no_statistic(history, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_selection_counts_episodes(seed):
     transcript, turns = both(seed)
-    of_row = Episodes(turns).of_row
+    of_row = EpisodeRows(turns).of_row
     for metric in ("score", "correct"):
         assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
         for rows, others in zip(groups_by_signal(transcript, metric), groups_by_signal(turns, metric), strict=True):
@@ -341,7 +340,7 @@ def test_a_file_of_episodes_gives_the_batch_back_to_the_bit(history, seed, tmp_p
     for name, column in again.tensors.items():
         assert torch.equal(column, batch.batch[name]), name
     assert [*again.end_reason] == [*batch.end_reason] and [*again.uid] == [*batch.uid]
-    assert len(episodes) == Episodes(batch).count
+    assert len(episodes) == EpisodeRows(batch).count
 
 
 def test_a_record_says_what_was_shown_said_and_earned():

@@ -18,7 +18,7 @@ from data.files import dump_jsonl
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
-from training.conversations import check_rows, tool_schemas
+from training.preparation import check_rows, tool_schemas
 from workers.interactions.endpoint import EndpointInteraction
 from workers.tool_episode import ToolEpisode, ToolEpisodes
 

@@ -15,7 +15,7 @@ from data.pretrained import load_tokenizer
 from data.sampler import create_rl_sampler
 from scripts import curriculum, multiturn
 from scripts.quickstart import compose
-from training.game import build_environment, data_settings, env_dataset, episode_seeds
+from training.environment import build_environment, data_settings, env_dataset, episode_seeds
 
 GAMES = {
     name: lesson for name, task in multiturn.TASKS.items() for lesson in task.lessons if lesson.sft == "multiturn_sft"

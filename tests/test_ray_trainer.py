@@ -18,12 +18,12 @@ from data.types import SamplingParams
 from tests.batches import padded
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run
 from training import ray_trainer
+from training.collection import draw_rows
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, log_prob_columns
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward
 from training.roles import Roles
-from training.selection import draw_rows
 
 TOKENIZER = build_tokenizer()
 ALL_ROWS = "actor_rollout_ref.actor.calculate_entropy=true"  # or updates go without rows of no advantage

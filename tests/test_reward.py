@@ -30,7 +30,7 @@ from data.protocol import DataProto
 from data.types import Completion, SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
-from training.game import begun
+from training.environment import assign_agents
 from training.rate_limit import AsyncTokenBucket
 from training.reward import (
     FunctionReward,
@@ -801,7 +801,7 @@ def test_conversations_are_scored_while_others_go_on_and_as_they_would_be_at_the
         return "5"
 
     asked = [[{"role": "user", "content": text}] for text in ("1+1=?", "2+2=?")]
-    prompts = begun(DataProto.from_single_dict({
+    prompts = assign_agents(DataProto.from_single_dict({
         "raw_prompt": asked, "raw_prompt_ids": [encode_prompt(prompt, TOKENIZER) for prompt in asked],
         "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}], "data_source": ["sums"] * 2,
         "extra_info": [{}, {}],

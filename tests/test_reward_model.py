@@ -18,7 +18,7 @@ from data.seeding import derive_seed
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
-from training.game import build_environment
+from training.environment import build_environment
 from training.reward import no_function
 from training.reward_model import scored
 from workers.reward_model import LearnedReward, load_reward_model

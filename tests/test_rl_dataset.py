@@ -19,11 +19,10 @@ from data import chat, rl_dataset
 from data.chat import encode_prompt, parse_prompt
 from data.overlap import shared_prompts
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
-from data.row_making import overlong_rows, row_maker
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
-from training.preparation import prepare
+from training.preparation import overlong_rows, prepare, row_maker
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema import AlgorithmConfig, PFPPOConfig
 from data.protocol import DataProto
-from training.selection import draw_rows, pf_ppo_weights, rows_with_signal
+from training.collection import draw_rows, pf_ppo_weights, rows_with_signal
 
 
 def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:

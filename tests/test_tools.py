@@ -23,7 +23,7 @@ from data.tools import BaseTool, FunctionTool, ToolResponse, ToolSchema, checked
 from data.types import SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
-from training.game import begun
+from training.environment import assign_agents
 from training.reward import FunctionReward, add_scores
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from workers.tool_episode import ToolEpisode, ToolEpisodes
@@ -519,7 +519,7 @@ def test_rows_with_tools_are_played_by_the_loop_and_scored_by_the_reward_functio
 
     prompts = {"raw_prompt": [question["prompt"]], "raw_prompt_ids": [encode_prompt(question["prompt"], tokenizer)]}
     columns = {name: [question[name]] for name in ("reward_model", "extra_info", "data_source")}
-    rows = begun(DataProto.from_single_dict(prompts | columns), config)
+    rows = assign_agents(DataProto.from_single_dict(prompts | columns), config)
     sampling = SamplingParams.from_config(config.actor_rollout_ref.rollout, 48)
     batch = Playing(config, Scripted(config, tokenizer, answer), None).generate_sequences(rows, sampling, 0)
     batch = add_scores(batch, FunctionReward(compute_score), tokenizer)

@@ -22,7 +22,7 @@ from tests import engines
 from tests.batches import padded
 from tests.engines import Playing
 from tests.runs import compose
-from training.game import Game
+from training.environment import EnvSetup
 from training.reports import validation_summary
 from training.reward import load_reward_manager
 from training.roles import Roles
@@ -96,7 +96,7 @@ def on_episodes(
     environment = make_env("FrozenLake-v1", max_turns=12, **MAPS, **env_kwargs)
     dataset = dataset_class(environment, TOKENIZER, config.data, size=4)
     manager = manager_class(environment)
-    game = Game(environment, dataset, manager)
+    game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
     return Validator(config, TOKENIZER, Roles(playing, actor=None), manager, None, game)
 

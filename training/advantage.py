@@ -21,7 +21,7 @@ from training.core_algos import (
     get_adv_estimator_fn,
     kl_penalty,
 )
-from training.episodes import Episodes
+from training.episode_rows import EpisodeRows
 from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 
@@ -60,7 +60,7 @@ def kl_in_reward(
 
     The controller then sees the mean over the episodes that did not fail of each one's mean KL, in nats a token.
     """
-    mask, episodes = batch.batch["response_mask"], Episodes(batch)
+    mask, episodes = batch.batch["response_mask"], EpisodeRows(batch)
     kl = zero_masked(kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind), mask)
     beta = kl_ctrl.value
     mean_kl = episodes.total(kl.sum(1)) / episodes.total(mask.sum(1)).clamp(min=1)
@@ -134,14 +134,14 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
 
     The estimator is given exactly what it names among the columns of `batch` and `run_arguments`; one with **kwargs is
     given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an
-    episode of several rows as one long one (`Episodes.joined`), so that it counts episodes, and returns as many.
+    episode of several rows as one long one (`EpisodeRows.joined`), so that it counts episodes, and returns as many.
 
     Raises:
         ValueError: it needs something that this run does not have, or returns anything but two tensors of the shape of
             the response_mask that it is given.
     """
     name = config.adv_estimator
-    estimator, episodes = get_adv_estimator_fn(name), Episodes(batch)
+    estimator, episodes = get_adv_estimator_fn(name), EpisodeRows(batch)
     whole = episodes.joined()
     columns = {**whole.non_tensor_batch, **whole.tensors}
     given = {column: values for column, values in columns.items() if not is_setting(estimator, column)}

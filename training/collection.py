@@ -1,25 +1,36 @@
-"""The data of a step: prompts, the policy's responses to them, their scores."""
+"""Collects the data of a step: prompts, the policy's responses, their scores; selects which of them are learnt from.
+
+Dynamic sampling (DAPO) and rows drawn by their score (PF-PPO) are pure functions of a batch. An episode of several rows
+is one sample, and its score theirs together. Samplers and datasets that follow the run are updated here as well.
+"""
 
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config
+from configs.schema import AlgorithmConfig, Config
 from data.protocol import DataProto
-from data.sampler import PromptLoader
+from data.sampler import Dynamic, PromptLoader, hears_metrics
 from data.seeding import derive_seed
 from data.types import SamplingParams
 from training.advantage import check_log_probs, estimator_needs
-from training.episodes import greedy_scores
-from training.game import begun
+from training.core_algos import Groups
+from training.environment import assign_agents
+from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, count_as_reward, reward_metrics
 from training.reward_model import scored
 from training.roles import Roles
-from training.selection import groups_by_signal
+from training.torch_functional import masked_sum
+
+TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
+LATER = ("advantages", "returns")  # computed after rows were left out
 
 
 class Collector:
@@ -91,4 +102,124 @@ class Collector:
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        return begun(prompts, self.config)
+        return assign_agents(prompts, self.config)
+
+
+def groups_by_signal(batch: DataProto, metric: str) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows of each group with signal (`rows_with_signal`), and those of each of the others."""
+    groups, has_signal = rows_by_prompt(batch), rows_with_signal(batch, metric).tolist()
+    return [rows for rows in groups if has_signal[rows[0]]], [rows for rows in groups if not has_signal[rows[0]]]
+
+
+def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
+    """[B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`.
+
+    `metric` is "score" (or "reward"), the sum of token_level_scores, or a numeric column such as what the reward
+    returned beside the score. Raises ValueError if there is no such column, or it holds anything but numbers.
+    """
+    episodes = EpisodeRows(batch)
+    values = metric_of_episodes(episodes, metric)
+    groups = Groups(batch.uid[episodes.last_row], episodes.completed()[:, None])
+    spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
+    has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
+    return has_signal[episodes.of_row]
+
+
+def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
+    """[E] float32, the numbers that `rows_with_signal` compares; a column's are those of an episode's last row."""
+    batch = episodes.batch
+    if metric in ("score", "reward"):
+        return episodes.scores()
+    key = f"algorithm.filter_groups.metric={metric}"
+    if metric not in batch.non_tensor_batch:
+        raise ValueError(
+            f"{key}: the reward returns no such number. Use score, or one of {batch.meta_info['reward_extra_keys']}."
+        )
+    try:
+        return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
+
+
+def draw_rows(batch: DataProto, config: AlgorithmConfig, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Column drawn_row with `use_pf_ppo` (arXiv:2409.06957), [B] int64: the row that is learnt from in each place.
+
+    Rows are drawn with replacement, each as often as `pf_ppo_weights` of its episode's score says. Failed rows are
+    never drawn; if all failed, each stays. Places keep their uids, so mini-batches are as many and as large as without.
+    No metrics.
+    """
+    if not config.use_pf_ppo:
+        return {}, {}
+    completed = batch.batch["response_mask"].any(1).nonzero()[:, 0]
+    if len(completed) == 0:
+        return {"drawn_row": torch.arange(len(batch))}, {}
+    episodes, settings = EpisodeRows(batch), config.pf_ppo
+    scores = episodes.scores()[episodes.of_row[completed]]
+    weights = pf_ppo_weights(scores, settings.reweight_method, settings.weight_pow)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
+    return {"drawn_row": completed[drawn]}, {}
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
+    """How often PF-PPO (arXiv:2409.06957) draws each row, with replacement, relative to the others: [B] -> [B].
+
+    "pow" |score|^weight_pow; "max_min" 1 for the highest and the lowest score of the batch, else 0; "max_random" 0.4
+    for the highest, else 0.1; all + 1e-8. `scores` are those of rows that did not fail.
+    Raises ValueError on another method.
+    """
+    match reweight_method:
+        case "pow":
+            weights = scores.abs() ** weight_pow
+        case "max_min":
+            weights = ((scores == scores.max()) | (scores == scores.min())).to(scores)
+        case "max_random":
+            weights = 0.1 + 0.3 * (scores == scores.max()).to(scores)
+        case _:
+            raise ValueError(f"reweight_method is {reweight_method!r}, but must be 'pow', 'max_min' or 'max_random'")
+    return weights + 1e-8
+
+
+def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto | None) -> None:
+    """Tells the sampler and the dataset of a step: its finished `batch`, and what dynamic sampling left out of it.
+
+    The sampler by `update(batch)`, where the rows left out come last (`with_left_out`), or by
+    `update(indices, metrics)`: the places of all these samples in the dataset, [E] int64, and numbers of each
+    (`sample_metrics`). A dataset that has it by `on_batch_end(batch)`.
+    """
+    rows = with_left_out(batch, left_out)
+    if hears_metrics(loader.sampler):
+        places = rows.dataset_position[EpisodeRows(rows).last_row]
+        loader.sampler.update(places.astype(np.int64), sample_metrics(rows))
+    else:
+        loader.sampler.update(rows)
+    if isinstance(loader.dataset, Dynamic):
+        loader.dataset.on_batch_end(rows)
+
+
+def with_left_out(batch: DataProto, left_out: DataProto | None) -> DataProto:
+    """`batch`, and below it the rows that were left out; their advantages and returns are 0, as nothing was learnt.
+
+    Columns that only the rows of `batch` have, such as old_log_probs, are left out then.
+    """
+    if left_out is None:
+        return batch
+    zeros = {name: torch.zeros_like(left_out.batch["token_level_scores"]) for name in LATER}
+    below = DataProto.from_dict({**left_out.tensors, **zeros}, left_out.non_tensor_batch, left_out.meta_info)
+    above = batch.select(below.tensors, below.non_tensor_batch)
+    return DataProto.concat([above, below])
+
+
+def sample_metrics(batch: DataProto) -> dict[str, np.ndarray]:
+    """Numbers of each sample, by name, [E] float64, and the numbers that the reward returned beside the score.
+
+    A sample is a row, or an episode of several. reward: the score. length: the policy's tokens. loss: the policy
+    gradient's before the update, where the ratio is 1, which is the mean over the tokens of -advantage.
+    """
+    episodes, mask = EpisodeRows(batch), batch.batch["response_mask"]
+    lengths = episodes.total(mask.sum(1))
+    advantages = episodes.total(masked_sum(batch.batch["advantages"], mask, axis=1))
+    metrics = {"reward": episodes.scores(), "length": lengths, "loss": -advantages / lengths.clamp(min=1)}
+    numbers = {name: values.double().numpy() for name, values in metrics.items()}
+    said = {name: batch.non_tensor_batch[name][episodes.last_row] for name in batch.meta_info["reward_extra_keys"]}
+    return said | numbers

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from data.files import dispensable
 from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
-from training.episodes import Episodes
+from training.episode_rows import EpisodeRows
 from training.rollout_correction import MEAN_MISMATCH
 from training.transcripts import print_rows, sample_rows, spread
 
@@ -181,7 +181,7 @@ def check_failures(batch: DataProto, limit: float) -> None:
     """
     if "episode" not in batch:
         return
-    ends = batch.select_idxs(Episodes(batch).last_row)
+    ends = batch.select_idxs(EpisodeRows(batch).last_row)
     causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
     if len(causes) <= limit * len(ends):
         return
@@ -199,7 +199,7 @@ def check_failures(batch: DataProto, limit: float) -> None:
 
 def valid_episodes(batch: DataProto) -> DataProto:
     """The last row of each episode that did not fail: those that metrics are computed from."""
-    last_rows = Episodes(batch).last_row.tolist()
+    last_rows = EpisodeRows(batch).last_row.tolist()
     return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
 
 

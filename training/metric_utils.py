@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.protocol import DataProto
 from data.types import END_REASONS, FAILED_END_REASONS
-from training.episodes import Episodes
+from training.episode_rows import EpisodeRows
 
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
 # Columns that an episode's samples may have, and what they are called beside its data source.
@@ -107,7 +107,7 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     if "end_reason" in batch:
-        reasons = batch.end_reason[Episodes(batch).last_row].tolist()
+        reasons = batch.end_reason[EpisodeRows(batch).last_row].tolist()
         counts = dict.fromkeys(END_REASONS, 0) | Counter(reasons)
         metrics = {f"end_reason/{reason}": count / len(reasons) for reason, count in counts.items()}
     groups = _scores_by_group(batch)
@@ -311,9 +311,9 @@ def _aborted(batch: DataProto) -> Tensor:
     return empty | torch.tensor(failed, device=empty.device)
 
 
-def _episodes(batch: DataProto) -> tuple[Episodes, Tensor]:
+def _episodes(batch: DataProto) -> tuple[EpisodeRows, Tensor]:
     """The batch by episode, and which of them are measurements, [E] bool: those with a row that is not aborted."""
-    episodes = Episodes(batch)
+    episodes = EpisodeRows(batch)
     return episodes, episodes.total((~_aborted(batch)).int()) > 0
 
 

@@ -1,17 +1,22 @@
-"""Everything a run needs beside its workers: built, and checked, before any model is loaded."""
+"""Builds and checks everything a run needs beside its workers, before any model is loaded."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig
+from configs.loader import notice
+from configs.schema import Config, DataConfig, MultiTurnConfig
 from data.import_utils import accepts, load_modules
+from data.interactions import interaction_of, load_interactions
 from data.overlap import report_overlap
 from data.pretrained import (
     check_has_value_head,
@@ -22,13 +27,14 @@ from data.pretrained import (
     load_tokenizer,
 )
 from data.reward_conversation import KEY, reward_tokenizer
-from data.rl_dataset import RLHFDataset, create_rl_dataset
-from data.row_making import overlong_rows, row_maker
-from data.sampler import PromptLoader, SequentialSampler, create_rl_sampler
+from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, create_rl_dataset, report_overlong
+from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
+from data.tool_files import load_tools
+from data.tool_parsers import ToolParser
+from data.types import Row
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.checkpoint import find_checkpoint
-from training.conversations import check_rows, tool_schemas
 from training.core_algos import (
     NEEDS_GROUPS,
     get_adv_estimator_fn,
@@ -36,7 +42,16 @@ from training.core_algos import (
     register_adv_est,
     register_policy_loss,
 )
-from training.game import Game, build_environment, build_game, data_settings, env_dataset
+from training.environment import (
+    AGENT_COLUMN,
+    SINGLE_TURN,
+    TOOL_AGENT,
+    EnvSetup,
+    build_env_setup,
+    build_environment,
+    data_settings,
+    env_dataset,
+)
 from training.policy_loss import TENSOR_ARGS, bind_policy_loss
 from training.reward import FunctionReward, RewardManager, functions_of, load_reward_manager, reward_name
 from training.reward_function import FORMS
@@ -44,6 +59,7 @@ from training.reward_score import KNOWN, default_compute_score, has_rule
 from training.tracking import check_loggers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
 @dataclass
@@ -52,7 +68,7 @@ class Parts:
     reward: RewardManager
     train_loader: PromptLoader
     val_loader: PromptLoader | None
-    game: Game | None
+    game: EnvSetup | None
     can_validate: bool
     total_steps: int
 
@@ -89,7 +105,7 @@ def prepare(config: Config) -> Parts:
         reward=reward,
         train_loader=train_loader,
         val_loader=val_loader,
-        game=build_game(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
+        game=build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
         can_validate=has_validation(config),
         total_steps=total_steps,
     )
@@ -289,3 +305,95 @@ def build_val_loader(
         drop_last=False,
         left_out=left_out,
     )
+
+
+def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The schemas that prompts describe to the policy: one for each tool; [] where rows are no conversations.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: a file, class, schema or format that cannot be used; names it.
+    """
+    tools = load_tools(settings.tool_config_path, settings.function_tool_path) if settings.enable else {}
+    if not tools:
+        return []
+    try:
+        ToolParser.get_tool_parser(settings.format)
+    except ValueError as error:
+        raise ConfigError(f"{MULTI_TURN}.format={settings.format}: {error}") from error
+    if "tools" not in str(tokenizer.chat_template):
+        notice(
+            f"the chat template does not show tools, so the policy reads nothing of {', '.join(tools)}: say in the "
+            "prompts how they are called, begin with a model that knows it, or set "
+            "actor_rollout_ref.model.custom_chat_template."
+        )
+    return [tool.tool_schema.model_dump() for tool in tools.values()]
+
+
+def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
+    """Rows ask for conversations only where there are some, and for simulated users that there are.
+
+    Rows of files are all looked at, those that a dataset makes at these positions.
+
+    Raises:
+        ConfigError: names the row and the remedy.
+    """
+    dataset, interactions = loader.dataset, {}
+    if settings.enable:
+        interactions = load_interactions(settings.interaction_config_path)
+    if isinstance(dataset, RLHFDataset) and dataset.rows:
+        rows = enumerate(dataset.rows)
+    else:
+        rows = ((position, loader.row(position)) for position in (positions if interactions else ()))
+    for position, row in rows:
+        agent = row.get(AGENT_COLUMN, SINGLE_TURN)
+        if agent not in (SINGLE_TURN, TOOL_AGENT):
+            raise ConfigError(
+                f"row {position} has {AGENT_COLUMN}={agent}; it must be {SINGLE_TURN}, answered once, or {TOOL_AGENT}, "
+                "a conversation; or take the column away from all rows."
+            )
+        if agent == TOOL_AGENT and not settings.enable:
+            raise ConfigError(
+                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}, and {MULTI_TURN}.enable=false: it would be answered "
+                f"once, without tools. Set {MULTI_TURN}.enable=true, or take the column away."
+            )
+        try:
+            interaction_of(interactions, row.get("extra_info"))
+        except ValueError as error:
+            raise ConfigError(f"row {position}: {error}") from error
+
+
+def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
+    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
+    if isinstance(dataset, RLHFDataset):
+        return dataset.make_row
+    maker = RLHFDataset(None, tokenizer, config=config)
+    return partial(maker.make_row, source=type(dataset).__name__)
+
+
+def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> frozenset[int]:
+    """The positions of rows to leave out, as their prompts are longer than data.max_prompt_length; in a warning, too.
+
+    For a class of the user's, all rows of which are made once: those of files were measured when they were read, and
+    those that change by the step (`on_batch_end`) cannot be. None are left out where prompts may be cut instead
+    (data.filter_overlong_prompts=false data.truncation=left): nothing is measured then.
+
+    Raises:
+        OverlongPrompt: the first such row, if data.filter_overlong_prompts is false and data.truncation "error".
+        ValueError: all rows are too long, or a row cannot be used.
+    """
+    measured = type(dataset).__getitem__ is RLHFDataset.__getitem__
+    may_be_cut = not config.filter_overlong_prompts and config.truncation != "error"
+    if measured or may_be_cut or isinstance(dataset, Dynamic):
+        return frozenset()
+    make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
+    total, overlong = len(dataset), {}
+    for position in track(range(total), "measuring prompts", disable=total < PROGRESS_BAR_FROM):
+        try:
+            make_row(dataset[position], position)
+        except OverlongPrompt as error:
+            if not config.filter_overlong_prompts:
+                raise
+            overlong[position] = (error.origin, error.length)
+    if overlong:
+        report_overlong(list(overlong.values()), total, config.max_prompt_length)
+    return frozenset(overlong)

@@ -18,16 +18,14 @@ from data.sampler import PromptLoader
 from data.seeding import derive_seed, rng_state, set_rng_state
 from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
 from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
-from training.collection import Collector
+from training.collection import Collector, draw_rows, update_sampler
 from training.core_algos import get_kl_controller
-from training.feedback import tell_data
 from training.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
 from training.reports import files_left, nothing_left, report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
-from training.selection import draw_rows
 from training.tracking import Tracking
 from training.transcripts import sample_rows
 from training.validation import Validator
@@ -110,7 +108,7 @@ class RayPPOTrainer:
                 batch, self.metrics = self.step()
                 if self.validator and self.is_due(settings.test_freq):
                     self.metrics |= self.validate()
-                tell_data(self.train_loader, batch, self.collector.left_out)
+                update_sampler(self.train_loader, batch, self.collector.left_out)
                 self.dump_rollouts(batch)
                 if self.is_due(settings.save_freq):
                     self.metrics |= self.save()

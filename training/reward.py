@@ -30,7 +30,7 @@ from data.padding import last_token
 from data.protocol import DataProto, object_array
 from data.types import Row
 from data.unknown_characters import prompt_text
-from training.episodes import Episodes
+from training.episode_rows import EpisodeRows
 from training.reward_failures import check_failures, mark, outcome_metrics
 from training.reward_function import FunctionReward, load_function
 from training.reward_manager import UsersManager, load_manager_class
@@ -203,7 +203,7 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
     Over samples that did not fail; of an episode of several rows it is the last row's.
     """
     metrics = outcome_metrics(batch)
-    episodes = Episodes(batch)
+    episodes = EpisodeRows(batch)
     completed = episodes.last_row[episodes.completed().numpy()]
     for name in batch.meta_info["reward_extra_keys"]:
         values = batch.non_tensor_batch[name][completed]

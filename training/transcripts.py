@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.protocol import DataProto
 from data.types import Sample
-from training.episodes import Episodes
+from training.episode_rows import EpisodeRows
 from training.reports import fields_table, message_fields, print_boxes, print_samples, short_number, without_middle
 from training.reward import reward_view
 
@@ -64,7 +64,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int)
 
 def episode_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
     """The episodes of a scored batch: verl's keys (input, output, gts, score, step), turns as texts, rows as tokens."""
-    episodes = Episodes(batch)
+    episodes = EpisodeRows(batch)
     names = [name for name in (*ABOUT, *batch.meta_info.get("reward_extra_keys", ())) if name in batch]
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
     records = []

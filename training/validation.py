@@ -12,7 +12,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from data.types import SamplingParams
-from training.game import ENVIRONMENT, Game, begin_episodes, begun, episode_seeds
+from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_episodes, episode_seeds
 from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, no_function
@@ -33,7 +33,7 @@ class Validator:
         roles: Roles,
         reward: RewardManager,
         loader: PromptLoader | None,
-        game: Game | None,
+        game: EnvSetup | None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -82,7 +82,7 @@ class Validator:
         rollout = self.config.actor_rollout_ref.rollout
         prompts = DataProto.from_single_dict(rows)
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
-        prompts = begun(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
+        prompts = assign_agents(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
         return scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
 
@@ -118,7 +118,7 @@ class Validator:
         )
 
 
-def episode_prompts(game: Game, seeds: Iterable[int]) -> DataProto:
+def episode_prompts(game: EnvSetup, seeds: Iterable[int]) -> DataProto:
     """The starts of the episodes of these reset seeds, but of those whose prompts are too long to be shown."""
     states = [game.environment.start_state(seed) for seed in seeds]
     shown = [(state, ids) for state in states if (ids := game.dataset.encode_state(state)) is not None]

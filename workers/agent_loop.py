@@ -21,7 +21,7 @@ from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Row, Sample, SamplingParams
-from training.game import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Game, data_settings
+from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings
 from workers.engine_pump import CallingThread, EnginePump
 from workers.env_episode import EnvEpisode, Environments
 from workers.episodes import Episode, EpisodeFailed, Limits, SingleAnswer, play, unless_failed
@@ -61,7 +61,9 @@ class AgentLoop:
         game: what episodes of an environment are played with, where there is one.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: Game | None) -> None:
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: EnvSetup | None
+    ) -> None:
         self.config, self.engine = config, engine
         self.on_finished: Callable[[int, list[Sample]], None] = nothing  # hears of each row's episode when it is over
         rollout = config.actor_rollout_ref.rollout

@@ -5,14 +5,14 @@ from typing import Any
 
 from data.concurrency import in_thread
 from data.types import Reply, Row
-from training.game import Environment, Game
+from training.environment import Environment, EnvSetup
 from workers.episodes import Episode
 
 
 class Environments:
     """The environments of a worker's episodes, which are made when they are needed and used again."""
 
-    def __init__(self, game: Game) -> None:
+    def __init__(self, game: EnvSetup) -> None:
         self.game = game
         self.free: list[Environment] = []
 

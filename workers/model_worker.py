@@ -20,7 +20,7 @@ from data.pretrained import load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import Request, SamplingParams
-from training.game import are_episodes, game_of_worker
+from training.environment import are_episodes, worker_env_setup
 from training.mini_batches import first_policy_step
 from workers.agent_loop import AgentLoop
 from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
@@ -114,7 +114,7 @@ class ColocatedRollout:
 
     @cached_property
     def agent_loop(self) -> AgentLoop:
-        game = game_of_worker(self.config, self.tokenizer) if self.config.env.id else None
+        game = worker_env_setup(self.config, self.tokenizer) if self.config.env.id else None
         return AgentLoop(self.config, self.tokenizer, self.engine, game)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What episodes of an environment are played with: the environment, what the policy is shown, what its answers mean."""
+"""The environment, its prompts and its action parser, shared by training and validation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ class StateDataset(Protocol):
 
 
 @dataclass(frozen=True)
-class Game:
+class EnvSetup:
     """An environment, who shows its states to the policy, and who reads the policy's answers, as in training."""
 
     environment: Environment
@@ -121,8 +121,8 @@ def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokeniz
     return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
-def build_game(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> Game:
-    """The game around an environment; the reward manager reads the answers, if it can.
+def build_env_setup(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> EnvSetup:
+    """Puts an environment together with its dataset; the reward manager reads the answers, if it can.
 
     Raises:
         ConfigError: the dataset cannot show a state, or prompts of first states are too long.
@@ -137,15 +137,15 @@ def build_game(config: Config, environment: Any, dataset: Any, reward: RewardMan
         )
     if seeds := episode_seeds(config.env)[:STARTS_CHECKED]:
         dataset.check_sizes(map(environment.start_state, seeds), "validation episodes")
-    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+    return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
-def game_of_worker(config: Config, tokenizer: PreTrainedTokenizerBase) -> Game:
-    """The game that the driver has checked, built anew from the config where episodes are played."""
+def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvSetup:
+    """Builds the setup that the driver has checked anew from the config, where episodes are played."""
     environment = build_environment(config)
     dataset = env_dataset(data_settings(config), environment, tokenizer, size=1)
     reward = load_reward_manager(config.reward, tokenizer, environment)
-    return Game(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
+    return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
 
 
 def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
@@ -155,8 +155,8 @@ def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
     return prompts.union(DataProto.from_single_dict({AGENT_COLUMN: [agent] * len(prompts)}))
 
 
-def begun(prompts: DataProto, config: Config) -> DataProto:
-    """`prompts` as the run's rows begin: with an episode of its environment, with a conversation, or with an answer."""
+def assign_agents(prompts: DataProto, config: Config) -> DataProto:
+    """Says of each row what it begins: an episode of the environment, a conversation, or a single answer."""
     if config.env.mode == "episode" and config.env.id is not None:
         return begin_episodes(prompts, ENVIRONMENT)
     if config.actor_rollout_ref.rollout.multi_turn.enable and config.env.id is None:

@@ -17,7 +17,7 @@ from data.protocol import DataProto
 OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 
-class Episodes:
+class EpisodeRows:
     """Which rows of a batch are one episode: those with the same name in the column episode; without it, each row.
 
     Rows of an episode stand in the order of its turns, whatever stands between them.
@@ -96,6 +96,6 @@ class Episodes:
 
 def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
     """ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid; 0 if it failed."""
-    episodes = Episodes(greedy)
+    episodes = EpisodeRows(greedy)
     of_uid = dict(zip(greedy.uid[episodes.last_row], episodes.scores().tolist(), strict=True))
     return torch.tensor([of_uid[uid] for uid in batch.uid])
