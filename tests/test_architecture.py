@@ -14,7 +14,7 @@ from tests.pages import shipped_modules, without_users
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["configs", "data", "training", "workers", "main"]  # a module imports from its own layer and those before it
 MAX_MODULE, MAX_FUNCTION, MAX_POSITIONAL = 450, 50, 6  # lines, lines, parameters
-MAX_TOUR = 2500  # lines of all files in docs/tour.md: what one afternoon can read
+MAX_TOUR = 2650  # lines of all files in docs/tour.md: what one afternoon can read
 
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
