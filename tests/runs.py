@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
+from subprocess import CompletedProcess
 from tempfile import TemporaryFile
 from time import sleep
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
+from tests.forked import python
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,10 +50,9 @@ def compose(*overrides: str, name: str = "frozenlake") -> Config:
     return load_config(Arguments(name, CONFIG_DIR, list(overrides), print_config=False), Config)
 
 
-def run_main(*overrides: str, name: str = "frozenlake", **kwargs: Any) -> subprocess.CompletedProcess:
+def run_main(*overrides: str, name: str = "frozenlake", env: dict[str, str] | None = None) -> CompletedProcess:
     """`python main.py --config-name NAME overrides…`, with its output captured."""
-    command = [sys.executable, str(ROOT / "main.py"), "--config-name", name, *overrides]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)
+    return python("main.py", "--config-name", name, *overrides, env=env)
 
 
 def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
@@ -66,9 +66,9 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @contextmanager
-def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """vLLM's own server, which takes weights, for prompts and responses of so many tokens: its address and the process
-    that leads its group. About 30 seconds to start."""
+def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[str]:
+    """The address of vLLM's own server, which takes weights, for prompts and responses of so many tokens. About 30
+    seconds to start."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +85,7 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
                     log.seek(0)
                     raise RuntimeError(f"vLLM's server ended: {log.read()[-3000:]}")
                 sleep(0.2)
-            yield f"{url}/v1", process
+            yield f"{url}/v1"
         finally:
             os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
             process.wait()

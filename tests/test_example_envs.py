@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.paths import ROOT
 from custom.env_wrapper import make_env
 from custom.text_env import split_id
+from tests.forked import python
 
 MINIGRID = "custom/examples/minigrid_env.py:"
 TICTACTOE = "custom/examples/textarena_env.py:TicTacToe-v0"
@@ -28,7 +28,7 @@ def test_without_its_package_an_example_says_what_to_install(package, env_id):
     program = (
         f"import sys; sys.modules[{package!r}] = None\nfrom custom.env_wrapper import make_env\nmake_env({env_id!r})"
     )
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = python("-c", program)
     assert f"needs the package {package}: pip install -r requirements-envs.txt" in ran.stderr
 
 

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,8 @@ from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from tests.runs import ROOT, learning_metrics
+from tests.forked import python
+from tests.runs import learning_metrics
 from training.sft_trainer import main, run
 from training.supervised import SFTTrainer, prepare
 from training.tracking import Tracking
@@ -278,8 +277,8 @@ torch.optim.AdamW.step = step
     same = ["data.train_batch_size=2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.test_freq=2"]
     same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
     same += [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run", "trainer.n_threads=2"]
-    command = [sys.executable, "-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}"]
-    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    done = python("-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}")
+    assert done.returncode == -signal.SIGKILL
     assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2]
     run(config)
     assert_same_run(tmp_path / "run", unbroken)

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.files import read_metrics
+from tests.forked import python
 from tests.runs import files_of_at_most
 from training import reports, tracking
 from training.reports import plot_metric, print_samples
@@ -142,8 +143,7 @@ track.log(1, {{"x": 1.0}})
 track.log(2, {{"x": 2.0}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL
+    assert python("-c", program).returncode == -signal.SIGKILL
     assert recorded_steps(tmp_path) == [1, 2]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from configs.schema import ScoringConfig
 from scripts import create_reward_template
+from tests.forked import python
 from tests.runs import ROOT
 from training.reward_function import FunctionReward
 from training.reward_score import default_compute_score, math_dapo, math_reward
@@ -311,8 +312,7 @@ def test_templates_run_as_they_are_and_pass_their_tests(tmp_path: Path):
             row = {"responses": answer, "ground_truths": truth, "prompts": "p", "data_source": "mine", "extra_info": {}}
             [outcome] = score_rows([row], load_reward(str(output), None, ROOMY), ROOMY)
             assert (outcome.status, outcome.score) == ("ok", 1.0), task
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
     assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout + done.stderr
 
 
