@@ -5,6 +5,7 @@ exemption that nobody needs fails. The budgets of the whole are in tests/test_bu
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ EXEMPT = {
 }
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     files = [ROOT / "main.py", *shipped_modules(*LAYERS[:-1], "custom")]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -982,6 +983,7 @@ class SectionReads(ast.NodeVisitor):
         return None
 
 
+@cache
 def section_reads() -> Reads:
     folders = ("configs", "data", "training", "workers", "custom", "scripts")
     files = [ROOT / "main.py", *shipped_modules(*folders)]
