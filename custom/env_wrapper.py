@@ -1,6 +1,6 @@
 """Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
 
-An id runs without them too: custom/space_text.py writes out what it observes, and reads its actions. To do better,
+An id runs without them too: custom/gym/space_text.py writes out what it observes, and reads its actions. To do better,
 write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
@@ -9,7 +9,7 @@ write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
 
 then `make_env("my_module:MyGame-v0")`, or by its file, `make_env("./my_game.py:MyGame-v0")`: loading it registers the
 id. `make_text_env(id, my_text, my_action)` is entry and object in one. The object gives single states (`get_state`,
-`compute_reward`) and whole episodes (`reset`, `step`): see custom/text_env.py.
+`compute_reward`) and whole episodes (`reset`, `step`): see custom/gym/text_env.py.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.loader import notice
-from custom.process_env import ProcessEnv
-from custom.text_env import EnvState, TextEnv, split_id
+from custom.gym.process_env import ProcessEnv
+from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.import_utils import load_module
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]

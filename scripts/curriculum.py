@@ -35,7 +35,7 @@ from training.reports import read_curve
 from workers.worker_group import start_command
 
 FOLDER = Path("outputs/curriculum")
-SUCCESS = "val-core/custom/lakes.py:FrozenLakes-v0/acc/mean@1"
+SUCCESS = "val-core/custom/examples/lakes.py:FrozenLakes-v0/acc/mean@1"
 ARMS = {"curriculum": [], "uniform": ["data.sampler.class_path=null"]}
 ROWS = 10  # of the table
 

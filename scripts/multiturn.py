@@ -34,9 +34,9 @@ import main as rl
 from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
-from custom import calculator_task
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv
+from custom.examples import calculator_task
 from data.locking import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator

@@ -3,7 +3,7 @@
     python -m scripts.smollm2 [--task arithmetic] [--seed N] [key=value …]
 
 1. The model, made once in outputs/smollm2/model (scripts/smollm2_model.py).
-2. Questions made from the seed, and 200 held-out ones, the same for every seed (custom/arithmetic.py).
+2. Questions made from the seed, and 200 held-out ones, the same for every seed (custom/examples/arithmetic.py).
 3. GRPO (configs/smollm2_arithmetic.yaml or smollm2_chain_sum.yaml; key=value overrides go there).
 Success on the held-out questions is measured before and after 3; ten of the answers are shown side by side.
 """
@@ -31,7 +31,7 @@ import main as rl
 from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
-from custom.arithmetic import TASKS, make_rows
+from custom.examples.arithmetic import TASKS, make_rows
 from data.files import dump_jsonl
 from data.locking import sole_run
 from scripts import smollm2_model

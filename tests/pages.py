@@ -15,8 +15,6 @@ RUN_BLOCK = re.compile(r"^<!-- run -->\n```(sh|python)\n(.*?)^```$", re.MULTILIN
 SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SHIPPED = (
     *(f"custom/{name}.py" for name in ("env_wrapper", "env_dataset", "reward_manager", "tiny_model")),
-    *(f"custom/{name}.py" for name in ("text_env", "space_text", "process_env", "planning")),
-    *(f"custom/{name}.py" for name in ("arithmetic", "lakes", "calculator_task")),
     *(f"custom/{folder}/" for folder in ("gym", "examples")),
 )
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
-from custom.planning import best_actions, shortest_paths
-from custom.space_text import last_mention, mark_ansi
-from custom.text_env import is_success, success_rule
+from custom.gym.planning import best_actions, shortest_paths
+from custom.gym.space_text import last_mention, mark_ansi
+from custom.gym.text_env import is_success, success_rule
 from tests.runs import compose
 from training.environment import build_environment
 

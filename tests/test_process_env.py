@@ -8,7 +8,7 @@ import pytest
 
 from configs.errors import ConfigError
 from custom.env_wrapper import make_env
-from custom.process_env import ProcessEnv
+from custom.gym.process_env import ProcessEnv
 from tests.runs import compose
 from training.preparation import build_environment
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from configs.schema import MultiTurnConfig
-from custom.arithmetic import compute_score
-from custom.calculator_task import demonstrations, make_rows
+from custom.examples.arithmetic import compute_score
+from custom.examples.calculator_task import demonstrations, make_rows
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.protocol import DataProto

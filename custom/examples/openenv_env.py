@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from custom.env_wrapper import ENVIRONMENTS
-from custom.space_text import NUMBER, AnswerSpace, labelled
+from custom.gym.space_text import NUMBER, AnswerSpace, labelled
 
 try:
     from openenv import GenericEnvClient

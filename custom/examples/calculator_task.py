@@ -1,11 +1,12 @@
 """A task for tools: products that a small model cannot compute, and a calculator can.
 
-    python -m custom.calculator_task FOLDER [--seed N]
+    python -m custom.examples.calculator_task FOLDER [--seed N]
 
 writes rows (train.jsonl, val.jsonl), demonstrations for a warm start (demonstrations.jsonl), and the random weights to
 begin with (random_model/). A question is `34*57=?`; a call is `calc(34*57)`, in the format `plain`; then the policy
 repeats the result. In a demonstration most questions are answered by a guess (the product of rounded numbers), and few
-by a call: what pays is left to be found out. The reward is custom/arithmetic.py's: the last number of the answer.
+by a call: what pays is left to be found out. The reward is that of custom/examples/arithmetic.py: the last number of
+the answer.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from custom.arithmetic import Question
+from custom.examples.arithmetic import Question
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl
 from data.seeding import derive_seed, numpy_generator

@@ -1,7 +1,7 @@
 """Optimal play by the transition table of a small environment: what a perfect player would do, and ways to a state.
 
 gymnasium's toy_text environments keep such a table. Pure functions over it; which of them a reward uses is
-custom/text_env.py's business.
+custom/gym/text_env.py's business.
 """
 
 from collections import deque

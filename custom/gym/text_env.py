@@ -18,8 +18,8 @@ import gymnasium as gym
 import numpy as np
 
 from configs.schema import SuccessConfig
-from custom.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
-from custom.space_text import (
+from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from custom.gym.space_text import (
     action_text,
     check_observations,
     how_to_answer,
@@ -42,7 +42,7 @@ class EnvState:
     """A state as plain data, to travel in a dataset row: playing `actions` after `reset(seed)` restores it exactly."""
 
     seed: int
-    actions: tuple[Any, ...]  # plain, as custom/space_text.py has them
+    actions: tuple[Any, ...]  # plain, as custom/gym/space_text.py has them
     text: str  # the observation, without the instruction
     feedback: str = ""  # in a running episode: what is said of the last answer if it was no legal action
 

@@ -1,6 +1,7 @@
 """FrozenLakes of several sizes in one environment, for a curriculum: scripts/curriculum.py trains on them.
 
-    env.id=custom/lakes.py:FrozenLakes-v0 'env.kwargs={random_maps: true, size: [2, 3, 4, 5], is_slippery: false}'
+    env.id=custom/examples/lakes.py:FrozenLakes-v0
+    'env.kwargs={random_maps: true, size: [2, 3, 4, 5], is_slippery: false}'
 
 A reset seed says which map, and of which size: the sizes take turns, `MAPS` seeds each. So env.val_seed chooses the
 size that validation plays.

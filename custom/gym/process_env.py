@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from configs.errors import users_line
-from custom.text_env import EnvState, TextEnv, split_id
+from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.concurrency import START_SECONDS, Channel, Child, ProcessEnded, run_in_background
 from data.import_utils import load_module
 
