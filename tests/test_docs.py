@@ -1,11 +1,10 @@
 """The pages are true: their files and commands run, their links, paths and settings exist.
 
-Files are written and commands run (tests/pages.py) in a copy of the repository, page by page and in their order;
-CONTRIBUTING.md has a test of its own.
+Files are written and commands run (tests/pages.py) in a copy of the repository, page by page and in their order; a
+command that trains is composed, checked and prepared. The examples of CONTRIBUTING.md train in a test of their own.
 """
 
-import contextlib
-import io
+import ast
 import json
 import os
 import re
@@ -23,31 +22,32 @@ from omegaconf import OmegaConf
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
 from configs.legacy import RENAMED
-from configs.loader import known_keys, renamed_key
+from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, renamed_key
 from configs.recipes import options
 from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from scripts import algorithms, quickstart, rollout_drift
+from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE
-from tests.runs import ROOT
+from tests.runs import ROOT, learning_metrics
+from tests.servers import KEY
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 RANGE = re.MULTILINE | re.DOTALL
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"} - {"outputs"}
 IN_TEXT = re.compile(r"`([^`\n]+)`")
-MAKE_MODEL = "python -m custom.tiny_model outputs/tiny_model\n"
-
-
-def shell(code: str, folder: Path) -> str:
-    """What `code` prints, in bash, with this Python first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-ec", code], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+MAKE_MODEL = "python -m custom.tiny_model outputs/tiny_model"
+# What trains is composed, checked and prepared; the training itself is that of CONTRIBUTING.md and the user contracts.
+UNTRAINED = """
+import sys
+import {module} as entry
+entry.train = lambda *_: None
+entry.main(sys.argv[1:])
+"""
+TRAINS = {("main.py",): "main", ("-m", "training.sft_trainer"): "training.sft_trainer"}
+READS_A_RUN = ("training.show_episodes",)  # commands that show what training has left
 
 
 @pytest.fixture
@@ -61,18 +61,38 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What MAKE_MODEL makes, a command of four pages."""
-    folder = tmp_path_factory.mktemp("docs")
-    shell(MAKE_MODEL.replace("outputs", str(folder)), ROOT)
-    return folder / "tiny_model"
+def run_command(command: str, folder: Path) -> str:
+    """What a command of a page prints; one that trains stops where it would start to."""
+    arguments = shlex.split(command)[1:]
+    if any(name in arguments for name in READS_A_RUN):
+        return ""
+    for entry, module in TRAINS.items():
+        if tuple(arguments[: len(entry)]) == entry:
+            arguments = ["-c", UNTRAINED.format(module=module), *arguments[len(entry) :]]
+    done = python(*arguments, cwd=folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_block(code: str, folder: Path) -> None:
+    """Runs the lines of a shell block in their order: `python …` by `run_command`, the others by bash."""
+    others: list[str] = []
+    for line in [*code.replace("\\\n", " ").splitlines(), "python -c pass"]:
+        if not line.startswith("python "):
+            others.append(line)
+            continue
+        if others:
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            subprocess.run(["bash", "-ec", "\n".join(others)], cwd=folder, env={**os.environ, "PATH": path}, check=True)
+        others = []
+        if line != "python -c pass":
+            run_command(line, folder)
 
 
 @pytest.fixture
-def follow(copy: Path, made_model: Path) -> Callable[[Path], None]:
-    """follow(page) does what a reader does in `copy`: writes its files, runs its commands (Python in this process).
-    Where one is MAKE_MODEL, what it makes is taken from the one time that it was run."""
+def follow(copy: Path, tiny_model: Path) -> Callable[[Path], None]:
+    """follow(page) does what a reader does in `copy`, but for training: writes the page's files, runs its commands, and
+    its Python in this process. Python that reads what training leaves is compiled."""
 
     def write_and_run(page: Path) -> None:
         text = page.read_text()
@@ -81,72 +101,44 @@ def follow(copy: Path, made_model: Path) -> Callable[[Path], None]:
             (copy / path).write_text(content)
         for language, code in RUN_BLOCK.findall(text):
             if MAKE_MODEL in code:
-                shutil.copytree(made_model, copy / "outputs/tiny_model")
+                shutil.copytree(tiny_model, copy / "outputs/tiny_model")
+                code = code.replace(f"{MAKE_MODEL}\n", "")
             if language == "sh":
-                shell(code.replace(MAKE_MODEL, ""), copy)
-            else:
+                run_block(code, copy)
+            elif "global_step_" not in code:
                 exec(compile(code, str(page), "exec"), {})
 
     return write_and_run
 
 
-def recorded(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+FOLLOWED = [page for page in PAGES if RUN_BLOCK.search(page.read_text()) and page.name != "CONTRIBUTING.md"]
 
 
-def test_readme_trains_on_prompts_and_a_reward_and_the_reward_rises(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "README.md")
-    scores = [entry["data"]["critic/score/mean"] for entry in recorded(copy / "outputs/sums")]
-    assert len(scores) == 50
-    assert scores[-1] > 0.8 > 0.2 > scores[0]
-
-
-def test_environments_page_trains_and_its_mistakes_say_what_the_page_says(copy: Path, follow: Callable[[Path], None]):
-    page = ROOT / "docs/environments.md"
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_the_files_and_commands_of_a_page_work(copy: Path, follow: Callable[[Path], None], page: Path):
+    (copy / "outputs").mkdir()
     follow(page)
-    assert [entry["step"] for entry in recorded(copy / "outputs/smoke")] == [0, 1, 2, 3]
-    assert [entry["step"] for entry in recorded(copy / "outputs/parts")] == [1, 2]
-    mistakes = re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE)
-    assert len(mistakes) >= 8
-    for (override, promised), said in zip(mistakes, refusals(copy, [one for one, _ in mistakes]), strict=True):
-        assert promised in said, override
+    if page.name == "environments.md":
+        mistakes = re.findall(r"^\| `([\w.]+=\S+)` \| (.+?) \|$", page.read_text(), re.MULTILINE)
+        assert len(mistakes) >= 8
+        for (override, promised), said in zip(mistakes, refusals(copy, [one for one, _ in mistakes]), strict=True):
+            assert promised in said, override
+    if page.name == "reward_rules.md":
+        assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
+    if page.name == "serving.md":
+        figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
+        assert figures["prompts"] == 3 and figures["responses"] == 24 and {"mean@8", "pass@8", "maj@8"} <= set(figures)
 
 
-def test_multiturn_page_plays_episodes_and_calls_a_tool(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "docs/multiturn.md")
-    assert [entry["step"] for entry in recorded(copy / "outputs/cart_pole")] == [0, 1, 2]
-    [entry] = recorded(copy / "outputs/shop")
-    assert entry["data"]["num_turns/mean"] == 1 and entry["data"]["tool_call_counts/mean"] == 0
-
-
-def test_rewards_page_scores_by_two_functions_and_a_manager(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "docs/rewards.md")
-    entries = recorded(copy / "outputs/two_rewards")
-    assert [entry["step"] for entry in entries] == [1, 2]
-    logged = entries[-1]["data"]
-    parts = logged["reward/compute_score/mean"] + 0.2 * logged["reward/brevity/mean"]
-    assert logged["critic/score/mean"] == pytest.approx(parts, abs=1e-6)
-    assert logged["reward/timeout"] == logged["reward/error"] == 0 <= logged["timing_s/reward"]
-
-
-def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_time():
-    figures = scoring.measure(rows=20, seconds=0.01)
-    assert len(figures) == 4 and all(value > 0 for value in figures.values())
-
-
-def test_sft_page_imitates_conversations_by_lora(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "docs/sft.md")
-    run = copy / "outputs/reverser"
-    losses = {entry["step"]: entry["data"].get("val/loss") for entry in recorded(run)}
-    assert [step for step, loss in losses.items() if loss is not None] == [0, 2, 4] and losses[4] < losses[0]
-    assert [path.name for path in run.glob("global_step_*")] == ["global_step_4"]
-    assert (run / "global_step_4/lora_adapter/adapter_config.json").exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_compiles(page: Path):
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), RANGE):
+        compile(code, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
     """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
-    (copy / "refusals.py").write_text(
-        """
+    program = """
 import contextlib, io, json, sys
 import main
 
@@ -158,49 +150,32 @@ def refusal(override):
 
 print(json.dumps([refusal(override) for override in sys.argv[1:]]))
 """
-    )
-    return json.loads(shell(f"python refusals.py {shlex.join(overrides)}", copy).splitlines()[-1])
+    (copy / "refusals.py").write_text(program)
+    return json.loads(python("refusals.py", *overrides, cwd=copy, check=True).stdout.splitlines()[-1])
 
 
-def test_reward_rules_page_tries_and_audits(copy: Path, follow: Callable[[Path], None]):
-    (copy / "outputs").mkdir(exist_ok=True)
-    follow(ROOT / "docs/reward_rules.md")
-    assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
-
-
-def test_data_page(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "docs/data.md")
-
-
-def test_config_page(copy: Path, follow: Callable[[Path], None]):
-    follow(ROOT / "docs/config.md")
-
-
-def test_serving_page_generates_evaluates_and_serves(copy: Path, follow: Callable[[Path], None]):
+def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):
+    """The client speaks to the server of the tests, which has another address, name and key."""
     page = ROOT / "docs/serving.md"
-    follow(page)
-    figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
-    assert figures["prompts"] == 3 and figures["responses"] == 24 and {"mean@8", "pass@8", "maj@8"} <= set(figures)
     blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
     command, client = re.search(blocks, page.read_text(), RANGE).groups()
-    command = [sys.executable, *shlex.split(command)[1:], "server.port=0"]
-    with subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            address = process.stdout.readline().split()[-1]
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said):
-                exec(compile(client.replace("http://127.0.0.1:8000/v1", address), str(page), "exec"), {})
-        finally:
-            process.terminate()
-    assert said.getvalue()
+    overrides = shlex.split(command)[3:]
+    config = load_config(Arguments("server", CONFIG_DIR, overrides, print_config=False), ServerConfig)
+    assert config.model.path
+    for theirs, ours in {"http://127.0.0.1:8000/v1": f"{address}/v1", '"none"': repr(KEY)}.items():
+        assert theirs in client
+        client = client.replace(theirs, ours)
+    exec(compile(client, str(page), "exec"), {})
+    assert capsys.readouterr().out
 
 
-def test_algorithms_page_runs_names_all_there_is_and_has_a_figure_for_every_recipe(
-    copy: Path, follow: Callable[[Path], None]
-):
+def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_time():
+    figures = scoring.measure(rows=20, seconds=0.01)
+    assert len(figures) == 4 and all(value > 0 for value in figures.values())
+
+
+def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
-    follow(page)
-    assert [entry["step"] for entry in recorded(copy / "outputs/my_algorithm")] == [1, 2]
     text = page.read_text()
     words = {word for code in IN_TEXT.findall(text) for word in re.findall(r"\w+", code)}
     losses = {name: loss.function for name, loss in POLICY_LOSS_REGISTRY.items()}
@@ -229,7 +204,7 @@ def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, 
     rollout_drift.main()
     folder = copy / "outputs/rollout_drift"
     assert len((folder / "table.md").read_text().splitlines()) == 2 + len(rollout_drift.RUNS)
-    drift = {name: recorded(folder / name)[-1]["data"] for name in ("exact_rollouts", "perturbed_bypass_mode")}
+    drift = {name: learning_metrics(folder / name)[11] for name in ("exact_rollouts", "perturbed_bypass_mode")}
     assert "rollout_corr/kl" not in drift["exact_rollouts"]  # one update a step: no old log-probs to compare with
     assert abs(drift["perturbed_bypass_mode"]["rollout_corr/kl"]) > 1e-3
 
