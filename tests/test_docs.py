@@ -188,7 +188,7 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
 
 
 def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """In little: two recipes and the five runs of the drift, a few steps each."""
+    """In little: two recipes and two runs of the drift, a few steps each."""
     monkeypatch.setattr(quickstart, "DEMONSTRATIONS", 256)
     short = ["trainer.total_training_steps=2", "trainer.test_freq=1"]
     small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.val_episodes=4"]
@@ -198,6 +198,8 @@ def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, 
     assert [row.split(" | ")[0] for row in rows] == ["| grpo", "| ppo"]
     assert (copy / "outputs/algorithms/curves.png").stat().st_size > 1000
 
+    arms = ("exact rollouts", "perturbed, bypass mode")
+    monkeypatch.setattr(rollout_drift, "RUNS", {name: rollout_drift.RUNS[name] for name in arms})
     monkeypatch.setattr(rollout_drift, "ROWS", 256)
     monkeypatch.setattr(sys, "argv", ["rollout_drift", "trainer.total_training_steps=11", "trainer.test_freq=11",
                                       "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2"])  # fmt: skip
