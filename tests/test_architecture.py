@@ -62,10 +62,10 @@ EXEMPT = {
         "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",
         "training/main_server.py": "says where it serves",
-        "training/ray_trainer.py": "says what a validation found, and what a run leaves",
+        "training/ray_trainer.py": "says what a validation found",
         "training/reports.py": "all metrics of a run that only validates",
-        "training/sft_trainer.py": "says where its workers are",
-        "training/supervised.py": "says where a run's files go, and what it leaves",
+        "training/run.py": "says that nothing is left to do, and what a run leaves",
+        "training/sft_trainer.py": "says where its workers are, and where its files go",
         "training/tracking.py": "the console logger",
     },
     "environment": {

@@ -1,39 +1,35 @@
-"""The loop of PPO, GRPO and their kin: `step` is the dataflow, `fit` is everything around it.
+"""PPO, GRPO and their kin: `step` is the dataflow; the loop around it is training/run.py.
 
 The trainer drives roles (training/roles.py) and does the small arithmetic between them; it knows neither where they
 run nor what runs there.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
-from data.files import dispensable, dump_jsonl, rewrite
+from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from data.seeding import derive_seed, rng_state, set_rng_state
+from data.seeding import derive_seed
 from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
-from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
 from training.collection import Collector, draw_rows, update_sampler
 from training.core_algos import get_kl_controller
 from training.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
-from training.reports import files_left, nothing_left, report_validation, validation_summary
+from training.reports import report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import Roles
-from training.tracking import Tracking
+from training.run import Metrics, Run
 from training.transcripts import sample_rows
 from training.validation import Validator
 
-Metrics = dict[str, float]
 
-
-class RayPPOTrainer:
+class RayPPOTrainer(Run):
     """Trains a policy.
 
     Args:
@@ -57,21 +53,21 @@ class RayPPOTrainer:
         validator: Validator | None,
         total_steps: int,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        trained = {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic else {})
+        super().__init__(
+            config,
+            tokenizer=tokenizer,
+            train_loader=train_loader,
+            total_steps=total_steps,
+            models=trained,
+            contents=config.actor_rollout_ref.actor.checkpoint.save_contents,
+            can_validate=validator is not None,
+        )
         self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
         self.num_workers = roles.num_workers
         self.collector = Collector(config, tokenizer, roles, reward, train_loader)
-        self.train_loader = train_loader
         self.validator = validator
-        self.total_steps = total_steps
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.global_step = 0
-        self.metrics: Metrics = {}  # the last step's
-        self.validation: Metrics = {}  # the last validation's
-        self.folder = Path(config.trainer.default_local_dir)
-        contents = config.actor_rollout_ref.actor.checkpoint.save_contents
-        self.saver = Saver(self.folder, self.write_state, contents, config.trainer.max_ckpt_to_keep)
         self.skipped_updates = SkippedUpdates(
             config.trainer.max_skipped_updates,
             "trainer.max_skipped_updates",
@@ -85,39 +81,11 @@ class RayPPOTrainer:
         ]
 
     def fit(self) -> Metrics:
-        """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
-        settings = self.config.trainer
-        if settings.val_only:
-            self.resume()
-            return report_validation(self.global_step, self.validate(), settings.validation_data_dir)
-        clear_leftovers(self.folder)
+        """`Run.fit`; with trainer.val_only, validates the newest checkpoint alone and writes nothing to its folder."""
+        if not self.config.trainer.val_only:
+            return super().fit()
         self.resume()
-        if self.global_step >= self.total_steps:
-            print(nothing_left(self.global_step, self.total_steps, self.validation))
-        else:
-            rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
-            if settings.save_freq > 0:
-                self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
-        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
-            if self.validator and settings.val_before_train and self.global_step == 0:
-                self.metrics = self.validate()
-            if self.metrics and self.global_step > tracking.record.last_step:
-                tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
-            while self.global_step < self.total_steps:
-                self.global_step += 1
-                batch, self.metrics = self.step()
-                if self.validator and self.is_due(settings.test_freq):
-                    self.metrics |= self.validate()
-                update_sampler(self.train_loader, batch, self.collector.left_out)
-                self.dump_rollouts(batch)
-                if self.is_due(settings.save_freq):
-                    self.metrics |= self.save()
-                tracking.log(self.global_step, self.metrics)
-                for watch in self.watches:
-                    watch.check(self.metrics, batch)
-            self.saver.check(self.global_step)
-        print(files_left(self.folder))
-        return self.validation
+        return report_validation(self.global_step, self.validate(), self.config.trainer.validation_data_dir)
 
     def validate(self) -> Metrics:
         self.validation = self.validator.run(self.global_step)
@@ -180,8 +148,10 @@ class RayPPOTrainer:
             **compute_step_metrics(batch, timing, use_critic=self.critic is not None, n_gpus=self.num_workers),
         }
 
-    def is_due(self, frequency: int) -> bool:
-        return frequency > 0 and (self.global_step % frequency == 0 or self.global_step == self.total_steps)
+    def after_step(self, batch: DataProto) -> None:
+        """Tells the sampler what its prompts came to, and writes the rollouts down."""
+        update_sampler(self.train_loader, batch, self.collector.left_out)
+        self.dump_rollouts(batch)
 
     def dump_rollouts(self, batch: DataProto) -> None:
         settings = self.config.trainer
@@ -190,40 +160,17 @@ class RayPPOTrainer:
             with dispensable(str(path)):
                 dump_jsonl(path, sample_rows(batch, self.tokenizer, self.global_step))
 
-    def save(self) -> Metrics:
-        return self.saver.save(self.global_step)
-
-    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
-        trained = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        for name, role in trained.items():
-            role.save(folder.resolve() / name, contents)
-            self.tokenizer.save_pretrained(folder / name / "huggingface")
-        torch.save(self.train_loader.state_dict(), folder / "data.pt")
-        state = {
-            "global_step": self.global_step,
-            "metrics": self.metrics,
-            "validation": self.validation,
-            "kl_coef": self.kl_ctrl.value,
-            "rng": rng_state(),
-        }
-        torch.save(state, folder / "trainer_state.pt")
-        (folder / CONFIG_FILE).write_text(config_yaml(self.config))
+    def state(self) -> dict[str, Any]:
+        return {"validation": self.validation, "kl_coef": self.kl_ctrl.value}
 
     def resume(self) -> None:
-        """Takes up the newest (or the named) checkpoint, if there is one."""
-        folder = checkpoint_to_resume(self.config)
-        if folder is None:
-            return
-        self.actor.load(folder.resolve() / "actor")
-        if self.critic:
-            self.critic.load(folder.resolve() / "critic")
-        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
-        read_part(folder / "trainer_state.pt", self.restore, trusted=True)
-        self.rollout.update_weights(self.global_step)
+        """`Run.resume`; the engine then samples from the weights that were loaded."""
+        super().resume()
+        if self.global_step:
+            self.rollout.update_weights(self.global_step)
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.global_step = state["global_step"]
-        self.metrics, self.validation = state["metrics"], state["validation"]
+        super().restore(state)
+        self.validation = state["validation"]
         if self.config.algorithm.kl_ctrl.type == "adaptive":  # a fixed one is what the config says now
             self.kl_ctrl.value = state["kl_coef"]
-        set_rng_state(state["rng"])

@@ -52,14 +52,16 @@ def run(config: SFTConfig) -> Path:
 @users_line_noted()
 def train(config: SFTConfig, parts: "SFTParts") -> Path:
     """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
-    from training.supervised import SFTTrainer
+    from training.supervised import SFTTrainer, files_to_come
     from workers.supervised import ROLE, RemoteSupervised, SFTWorker
     from workers.worker_group import start_group, worker_summary
 
-    print(worker_summary(config.trainer))
+    print(worker_summary(config.trainer), files_to_come(config.trainer, parts.total_steps), sep="\n")
     group = start_group(config, SFTWorker, config, parts.total_steps)
     try:
-        return SFTTrainer(config, parts, RemoteSupervised(group, ROLE)).fit()
+        trainer = SFTTrainer(config, parts, RemoteSupervised(group, ROLE))
+        trainer.fit()
+        return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
     finally:
         group.close()
 

@@ -7,31 +7,27 @@ what runs there.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import SFTConfig
-from data.files import rewrite
+from configs.schema import SFTConfig, SFTTrainerConfig
 from data.overlap import report_overlap
 from data.padding import collate
 from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler
-from data.seeding import derive_seed, rng_state, seed_everything, set_rng_state
+from data.seeding import derive_seed, seed_everything
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
+from training.checkpoint import CONFIG_FILE
 from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
-from training.reports import files_left, nothing_left
-from training.tracking import Tracking
+from training.record import METRICS_FILE
+from training.run import Metrics, Run
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
-
-Metrics = dict[str, float]
 
 
 class SupervisedRole(Protocol):
@@ -79,7 +75,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     return SFTParts(tokenizer, train_loader, val_loader, total_steps)
 
 
-class SFTTrainer:
+class SFTTrainer(Run):
     """Trains a model on what rows show.
 
     Args:
@@ -88,54 +84,24 @@ class SFTTrainer:
         model: the workers' role.
     """
 
+    acts_after_last_step = True
+
     def __init__(self, config: SFTConfig, parts: SFTParts, model: SupervisedRole) -> None:
-        self.config = config
-        self.tokenizer = parts.tokenizer
-        self.train_loader, self.val_loader = parts.train_loader, parts.val_loader
-        self.total_steps = parts.total_steps
-        self.model = model
-        self.global_step = 0
-        self.metrics: Metrics = {}  # the last step's
-        settings = config.trainer
-        self.folder = Path(settings.default_local_dir)
-        self.saver = Saver(self.folder, self.write_state, config.checkpoint.save_contents, settings.max_ckpt_to_keep)
-        self.skipped_updates = SkippedUpdates(
-            MAX_SKIPPED_UPDATES,
-            None,
-            "Often: a learning rate too high (optim.lr), or weights that are already broken.",
+        super().__init__(
+            config,
+            tokenizer=parts.tokenizer,
+            train_loader=parts.train_loader,
+            total_steps=parts.total_steps,
+            models={".": model},
+            contents=config.checkpoint.save_contents,
+            can_validate=parts.val_loader is not None,
         )
+        self.val_loader = parts.val_loader
+        self.model = model
+        remedy = "Often: a learning rate too high (optim.lr), or weights that are already broken."
+        self.watches = [SkippedUpdates(MAX_SKIPPED_UPDATES, None, remedy)]
 
-    def fit(self) -> Path:
-        """Trains to the last step, from the newest checkpoint if there is one; the Hugging Face directory of the
-        result."""
-        settings = self.config.trainer
-        clear_leftovers(self.folder)
-        self.resume()
-        if self.global_step >= self.total_steps:
-            print(nothing_left(self.global_step, self.total_steps, self.metrics))
-        else:
-            print(files_to_come(self.folder, settings.save_freq, self.total_steps))
-            rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
-            self.saver.try_out()
-        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
-            if self.val_loader and settings.val_before_train and self.global_step == 0:
-                self.metrics = self.validate()
-            if self.metrics and self.global_step > tracking.record.last_step:
-                tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
-            while self.global_step < self.total_steps:
-                self.global_step += 1
-                self.metrics = self.step()
-                if self.val_loader and self.is_due(settings.test_freq):
-                    self.metrics |= self.validate()
-                if self.is_due(settings.save_freq):
-                    self.metrics |= self.saver.save(self.global_step)
-                tracking.log(self.global_step, self.metrics)
-                self.skipped_updates.check(self.metrics, None)
-            self.saver.check(self.global_step)
-        print(files_left(self.folder))
-        return self.folder / f"global_step_{self.global_step}" / "huggingface"
-
-    def step(self) -> Metrics:
+    def step(self) -> tuple[DataProto, Metrics]:
         """One optimiser step on the next batch."""
         timing: dict[str, float] = {}
         with timer("step", timing):
@@ -143,7 +109,7 @@ class SFTTrainer:
             counts = {"batch_num_tokens": int(batch.batch["response_mask"].sum())}
             seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
             learnt = self.model.update(batch, Update(self.global_step - 1, seed, 1.0, counts))
-        return learnt | {
+        return batch, learnt | {
             "train/tokens": counts["batch_num_tokens"],
             "train/epoch": self.train_loader.epoch,
             "timing_s/step": timing["step"],
@@ -158,7 +124,8 @@ class SFTTrainer:
                 batch = self.pad(rows)
                 tokens += int(batch.batch["response_mask"].sum())
                 total += self.model.loss_sum(batch)
-        return {"val/loss": total / tokens, "timing_s/testing": timing["testing"]}
+        self.validation = {"val/loss": total / tokens, "timing_s/testing": timing["testing"]}
+        return self.validation
 
     def pad(self, rows: dict) -> DataProto:
         """Rows of ids as the padded columns that the forward pass takes."""
@@ -167,34 +134,9 @@ class SFTTrainer:
         longest_response = max(len(sample.token_ids) for sample in samples)
         return collate(samples, longest_prompt, longest_response, self.tokenizer.pad_token_id)
 
-    def is_due(self, frequency: int) -> bool:
-        """Whether something is done after this step that is done every `frequency` steps, and after the last."""
-        return self.global_step == self.total_steps or (frequency > 0 and self.global_step % frequency == 0)
 
-    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
-        self.model.save(folder.resolve(), contents)
-        self.tokenizer.save_pretrained(folder / "huggingface")
-        torch.save(self.train_loader.state_dict(), folder / "data.pt")
-        state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state()}
-        torch.save(state, folder / "trainer_state.pt")
-        (folder / CONFIG_FILE).write_text(config_yaml(self.config))
-
-    def resume(self) -> None:
-        """Takes up the newest (or the named) checkpoint, if there is one."""
-        folder = checkpoint_to_resume(self.config)
-        if folder is None:
-            return
-        self.model.load(folder.resolve())
-        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
-        read_part(folder / "trainer_state.pt", self.restore, trusted=True)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.global_step, self.metrics = state["global_step"], state["metrics"]
-        set_rng_state(state["rng"])
-
-
-def files_to_come(folder: Path, save_freq: int, total_steps: int) -> str:
-    """What a run says at its start: where its files will be."""
-    often = f"every {save_freq} steps and " if save_freq > 0 else ""
+def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
+    """The line that a run prints at its start: where its files will be."""
+    often = f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
     last = f"after the last step global_step_{total_steps}/huggingface"
-    return f"files go to {folder}: metrics.jsonl, {CONFIG_FILE}, and {often}{last}."
+    return f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}, and {often}{last}."

@@ -1,0 +1,147 @@
+"""The loop around a step, for every kind of training: checkpoints, resuming, metrics, and the lines that a run prints.
+
+A trainer (training/ray_trainer.py, training/supervised.py) is a `Run` with a `step` of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import Config, SFTConfig
+from data.files import rewrite
+from data.protocol import DataProto
+from data.sampler import PromptLoader
+from data.seeding import rng_state, set_rng_state
+from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
+from training.health import Watch
+from training.reports import files_left, nothing_left
+from training.roles import Trained
+from training.tracking import Tracking
+
+Metrics = dict[str, float]
+
+
+class Run:
+    """Trains step by step in a folder, and continues there after an interruption.
+
+    Args:
+        config: the run's.
+        tokenizer: saved beside every model.
+        train_loader: training rows, with a position that is saved and restored.
+        total_steps: the last step's number.
+        models: what is trained, by its folder in a checkpoint ("." is the checkpoint itself).
+        contents: the parts of a model that a checkpoint holds.
+        can_validate: whether there is anything to validate on.
+
+    Attributes:
+        metrics, validation: metrics of the last step and of the last validation.
+        watches: asked about every step.
+    """
+
+    acts_after_last_step = False  # whether a run validates and saves at its end even if no frequency is set
+
+    def __init__(
+        self,
+        config: Config | SFTConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        train_loader: PromptLoader,
+        total_steps: int,
+        models: Mapping[str, Trained],
+        contents: Sequence[str],
+        can_validate: bool,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.train_loader = train_loader
+        self.total_steps = total_steps
+        self.models = models
+        self.can_validate = can_validate
+        self.global_step = 0
+        self.metrics: Metrics = {}
+        self.validation: Metrics = {}
+        self.folder = Path(config.trainer.default_local_dir)
+        self.saver = Saver(self.folder, self.write_state, contents, config.trainer.max_ckpt_to_keep)
+        self.watches: list[Watch] = []
+
+    def step(self) -> tuple[DataProto, Metrics]:
+        """One step of training: the batch that it learnt from, and its metrics."""
+        raise NotImplementedError
+
+    def validate(self) -> Metrics:
+        """Measures the model, and keeps the metrics as `validation`."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Whatever a checkpoint holds of the trainer beside the step, its metrics and the random generators."""
+        return {}
+
+    def after_step(self, batch: DataProto) -> None:
+        """Does what follows a step and its validation, before the step is saved."""
+
+    def fit(self) -> Metrics:
+        """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
+        settings = self.config.trainer
+        clear_leftovers(self.folder)
+        self.resume()
+        if self.global_step >= self.total_steps:
+            print(nothing_left(self.global_step, self.total_steps, self.validation))
+        else:
+            rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
+            if self.acts_after_last_step:
+                self.saver.try_out()
+            elif settings.save_freq > 0:
+                self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
+        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
+            if self.can_validate and settings.val_before_train and self.global_step == 0:
+                self.metrics = self.validate()
+            if self.metrics and self.global_step > tracking.record.last_step:
+                tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
+            while self.global_step < self.total_steps:
+                self.global_step += 1
+                batch, self.metrics = self.step()
+                if self.can_validate and self.is_due(settings.test_freq):
+                    self.metrics |= self.validate()
+                self.after_step(batch)
+                if self.is_due(settings.save_freq):
+                    self.metrics |= self.saver.save(self.global_step)
+                tracking.log(self.global_step, self.metrics)
+                for watch in self.watches:
+                    watch.check(self.metrics, batch)
+            self.saver.check(self.global_step)
+        print(files_left(self.folder))
+        return self.validation
+
+    def is_due(self, frequency: int) -> bool:
+        """Whether something that is done every `frequency` steps (-1: never), and after the last, is done now."""
+        if self.global_step == self.total_steps:
+            return frequency > 0 or self.acts_after_last_step
+        return frequency > 0 and self.global_step % frequency == 0
+
+    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
+        """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
+        for name, model in self.models.items():
+            model.save(folder.resolve() / name, contents)
+            self.tokenizer.save_pretrained(folder / name / "huggingface")
+        torch.save(self.train_loader.state_dict(), folder / "data.pt")
+        state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state(), **self.state()}
+        torch.save(state, folder / "trainer_state.pt")
+        (folder / CONFIG_FILE).write_text(config_yaml(self.config))
+
+    def resume(self) -> None:
+        """Continues from the newest (or the named) checkpoint, if there is one."""
+        folder = checkpoint_to_resume(self.config)
+        if folder is None:
+            return
+        for name, model in self.models.items():
+            model.load(folder.resolve() / name)
+        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
+        read_part(folder / "trainer_state.pt", self.restore, trusted=True)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `write_state` wrote to trainer_state.pt."""
+        self.global_step, self.metrics = state["global_step"], state["metrics"]
+        set_rng_state(state["rng"])
