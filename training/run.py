@@ -107,7 +107,7 @@ class Run:
                     self.metrics |= self.validate()
                 self.after_step(batch)
                 if self.is_due(settings.save_freq):
-                    self.metrics |= self.saver.save(self.global_step)
+                    self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
                 for watch in self.watches:
                     watch.check(self.metrics, batch)
@@ -120,6 +120,10 @@ class Run:
         if self.global_step == self.total_steps:
             return frequency > 0 or self.acts_after_last_step
         return frequency > 0 and self.global_step % frequency == 0
+
+    def save(self) -> Metrics:
+        """Writes the checkpoint of this step; its metrics."""
+        return self.saver.save(self.global_step)
 
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
