@@ -69,7 +69,7 @@ class CustomEnvDataset(RLHFDataset):
         )
 
     def columns(self, state: EnvState, position: int) -> dict[str, Any]:
-        """What a row of `state` holds beside its tokens."""
+        """Returns the columns of a row of `state` beside its tokens."""
         return {
             self.config.prompt_key: self.messages(state),
             "data_source": self.environment.env_id,

@@ -1,4 +1,4 @@
-"""What a response earns in the environment: edit this file for an environment of yours.
+"""Scores responses by the environment: edit this file for an environment of yours.
 
 Try it without a model:
 

@@ -109,7 +109,7 @@ class ChatFormat:
         return ids[1:] if stopped and self.terminator is not None and ids[:1] == [self.terminator] else ids
 
     def increment_text(self, messages: list[Message]) -> str:
-        """What the template writes behind an answer when `messages` follow it.
+        """Returns the text that the template writes behind an answer when `messages` follow it.
 
         Raises:
             ValueError: as `increment`.

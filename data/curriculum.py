@@ -70,7 +70,7 @@ class CurriculumSampler(AbstractCurriculumSampler):
 
     @abstractmethod
     def weights(self) -> np.ndarray:
-        """How often each of `self.bins` is drawn from, [bins] float64, in proportion."""
+        """Returns the relative frequency of each of `self.bins`, [bins] float64."""
 
     def rate(self, name: str) -> float:
         """The success rate of a bin, as far as it is known."""

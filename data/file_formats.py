@@ -27,7 +27,7 @@ NOT_UTF8 = re.compile(rb"^(?:\xff\xfe|\xfe\xff)")  # the marks that UTF-16 and U
 
 
 class Origin(NamedTuple):
-    """Where a row comes from; rows count from 0, lines of text files from 1."""
+    """The place that a row comes from; rows count from 0, lines of text files from 1."""
 
     file: str
     number: int

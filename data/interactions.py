@@ -31,7 +31,7 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """What the user says after the last of `messages`: (whether the conversation ends, text, score, more)."""
+        """Answers the last of `messages` as the user: (whether the conversation ends, text, score, more)."""
         raise NotImplementedError(f"the interaction {self.name} defines no generate_response(instance_id, messages)")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
@@ -105,6 +105,6 @@ def interaction_of(
 
 
 def last_answer(messages: list[dict[str, Any]]) -> str:
-    """What the policy said last; "" if it has not spoken."""
+    """Returns the last message of the policy; "" if it has not spoken."""
     answers = (message["content"] for message in reversed(messages) if message["role"] == "assistant")
     return next(answers, "")

@@ -37,7 +37,7 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
 
 
 def position_count(config: PretrainedConfig) -> int | None:
-    """How many positions a model of this `config` was made for; None: it does not say."""
+    """Returns the number of positions a model of this `config` was made for; None: it does not say."""
     values = config.to_dict()
     found = [values.get(config.attribute_map.get(name, name)) for name in POSITIONS]
     return next((count for count in found if count), None)

@@ -277,7 +277,7 @@ class PromptLoader:
         return {"dataset": self.dataset, "sampler": self.sampler}
 
     def _positions(self, num_rows: int) -> Iterator[int]:
-        """Those of an epoch that begins with so many rows."""
+        """Yields the row positions of an epoch that begins with `num_rows` rows."""
         self.sampler.num_rows = num_rows
         self.sampler.set_epoch(self.epoch)
         return (position for position in self.sampler if position not in self.left_out)

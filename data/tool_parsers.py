@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What is in an answer: `text` around the calls, the calls in order, and a sentence for each that is malformed."""
+    """The parts of an answer: `text` around the calls, the calls in order, a sentence for each malformed one."""
 
     text: str
     calls: list[ToolCall] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, answer: str, schemas: Schemas) -> ParsedAnswer:
-        """What is in an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
+        """Reads an answer. Calls of tools that do not exist, or with wrong arguments, are calls nevertheless."""
 
     @abstractmethod
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -183,7 +183,7 @@ def json_objects(text: str) -> list[str]:
 
 
 def read_json(text: str) -> Any:
-    """What `text` is in JSON; None if it is none, or null."""
+    """Reads `text` as JSON; None if it is none, or null."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

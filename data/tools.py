@@ -49,7 +49,7 @@ class ToolSchema(dict):
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What a tool gives back: a text, for the policy to read.
+    """The result of a call: a text, for the policy to read.
 
     Raises:
         ValueError: it holds images or videos, which are left out here.
@@ -119,7 +119,7 @@ class BaseTool:
         raise NotImplementedError(f"the tool {self.name} defines no execute(instance_id, parameters, **kwargs)")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """What the whole episode earned with this tool, beside the rewards of single calls."""
+        """Returns the reward of the whole episode with this tool, beside the rewards of single calls."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ def function_tool(function: Callable | None = None, *, name: str | None = None) 
 
 
 def as_response(result: Any) -> ToolResponse:
-    """What a function returned, as text: containers as JSON, None as "None"."""
+    """Writes what a function returned as text: containers as JSON, None as "None"."""
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, dict | list | tuple):

@@ -26,7 +26,7 @@ END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "abort
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; spelt out, never inherited from a model's generation_config."""
+    """The settings by which tokens are drawn; spelt out, never inherited from a model's generation_config."""
 
     do_sample: bool
     temperature: float
@@ -78,7 +78,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an answer of the policy leads to.
+    """The consequences of an answer of the policy.
 
     The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
     (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of

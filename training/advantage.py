@@ -165,7 +165,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
 
 
 def run_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:
-    """What an estimator may ask for beside columns: settings, and columns under the names that the field knows."""
+    """Returns the arguments offered to estimators beside columns: settings, and columns under the field's names."""
     rewards, mask = batch.batch["token_level_rewards"].clone(), batch.batch["response_mask"]
     return {
         "token_level_rewards": rewards,  # a copy: the batch's may be the very scores that are logged

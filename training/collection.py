@@ -162,7 +162,7 @@ def draw_rows(batch: DataProto, config: AlgorithmConfig, seed: int) -> tuple[dic
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How often PF-PPO (arXiv:2409.06957) draws each row, with replacement, relative to the others: [B] -> [B].
+    """Weighs rows for PF-PPO (arXiv:2409.06957), which draws them with replacement in proportion: [B] -> [B].
 
     "pow" |score|^weight_pow; "max_min" 1 for the highest and the lowest score of the batch, else 0; "max_random" 0.4
     for the highest, else 0.1; all + 1e-8. `scores` are those of rows that did not fail.

@@ -612,7 +612,7 @@ def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp
 
 
 class LossConfig(Protocol):
-    """What a policy loss is told: the settings of `actor_rollout_ref.actor`, and the counts of the mini-batch."""
+    """The `config` of a policy loss: the settings of `actor_rollout_ref.actor`, and the counts of the mini-batch."""
 
     clip_ratio: float
     clip_ratio_low: float | None
@@ -712,7 +712,7 @@ def compute_policy_loss_vanilla(
 
 
 def kept_by_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where the token's probability has moved in A's direction by no more than the bound; bool.
+    """Marks tokens whose probability has moved in A's direction by no more than the bound; bool.
 
     The move is the total variation between the policies if all other tokens count as one outcome.
     """
@@ -721,7 +721,7 @@ def kept_by_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
 
 
 def kept_by_kl(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where KL(old || new) is within the bound, or the token's probability has moved against A's direction; bool.
+    """Marks tokens with KL(old || new) within the bound, or whose probability has moved against A's direction; bool.
 
     All other tokens count as one outcome: the KL is p_old · ln(p_old / p) + (1 - p_old) · ln((1 - p_old) / (1 - p)).
     """

@@ -31,7 +31,7 @@ class ActionReader(Protocol):
 
 
 class Environment(ActionReader, Protocol):
-    """What an episode needs of an environment (custom/env_wrapper.py: TextEnv)."""
+    """An environment as episodes use it (custom/env_wrapper.py: TextEnv)."""
 
     env_id: str
     repeatable: bool  # whether a reset to the same seed leads to the same state

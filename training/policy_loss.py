@@ -1,4 +1,4 @@
-"""How a policy loss is called, whoever wrote it, and what it may return."""
+"""Calls a policy loss, shipped or of the user's, and checks what it returns."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
 
 
 class LossConfig(Readable, SimpleNamespace):
-    """What a loss is given as `config`: attributes, which can be read like a mapping as well."""
+    """The `config` of a loss: attributes, which can be read like a mapping as well."""
 
 
 def bind_policy_loss(
@@ -72,7 +72,7 @@ def call_policy_loss(
 
 
 def problem_of(parts: list[Any], learns: bool) -> str | None:
-    """What is wrong with what a loss returned; `learns`: the log-probs that it was given carry a gradient."""
+    """Says what is wrong with the result of a loss, or None; `learns`: its log-probs carry a gradient."""
     match parts:
         case [Tensor(ndim=0) as loss, dict(metrics)]:
             if learns and not loss.requires_grad:

@@ -167,7 +167,7 @@ def prompts_read(dataset: Dataset) -> list[np.ndarray]:
 
 
 def check_files_of_workers(config: Config) -> None:
-    """What workers will load is there: models, the checkpoint to resume from.
+    """Checks that what workers will load is there: models, the checkpoint to resume from.
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
@@ -178,7 +178,7 @@ def check_files_of_workers(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """What the config.json of each model says can be done: it has the head, and positions for the longest sequence.
+    """Checks by the config.json of each model that it has the head, and positions for the longest sequence.
 
     Raises:
         ValueError: it cannot; names key and remedy.
@@ -363,7 +363,7 @@ def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Itera
 
 
 def row_maker(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Callable[[Row, int], Row]:
-    """What completes a row of `dataset`, given its position: `make_row`, its own or that of RLHFDataset."""
+    """Returns the function that completes a row, given its position: the dataset's `make_row`, or RLHFDataset's."""
     if isinstance(dataset, RLHFDataset):
         return dataset.make_row
     maker = RLHFDataset(None, tokenizer, config=config)

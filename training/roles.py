@@ -1,4 +1,4 @@
-"""What the training loop asks of its workers: a few roles of a few verbs each.
+"""The roles of workers as the training loop sees them: a few verbs each.
 
 `training/` knows only these; `workers/` implements them, in this process or behind Ray.
 """
@@ -69,7 +69,7 @@ class RewardModel(Protocol):
 
 @dataclass
 class Roles:
-    """Who does the work; ref, critic and rm only where the run needs them."""
+    """The roles of a run; ref, critic and rm only where it needs them."""
 
     rollout: Rollout
     actor: Actor

@@ -22,7 +22,7 @@ MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
 
 
 class Level(NamedTuple):
-    """What one importance weight belongs to."""
+    """The unit that one importance weight belongs to."""
 
     log_weight: Callable[[Tensor, Tensor], Tensor]  # (log_ratio, mask) -> [B, R] or, one a row, [B, 1]
     units: Callable[[Tensor, Tensor], Tensor]  # (weights [B, R], mask) -> [number of weights]
@@ -170,7 +170,7 @@ def _rejected(keep: Tensor, valid: Tensor) -> dict[str, Tensor]:
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far two log-probs [B, R] of the same tokens are apart; without `rollout_log_prob`, the perplexity alone.
+    """Measures how far two log-probs [B, R] of the same tokens differ; without `rollout_log_prob`, the perplexity.
 
     With l, q the row means of the training and rollout log-probs: ppl is mean e^-l, the log_ppl_diff metrics are of
     q - l, and ppl_ratio is mean e^(q - l). kl and k3_kl estimate KL(rollout || training) in nats a token; chi2 is
@@ -254,7 +254,7 @@ def compute_rollout_correction_and_add_to_batch(
 def compute_rollout_probs_diff(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the probabilities of the sampled tokens are apart: training/rollout_probs_diff_{valid, max, mean, std}.
+    """Measures how far the sampled tokens' probabilities differ: training/rollout_probs_diff_{valid, max, mean, std}.
 
     valid is 1. Beside them training/rollout_actor_probs_pearson_corr. What is not defined (the spread of one token,
     the correlation of a constant) is left out, and an empty mask gives {}.

@@ -72,7 +72,7 @@ def chain_sum(rng: np.random.Generator) -> Question:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked: questions, how they are put, {} standing for the expression, and turns before that show how."""
+    """Describes a task: questions, the prompt with {} for the expression, and turns before it that show how."""
 
     draw: Callable[[np.random.Generator], Question]
     wording: str

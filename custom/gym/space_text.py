@@ -223,7 +223,7 @@ def plain_action(space: gym.Space, action: Any) -> Any:
 
 
 def native_action(space: gym.Space, action: Any) -> Any:
-    """What the environment is given for a plain action."""
+    """Converts a plain action to what the environment accepts."""
     if isinstance(space, ARRAYS):
         return np.array(action, space.dtype).reshape(space.shape)
     if isinstance(space, spaces.Dict):

@@ -48,7 +48,7 @@ class EnvState:
 
     @property
     def reply(self) -> str:
-        """What the player is told after an answer that led here: the feedback, if there is any, and the observation."""
+        """The text that the player reads after an answer that led here: the feedback, if any, and the observation."""
         return f"{self.feedback}\n{self.text}" if self.feedback else self.text
 
 
@@ -68,7 +68,7 @@ def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
 
 
 def observation_space(env: gym.Env) -> gym.Space:
-    """What `env` says of its observations; a space of anything if it says nothing."""
+    """Returns the observation space of `env`; a space of anything if it has none."""
     try:
         return env.observation_space
     except AttributeError:
@@ -185,7 +185,7 @@ class TextEnv:
                 )
 
     def _story(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
-        """What happens at the reset, then at each action until the episode is over."""
+        """Yields the state after the reset, then after each action until the episode is over."""
         played: list[Any] = []
         with self._blame(seed, played):
             observation, _ = env.reset(seed=seed)
@@ -198,7 +198,7 @@ class TextEnv:
                     return
 
     def _set_observations(self) -> None:
-        """How observations become text where no function does it: rendered, or written out."""
+        """Chooses how observations become text where no function does it: rendered, or written out."""
         renders = "ansi" in self._env.metadata.get("render_modes", ())
         self._renders = self.observation_to_text is None and renders
         self.writes_out = self.observation_to_text is None and not renders
@@ -241,7 +241,7 @@ class TextEnv:
         self.instruction = told if self.instruction is None else self.instruction
 
     def layout(self, seed: int) -> Layout:
-        """What tells this seed's map from others: equal layouts are the same map. Empty without `random_map`."""
+        """Identifies the map of a seed: equal layouts are the same map. Empty without `random_map`."""
         return self._layouts(seed) if self.random_map else ()
 
     def train_seed(self, i: int) -> int:
@@ -258,7 +258,7 @@ class TextEnv:
         return frozenset(map(self._start, self.exclude_seeds))
 
     def _start(self, seed: int) -> Layout | int:
-        """What two equal episodes have in common: the map where there are several, else the seed itself."""
+        """Identifies the start of an episode: the map where there are several, else the seed itself."""
         return self.layout(seed) if self.random_map else seed
 
     def start_state(self, seed: int) -> EnvState:
@@ -381,12 +381,12 @@ class TextEnv:
 
     @property
     def prompt(self) -> str:
-        """What the player of the running episode is shown now: the instruction and the observation."""
+        """Returns the text that the player of the running episode reads now: the instruction and the observation."""
         return self.state_to_text(self.state)
 
     @property
     def state(self) -> EnvState:
-        """Where the running episode is now."""
+        """The state of the running episode."""
         return EnvState(self._seed, tuple(self._actions), self._text, self._feedback)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
