@@ -96,7 +96,7 @@ def read_json_object(path: Path, content: bytes) -> Found | None:
     with suppress(ValueError, RecursionError):
         text, origin = content.decode().strip(), Origin(str(path), 0, 1)
         value, end, repeated = decode(text, 0)
-        return (origin, checked(origin, value, repeated)) if end == len(text) else None
+        return (origin, check_row(origin, value, repeated)) if end == len(text) else None
     return None
 
 
@@ -123,7 +123,7 @@ def read_json_lines(path: Path, content: bytes) -> Iterator[Found]:
         except (ValueError, RecursionError) as error:
             yield origin, BadRow(origin, f"{in_line(origin)}: this is not JSON: {error}.")
         else:
-            yield origin, checked(origin, value, repeated)
+            yield origin, check_row(origin, value, repeated)
 
 
 def read_json_array(path: Path, content: bytes) -> Iterator[Found]:
@@ -132,7 +132,7 @@ def read_json_array(path: Path, content: bytes) -> Iterator[Found]:
     Raises:
         ValueError: it is not JSON from some row on, where nothing tells one row from the next.
     """
-    text = decoded(path, content)
+    text = decode_text(path, content)
     place, line, number = skip_space(text, text.index("[") + 1), 1, 0
     counted_to = 0
     while not text.startswith("]", place):
@@ -142,7 +142,7 @@ def read_json_array(path: Path, content: bytes) -> Iterator[Found]:
             value, end, repeated = decode(text, place)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{in_line(origin)}: this is not JSON: {error}.") from error
-        yield origin, checked(origin, value, repeated)
+        yield origin, check_row(origin, value, repeated)
         place, number = skip_space(text, end), number + 1
         if text.startswith(",", place):
             place = skip_space(text, place + 1)
@@ -163,7 +163,7 @@ def decode(text: str, place: int) -> tuple[Any, int, list[str]]:
     return value, end, repeated
 
 
-def checked(origin: Origin, value: Any, repeated: list[str]) -> Row | BadRow:
+def check_row(origin: Origin, value: Any, repeated: list[str]) -> Row | BadRow:
     if not isinstance(value, dict):
         return BadRow(origin, f"{origin} is {reprlib.repr(value)}; a row must be a JSON object.")
     return (
@@ -181,7 +181,7 @@ def skip_space(text: str, place: int) -> int:
     return SPACE.match(text, place).end()
 
 
-def decoded(path: Path, content: bytes) -> str:
+def decode_text(path: Path, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -192,7 +192,7 @@ def decoded(path: Path, content: bytes) -> str:
 def read_csv(path: Path, content: bytes) -> Iterator[Found]:
     """Rows under the names of the first line. An empty cell is None, a JSON list of messages becomes one."""
     csv.field_size_limit(LONGEST_CELL)
-    lines = csv.reader(io.StringIO(decoded(path, content), newline=""), strict=True)
+    lines = csv.reader(io.StringIO(decode_text(path, content), newline=""), strict=True)
     try:
         names = next(lines, [])
         repeated = [name for name, count in Counter(names).items() if count > 1]

@@ -32,15 +32,15 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
     is_real = (column >= -prompt_lengths) & (column < lengths)
     attention_mask, response_places = is_real.long(), is_real[:, prompt_width:]
     sequences = [[*sample.prompt_ids, *sample.token_ids] for sample in samples]
-    input_ids = filled(is_real, sequences, pad_token_id)
+    input_ids = fill_places(is_real, sequences, pad_token_id)
     columns = {
         "prompts": input_ids[:, :prompt_width],
         "responses": input_ids[:, prompt_width:],
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        "response_mask": filled(response_places, [sample.policy_mask for sample in samples], 0),
-        "rollout_log_probs": filled(response_places, [sample.log_probs for sample in samples], 0.0),
+        "response_mask": fill_places(response_places, [sample.policy_mask for sample in samples], 0),
+        "rollout_log_probs": fill_places(response_places, [sample.log_probs for sample in samples], 0.0),
     }
     names = samples[0].extras if samples else {}
     assert all(sample.extras.keys() == names.keys() for sample in samples), "samples with different extras"
@@ -56,12 +56,12 @@ def collate_turns(samples: Sequence[Sample], width: int) -> dict[str, Tensor]:
     lengths = torch.tensor([len(sample.token_ids) for sample in samples])
     places = torch.arange(width) < lengths[:, None]
     return {
-        "turn_ids": filled(places, [sample.turns for sample in samples], 0),
-        "token_level_scores": filled(places, [sample.rewards for sample in samples], 0.0),
+        "turn_ids": fill_places(places, [sample.turns for sample in samples], 0),
+        "token_level_scores": fill_places(places, [sample.rewards for sample in samples], 0.0),
     }
 
 
-def filled(places: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
+def fill_places(places: Tensor, parts: Sequence[Sequence[float]], padding: float) -> Tensor:
     """The numbers of `parts`, in order, at the True `places` [B, W], and `padding`, of their dtype, elsewhere."""
     column = torch.full(places.shape, padding)
     return column.masked_scatter_(places, torch.tensor([*chain.from_iterable(parts)], dtype=column.dtype))

@@ -184,7 +184,7 @@ def mcp_tools(entry: Mapping[str, Any], where: str) -> Iterator[McpTool]:
     wanted = settings.get("tool_selected_list")
     found = []
     for name, server in servers_of(settings["mcp_servers_config_path"]).items():
-        found += [(server, schema) for schema in listed(name, server, where)]
+        found += [(server, schema) for schema in list_schemas(name, server, where)]
     names = [schema["function"]["name"] for _, schema in found]
     if strangers := sorted(set(wanted or ()) - set(names)):
         raise ValueError(f"{where}.mcp.tool_selected_list has {strangers}; the servers have {', '.join(names)}.")
@@ -208,7 +208,7 @@ def servers_of(path: str) -> dict[str, dict[str, Any]]:
     return servers
 
 
-def listed(name: str, server: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def list_schemas(name: str, server: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The schemas of a server's tools, in OpenAI's function format. Raises ValueError if it does not answer."""
 
     async def tools() -> list[Any]:

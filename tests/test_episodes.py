@@ -93,13 +93,13 @@ def test_an_estimator_of_the_users_sees_each_episode_as_one_row():
 
 def test_prompts_are_no_column_of_an_episode_of_several_rows():
     batch = both(0)[1]
-    assert "prompts" not in EpisodeRows(batch).joined() and "attention_mask" not in EpisodeRows(batch).joined()
+    assert "prompts" not in EpisodeRows(batch).join() and "attention_mask" not in EpisodeRows(batch).join()
 
 
 def test_rows_without_the_column_are_an_episode_each():
     batch = DataProto.from_single_dict({"response_mask": torch.tensor([[1, 0], [0, 0]]), "uid": ["a", "a"]})
     episodes = EpisodeRows(batch)
-    assert episodes.count == 2 and episodes.joined() is batch and episodes.completed().tolist() == [True, False]
+    assert episodes.count == 2 and episodes.join() is batch and episodes.is_complete().tolist() == [True, False]
     column = torch.rand(2, 2)
     assert episodes.cut(column) is column
 
@@ -108,7 +108,7 @@ def test_rows_of_an_episode_need_not_be_neighbours():
     batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
     episodes = EpisodeRows(batch)
     assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
-    assert episodes.joined().batch["responses"].tolist() == [[10, 11], [10, 0]]
+    assert episodes.join().batch["responses"].tolist() == [[10, 11], [10, 0]]
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -64,7 +64,7 @@ def kl_in_reward(
     kl = zero_masked(kl_penalty(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], kind), mask)
     beta = kl_ctrl.value
     mean_kl = episodes.total(kl.sum(1)) / episodes.total(mask.sum(1)).clamp(min=1)
-    current_kl = masked_mean(mean_kl, episodes.completed()).item()
+    current_kl = masked_mean(mean_kl, episodes.is_complete()).item()
     kl_ctrl.update(current_kl=current_kl, n_steps=episodes.count)
     return beta * kl, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
@@ -134,7 +134,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
 
     The estimator is given exactly what it names among the columns of `batch` and `run_arguments`; one with **kwargs is
     given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an
-    episode of several rows as one long one (`EpisodeRows.joined`), so that it counts episodes, and returns as many.
+    episode of several rows as one long one (`EpisodeRows.join`), so that it counts episodes, and returns as many.
 
     Raises:
         ValueError: it needs something that this run does not have, or returns anything but two tensors of the shape of
@@ -142,7 +142,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Column
     """
     name = config.adv_estimator
     estimator, episodes = get_adv_estimator_fn(name), EpisodeRows(batch)
-    whole = episodes.joined()
+    whole = episodes.join()
     columns = {**whole.non_tensor_batch, **whole.tensors}
     given = {column: values for column, values in columns.items() if not is_setting(estimator, column)}
     present = given | run_arguments(whole, config) | config.adv_estimator_kwargs

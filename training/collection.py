@@ -119,7 +119,7 @@ def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
     """
     episodes = EpisodeRows(batch)
     values = metric_of_episodes(episodes, metric)
-    groups = Groups(batch.uid[episodes.last_row], episodes.completed()[:, None])
+    groups = Groups(batch.uid[episodes.last_row], episodes.is_complete()[:, None])
     spread = groups.reduce(values, "amax") - groups.reduce(values, "amin")
     has_signal = spread > TOLERANCE * groups.reduce(values.abs(), "amax").clamp(min=1)
     return has_signal[episodes.of_row]

@@ -44,7 +44,7 @@ class EpisodeRows:
         """The sum over each episode's rows, [B] -> [E]."""
         return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
 
-    def completed(self) -> Tensor:
+    def is_complete(self) -> Tensor:
         """[E] bool: the episodes that did not fail, which have a token of the policy."""
         return self.total(self.batch.batch["response_mask"].sum(1)) > 0
 
@@ -52,7 +52,7 @@ class EpisodeRows:
         """[E] float32: the sum of all rewards of each episode."""
         return self.total(self.batch.batch[column].sum(1))
 
-    def joined(self) -> DataProto:
+    def join(self) -> DataProto:
         """E rows: an episode's responses end to end, [E, W], without the padding between them.
 
         W is the longest episode's number of response tokens. Columns that are no [B, R] tensors, and not the prompts',
@@ -73,7 +73,7 @@ class EpisodeRows:
         return DataProto.from_dict(of_episodes, last.non_tensor_batch, last.meta_info)
 
     def cut(self, joined: Tensor) -> Tensor:
-        """A [E, W] column of `joined` back in rows, [B, R]; 0 under the padding."""
+        """A [E, W] column of `join` back in rows, [B, R]; 0 under the padding."""
         if self.count == len(self.batch):
             return joined
         kept, places, _ = self._layout()

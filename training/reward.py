@@ -204,7 +204,7 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
     """
     metrics = outcome_metrics(batch)
     episodes = EpisodeRows(batch)
-    completed = episodes.last_row[episodes.completed().numpy()]
+    completed = episodes.last_row[episodes.is_complete().numpy()]
     for name in batch.meta_info["reward_extra_keys"]:
         values = batch.non_tensor_batch[name][completed]
         if len(values) and all(isinstance(value, numbers.Real | np.bool_) for value in values):

@@ -51,7 +51,7 @@ def make_rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     return [
         {
             "data_source": SOURCE,
-            "prompt": asked(question),
+            "prompt": question_messages(question),
             "reward_model": {"style": "rule", "ground_truth": str(question.answer)},
             "extra_info": {"split": split, "index": index},
         }
@@ -59,7 +59,7 @@ def make_rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def asked(question: Question) -> list[dict[str, str]]:
+def question_messages(question: Question) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{expression(question)}=?"}]
 
 
@@ -73,14 +73,18 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
         count -= 1
         call, result = parser.write(TOOL, {"expression": expression(question)}), str(question.answer)
         if rng.random() < CALLS:
-            turns = [answered(call), {"role": "tool", "name": TOOL, "content": result}, answered(result)]
+            turns = [
+                assistant(call),
+                {"role": "tool", "name": TOOL, "content": result},
+                assistant(result),
+            ]
         else:
-            turns = [answered(str(math.prod(round(term, -1) for term in question.terms)))]
-        rows.append({"messages": [*asked(question), *turns]})
+            turns = [assistant(str(math.prod(round(term, -1) for term in question.terms)))]
+        rows.append({"messages": [*question_messages(question), *turns]})
     return rows
 
 
-def answered(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 

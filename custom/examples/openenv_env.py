@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from custom.env_wrapper import ENVIRONMENTS
-from custom.gym.space_text import NUMBER, AnswerSpace, labelled
+from custom.gym.space_text import NUMBER, AnswerSpace, with_label
 
 try:
     from openenv import GenericEnvClient
@@ -95,7 +95,7 @@ def openenv_text(env: OpenEnv, observation: dict[str, Any]) -> str:
     """The fields of an observation in lines; of a single one, the value alone."""
     fields = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [])}
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
-    return next(iter(texts.values())) if len(texts) == 1 else "\n".join(map(labelled, texts, texts.values()))
+    return next(iter(texts.values())) if len(texts) == 1 else "\n".join(map(with_label, texts, texts.values()))
 
 
 gym.register("OpenEnv-v0", OpenEnv)

@@ -87,15 +87,15 @@ def observation_text(space: gym.Space, observation: Any, names: Sequence[str] | 
             return ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
         return array_text(np.array(numbers, dtype=object).reshape(space.shape))
     if isinstance(space, spaces.Dict):
-        return "\n".join(labelled(key, observation_text(part, observation[key])) for key, part in space.items())
+        return "\n".join(with_label(key, observation_text(part, observation[key])) for key, part in space.items())
     if isinstance(space, spaces.Tuple):
-        return joined([*map(observation_text, space.spaces, observation)])
+        return join_texts([*map(observation_text, space.spaces, observation)])
     if isinstance(space, spaces.OneOf):
         choice, value = observation
-        return labelled(choice, observation_text(space.spaces[choice], value))
+        return with_label(choice, observation_text(space.spaces[choice], value))
     if isinstance(space, spaces.Sequence):
         items = iterate(space.stacked_feature_space, observation) if space.stack else observation
-        return joined([observation_text(space.feature_space, item) for item in items]) or "none"
+        return join_texts([observation_text(space.feature_space, item) for item in items]) or "none"
     if isinstance(space, spaces.Graph):
         return "\n".join(graph_lines(space, observation))
     return str(observation)
@@ -103,17 +103,17 @@ def observation_text(space: gym.Space, observation: Any, names: Sequence[str] | 
 
 def graph_lines(space: spaces.Graph, graph: Any) -> Iterator[str]:
     for number, node in enumerate(graph.nodes):
-        yield labelled(f"node {number}", observation_text(space.node_space, node))
+        yield with_label(f"node {number}", observation_text(space.node_space, node))
     for place, (start, end) in enumerate([] if graph.edge_links is None else graph.edge_links):
         name = f"edge {start} to {end}"
-        yield name if graph.edges is None else labelled(name, observation_text(space.edge_space, graph.edges[place]))
+        yield name if graph.edges is None else with_label(name, observation_text(space.edge_space, graph.edges[place]))
 
 
-def labelled(name: Any, text: str) -> str:
+def with_label(name: Any, text: str) -> str:
     return f"{name}:\n{text}" if "\n" in text else f"{name}: {text}"
 
 
-def joined(texts: list[str]) -> str:
+def join_texts(texts: list[str]) -> str:
     return ("\n" if any("\n" in text for text in texts) else ", ").join(texts)
 
 
