@@ -28,7 +28,7 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Row]:
-        """Rows as they would stand in a file, [] if there are none; `dataset.rows` are all so far.
+        """Returns new rows as they would stand in a file, [] if there are none; `dataset.rows` are all so far.
 
         It may be `generate(self, dataset, batch)`: `batch` is the finished step's (None at the start), with what
         dynamic sampling left out at its end.

@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
     @property
     def place(self) -> str:
-        """As editors open it, where the file has lines."""
+        """The row as editors open it, where the file has lines."""
         return f"{self.file}:{self.line}" if self.line else str(self)
 
 
@@ -101,7 +101,7 @@ def read_json_object(path: Path, content: bytes) -> Found | None:
 
 
 def read_json_lines(path: Path, content: bytes) -> Iterator[Found]:
-    """One JSON object a line; empty lines are passed over."""
+    """Reads one JSON object a line; empty lines are passed over."""
     number = 0
     for line, document in enumerate(content.split(b"\n"), start=1):
         if not document.strip():
@@ -190,7 +190,7 @@ def decode_text(path: Path, content: bytes) -> str:
 
 
 def read_csv(path: Path, content: bytes) -> Iterator[Found]:
-    """Rows under the names of the first line. An empty cell is None, a JSON list of messages becomes one."""
+    """Reads rows under the names of the first line. An empty cell is None, a JSON list of messages becomes one."""
     csv.field_size_limit(LONGEST_CELL)
     lines = csv.reader(io.StringIO(decode_text(path, content), newline=""), strict=True)
     try:

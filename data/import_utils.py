@@ -1,4 +1,4 @@
-"""Users' own Python: datasets, samplers, rewards and estimators named in the config by file or module.
+"""Loads and calls users' own Python: datasets, samplers, rewards, estimators, named in the config by file or module.
 
 A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
 that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a

@@ -1,4 +1,4 @@
-"""Rows of an RL run: files in, dictionaries with token ids out.
+"""Reads the rows of an RL run from files, as dictionaries with token ids.
 
 Prompts are tokenised here, once, when the files are read: over-long and malformed ones are found before any model
 loads, and nothing downstream encodes a prompt again. A row keeps all its columns, so rewards and environments see what
@@ -96,7 +96,7 @@ class RLHFDataset(Dataset):
         return self.make_row(self.rows[position], position, self.prompt_ids[position].tolist())
 
     def column(self, name: str) -> list[Any]:
-        """One value a row, of the files' column; dots lead into dictionaries: extra_info.difficulty.
+        """Returns a column of the files, one value a row; dots lead into dictionaries: extra_info.difficulty.
 
         A subclass whose rows are many, or made when asked for, overrides it.
         """
@@ -293,7 +293,7 @@ def create_rl_dataset(
 
 
 def least_tokens(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """So many tokens a huge prompt has at least, as none is longer than the longest of the vocabulary; else 0."""
+    """Bounds the tokens of a huge prompt from below, as none is longer than the longest of the vocabulary; else 0."""
     contents = [m.get("content") for m in prompt if isinstance(m, dict)] if isinstance(prompt, list) else []
     characters = sum(len(text) for text in [prompt, *contents] if isinstance(text, str))
     return characters // max(map(len, tokenizer.get_vocab())) if characters > HUGE_PROMPT else 0

@@ -40,7 +40,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Dynamic(Protocol):
-    """A dataset that hears of every step, and may change what comes next."""
+    """A dataset that is given every step's batch, and may change its rows."""
 
     def on_batch_end(self, batch: DataProto) -> None: ...
 
@@ -79,7 +79,7 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that must hear of every step, as verl's of this name: by `update(batch)` or `update(indices, metrics)`.
+    """A sampler that learns from every step, as verl's of this name: by `update(batch)` or `update(indices, metrics)`.
 
     What it learnt belongs into its `state_dict`. data/curriculum.py has two.
     """
@@ -106,7 +106,7 @@ def hears_metrics(sampler: AbstractSampler) -> bool:
 
 
 class SequentialSampler(AbstractSampler):
-    """Rows as they stand in the files."""
+    """Draws rows in the order of the files."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rows_of_epoch()))
@@ -116,7 +116,7 @@ class SequentialSampler(AbstractSampler):
 
 
 class RandomSampler(SequentialSampler):
-    """Every row once an epoch, in an order that depends on (seed, epoch) alone."""
+    """Draws every row once an epoch, in an order that depends on (seed, epoch) alone."""
 
     def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:
         super().__init__(data_source, data_config)
@@ -127,7 +127,7 @@ class RandomSampler(SequentialSampler):
 
 
 class MixtureSampler(SequentialSampler):
-    """Rows of several sources (column data.reward_fn_key), so many of each as data.source_weights says.
+    """Draws rows of several sources (column data.reward_fn_key) in proportion to data.source_weights.
 
     An epoch is as many rows as the dataset has. A source that runs out in it begins anew; of one with more rows than
     its share, each epoch draws others.
@@ -221,7 +221,7 @@ class PromptLoader:
         return full + (rest > 0 and not self.drop_last)
 
     def _epoch_rows(self) -> int:
-        """Rows an epoch; at most, of a sampler that does not give every row once."""
+        """Counts the rows of an epoch; a bound, if the sampler does not give every row once."""
         every_row = len(self.sampler) == len(self.dataset)
         return len(self.sampler) - (len(self.left_out) if every_row else 0)
 
@@ -238,7 +238,7 @@ class PromptLoader:
         return self._collate(positions)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor | np.ndarray]]:
-        """One whole epoch from its start; where `next_batch` stands does not change, unless the sampler is Stateful."""
+        """Yields one whole epoch from its start; the place of `next_batch` stays, unless the sampler is Stateful."""
         rows = self._positions(len(self.dataset))
         while positions := self._take(rows):
             yield self._collate(positions)

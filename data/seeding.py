@@ -1,4 +1,4 @@
-"""One seed, many generators.
+"""Derives any number of independent generators from one seed.
 
 Every source of randomness of a run is derived from `trainer.seed` and a name such as ("order", epoch). A stage that
 knows its name and step can remake its generator at any time, so no generator state has to be saved or restored, and

@@ -105,7 +105,7 @@ def neighbour_shares(workloads: Sequence[int], count: int) -> list[slice]:
 def micro_batch_indices(
     lengths: Sequence[int], max_token_len: int | None = None, micro_batch_size: int | None = None
 ) -> list[list[int]]:
-    """Rows of each micro-batch: consecutive `micro_batch_size` rows, or parts of at most `max_token_len` tokens.
+    """Cuts rows into micro-batches: consecutive `micro_batch_size` rows, or parts of at most `max_token_len` tokens.
 
     By tokens, the parts are balanced by workload, the heaviest first, so that too little memory shows at once.
 
@@ -148,7 +148,7 @@ def _best_fit(lengths: Sequence[int], capacity: int) -> int:
 
 
 def padded_parts(lengths: Sequence[int], max_token_len: int) -> list[list[int]]:
-    """Rows of each padded batch: at most `max_token_len` tokens with their padding, or one row.
+    """Returns the rows of each padded batch: at most `max_token_len` tokens with their padding, or one row.
 
     The longest first. No row is less than half as long as its batch is wide, so that at most half of it is padding.
     """

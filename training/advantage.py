@@ -1,4 +1,4 @@
-"""From scores to advantages: what the driver computes between the rollout and the updates (pure tensors on the CPU).
+"""Computes advantages from scores on the driver, between the rollout and the updates (pure tensors on the CPU).
 
 Each call of the stage reads a batch and returns new columns and metrics; `add_columns` puts the columns beside those
 that are there. The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).

@@ -34,7 +34,7 @@ LATER = ("advantages", "returns")  # computed after rows were left out
 
 
 class Collector:
-    """Asks the policy and scores what it says; `loader` hands out the prompts."""
+    """Samples responses of the policy and scores them; `loader` hands out the prompts."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Collector:
         self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
 
     def collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        """Scored responses to the prompts of `step`, and metrics of them; the seconds go to `timing`.
+        """Collects scored responses to the prompts of `step`, and their metrics; the seconds go to `timing`.
 
         With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
@@ -75,7 +75,7 @@ class Collector:
         return batch.select_idxs([*chain(*groups[:wanted])]), metrics
 
     def draw(self, step: int, number: int, timing: dict[str, float]) -> DataProto:
-        """Scored responses to the next prompts, the draw of this number in the step.
+        """Samples and scores responses to the next prompts, as draw `number` of the step.
 
         For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
         """
@@ -98,7 +98,7 @@ class Collector:
         return batch
 
     def next_prompts(self, step: int, number: int) -> DataProto:
-        """The next prompts of the data, each under a uid of its own."""
+        """Takes the next prompts of the data, each under a uid of its own."""
         prompts = DataProto.from_single_dict(self.loader.next_batch())
         uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
         prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
@@ -181,7 +181,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: flo
 
 
 def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto | None) -> None:
-    """Tells the sampler and the dataset of a step: its finished `batch`, and what dynamic sampling left out of it.
+    """Updates the sampler and the dataset after a step, by its `batch` and the rows that dynamic sampling left out.
 
     The sampler by `update(batch)`, where the rows left out come last (`with_left_out`), or by
     `update(indices, metrics)`: the places of all these samples in the dataset, [E] int64, and numbers of each
@@ -221,5 +221,5 @@ def sample_metrics(batch: DataProto) -> dict[str, np.ndarray]:
     advantages = episodes.total(masked_sum(batch.batch["advantages"], mask, axis=1))
     metrics = {"reward": episodes.scores(), "length": lengths, "loss": -advantages / lengths.clamp(min=1)}
     numbers = {name: values.double().numpy() for name, values in metrics.items()}
-    said = {name: batch.non_tensor_batch[name][episodes.last_row] for name in batch.meta_info["reward_extra_keys"]}
-    return said | numbers
+    extra = {name: batch.non_tensor_batch[name][episodes.last_row] for name in batch.meta_info["reward_extra_keys"]}
+    return extra | numbers

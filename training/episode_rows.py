@@ -18,7 +18,7 @@ OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
 
 
 class EpisodeRows:
-    """Which rows of a batch are one episode: those with the same name in the column episode; without it, each row.
+    """Groups the rows of a batch by episode: by the column episode; without it, each row is one.
 
     Rows of an episode stand in the order of its turns, whatever stands between them.
 
@@ -45,7 +45,7 @@ class EpisodeRows:
         return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row)
 
     def is_complete(self) -> Tensor:
-        """[E] bool: the episodes that did not fail, which have a token of the policy."""
+        """Marks the episodes that did not fail, [E] bool, which have a token of the policy."""
         return self.total(self.batch.batch["response_mask"].sum(1)) > 0
 
     def scores(self, column: str = "token_level_scores") -> Tensor:
@@ -82,7 +82,7 @@ class EpisodeRows:
         return column
 
     def _layout(self) -> tuple[Tensor, Tensor, int]:
-        """Which tokens are no padding, [B, R] bool; where in E·W places each of those N stands, [N]; W."""
+        """Returns the tokens that are no padding, [B, R] bool; the place of each of those N in E·W, [N]; W."""
         width = self.batch.batch["response_mask"].shape[1]
         kept = self.batch.batch["attention_mask"][:, -width:].bool()
         starts, ends = [], defaultdict(int)

@@ -21,7 +21,7 @@ from training.core_algos import get_policy_loss
 
 @dataclass(frozen=True)
 class Update:
-    """The facts that one step of the optimiser is told beside its rows."""
+    """The facts that one step of the optimiser needs beside its rows."""
 
     step: int  # of the learning-rate schedule, from 0
     seed: int  # for losses that draw

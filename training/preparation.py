@@ -330,7 +330,7 @@ def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
-    """Rows ask for conversations only where there are some, and for simulated users that there are.
+    """Checks that rows ask for conversations only if there are some, and for simulated users that exist.
 
     Rows of files are all looked at, those that a dataset makes at these positions.
 

@@ -47,7 +47,7 @@ class Actor(Scorer, Trained, Protocol):
     """The policy in training."""
 
     def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
-        """One optimiser step, and its metrics."""
+        """Makes one optimiser step; returns its metrics."""
 
 
 class Critic(Trained, Protocol):
@@ -57,7 +57,7 @@ class Critic(Trained, Protocol):
         """Column values, [B, R] float32."""
 
     def update_critic(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
-        """One optimiser step, and its metrics."""
+        """Makes one optimiser step; returns its metrics."""
 
 
 class RewardModel(Protocol):

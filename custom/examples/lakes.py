@@ -45,7 +45,7 @@ class LakesDataset(CustomEnvDataset):
         return self.make_row(self.columns(state, position), position, self.encode_state(state))
 
     def reset_seed(self, position: int) -> int:
-        """That of a row, fixed by (the environment's seed, the position); its map is not one that is held out."""
+        """Returns the reset seed of a row, fixed by (the environment's seed, the position); its map is not held out."""
         rng = np.random.default_rng((self.environment.seed, self.first + position))
         while True:
             seed = position % len(self.sizes) * MAPS + int(rng.integers(MAPS))
