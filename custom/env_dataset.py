@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
+from data.data_report import prompt_text, report_unknown_characters
 from data.rl_dataset import RLHFDataset
-from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
 

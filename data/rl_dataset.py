@@ -20,12 +20,19 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt, parse_prompt
+from data.data_report import (
+    BadRows,
+    by_source,
+    mixed_labels,
+    print_report,
+    prompt_text,
+    report_unknown_characters,
+    spread,
+)
 from data.file_formats import BadRow, Origin
 from data.import_utils import bind, load_extern_object
-from data.load_report import BadRows, by_source, mixed_labels, print_report, spread
 from data.rows import own_names, read_rows, value_in, with_labels
 from data.types import Row
-from data.unknown_characters import prompt_text, report_unknown_characters
 
 logger = logging.getLogger(__name__)
 PROGRESS_BAR_FROM = 2000  # rows; fewer are done before one could read the bar

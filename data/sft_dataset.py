@@ -1,28 +1,41 @@
-"""Prompt/response rows and whole conversations for supervised training."""
+"""Prompt/response rows and whole conversations for supervised training.
 
+Of a conversation, the tokens of the assistant are learnt, or of the roles and turns that the settings name.
+
+A chat template with generation markers says it itself, of the conversation as a whole. With any other, and for other
+roles, the conversation is gone through as in an episode: what an answer is made of are the tokens of its text and its
+end, and everything else is what the template writes around it, so that the model learns what it will be asked for.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import counted
+from configs.loader import notice
 from configs.schema import SFTDataConfig
-from data.chat import Prompt, parse_prompt
+from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
+from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
 from data.file_formats import BadRow, Origin
-from data.learnt_tokens import ConversationFormat
-from data.load_report import BadRows, print_report, spread
 from data.rl_dataset import truncate
 from data.rows import read_rows
-from data.types import Row, Sample
-from data.unknown_characters import prompt_text, report_unknown_characters
+from data.types import Message, Row, Sample
+
+LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
+GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class SFTDataset(Dataset):
     """Rows with a `sample`, whose policy tokens are what is learnt: the response, or of a conversation (column
-    data.messages_key) what data/learnt_tokens.py says. A response has `end_id` behind it, so that the model learns to
+    data.messages_key) what `ConversationFormat` says. A response has `end_id` behind it, so that the model learns to
     stop.
 
     Raises:
@@ -140,3 +153,183 @@ class SFTDataset(Dataset):
         if cut_prompt:
             return replace(sample, prompt_ids=truncate(prompt_ids, len(prompt_ids) - excess, "left"))
         return sample.until(len(response_ids) - excess)
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens that are all learnt, or all only read."""
+
+    ids: list[int]
+    learnt: bool
+
+
+class ConversationFormat:
+    """What one conversation after the other becomes: a `Sample` whose policy tokens are those that are learnt.
+
+    Args:
+        config: whose messages are learnt, and how the template is called.
+        end_id: what the model is to end an answer with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, end_id: int) -> None:
+        self.tokenizer, self.config, self.end_id = tokenizer, config, end_id
+        self.formats = {"": ChatFormat(tokenizer, config.apply_chat_template_kwargs)}  # by the tools they describe
+        self.ends_are_checked = False
+        marks = GENERATION_MARKER.search(tokenizer.chat_template or "") is not None
+        self.uses_markers = marks and set(config.roles_to_train) <= {"assistant"}
+
+    def sample(self, messages: Sequence[Message], tools: Any) -> Sample:
+        """A conversation up to the last message that is learnt.
+
+        Raises:
+            ValueError: nothing of it is learnt, or the template cannot say where that is; names the remedy.
+        """
+        learnt = learnt_messages(messages, self.config)
+        count = len(learnt) - learnt[::-1].index(True) if True in learnt else 0
+        if not count:
+            raise ValueError(
+                f"messages of the roles {', '.join(dict.fromkeys(message['role'] for message in messages))} hold none "
+                f"to learn: data.roles_to_train={self.config.roles_to_train}, and a weight of 0 leaves one out."
+            )
+        messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages[:count]]
+        chat = self.chat(tools)
+        split = self.mask_from_template if self.uses_markers else self.mask_by_turns
+        return sample_of(split(messages, learnt[:count], chat))
+
+    def chat(self, tools: Any) -> ChatFormat:
+        """The template, as it is called for conversations with these tools: schemas, or JSON of them."""
+        key = tools if isinstance(tools, str) else json.dumps(tools) if tools else ""
+        if key not in self.formats:
+            kwargs = self.config.apply_chat_template_kwargs
+            self.formats[key] = ChatFormat(self.tokenizer, kwargs, json.loads(key))
+        return self.formats[key]
+
+    def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
+        """By the template's generation markers, of which each has one answer inside."""
+        encoded = self.tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **chat.template_kwargs
+        )
+        pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        parts = [Part([token for token, _ in run], bool(mark)) for mark, run in groupby(pairs, lambda pair: pair[1])]
+        of_answers = [own for message, own in zip(messages, learnt, strict=True) if message["role"] == "assistant"]
+        if len(of_answers) != sum(part.learnt for part in parts):
+            raise ValueError(
+                f"{len(of_answers)} answers, and the chat template marks {sum(part.learnt for part in parts)} by its "
+                "generation markers: they must be around every answer, and an answer must not be empty."
+            )
+        self._check_ends(parts, chat)
+        chosen = iter(of_answers)
+        return [Part(part.ids, part.learnt and next(chosen)) for part in parts]
+
+    def mask_by_turns(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterator[Part]:
+        """Turn by turn: prompt, answer, what follows it, the next answer."""
+        place = 0
+        for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
+            said = list(group)
+            if is_answer and (place == 0 or len(said) > 1):
+                raise ValueError(
+                    "messages must start with a prompt, and hold one answer at a time, a text or calls of tools; a "
+                    "chat template with generation markers takes others."
+                )
+            own = learnt[place : place + len(said)]
+            if is_answer:
+                yield Part(self.answer_ids(said[0], chat), own[0])
+            elif any(own):
+                yield from self.mask_of_messages(said, own, chat, first=place == 0)
+            else:
+                yield Part(chat.increment(said, stopped=True) if place else chat.prompt_ids(said), False)
+            place += len(said)
+
+    def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
+        """An answer's tokens and its end: of its text, or of what the template makes of calls, thoughts and parts."""
+        content = message.get("content")
+        if isinstance(content, str) and message.keys() == {"role", "content"}:
+            return [*self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
+        question = [{"role": "user", "content": QUESTION}]
+        before, whole = chat.render(question, True), chat.render([*question, message], False)
+        if not whole.startswith(before):
+            raise ValueError(
+                f"the chat template writes an answer of {', '.join(message)} otherwise than behind its own start of an "
+                "answer: what the model would learn is not what it will be asked for."
+            )
+        ids = self.tokenizer.encode(whole.removeprefix(before), add_special_tokens=False)
+        rest = ids[::-1].index(self.end_id) if self.end_id in ids else 0
+        return ids[: len(ids) - rest] if self.end_id in ids else [*ids, self.end_id]
+
+    def mask_of_messages(
+        self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
+    ) -> Iterator[Part]:
+        """Messages that are no answers, with the contents of some learnt, and the special token that ends each."""
+        contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, own in enumerate(learnt) if own}
+        marks = iter(contents)
+        marked = [each | {"content": next(marks)} if own else each for each, own in zip(messages, learnt, strict=True)]
+        pieces, whole = (self.shown_text(said, chat, first) for said in (marked, messages))
+        pieces = re.split(f"({'|'.join(contents)})", pieces)
+        for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
+            if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:
+                break
+        else:
+            raise ValueError(
+                f"the chat template does not write a {messages[learnt.index(True)]['role']}'s content as it is, so it "
+                f"cannot be found there: take the role out of data.roles_to_train={self.config.roles_to_train}."
+            )
+        for place, piece in enumerate(pieces):
+            opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
+            ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
+            if piece not in written and ids[:1] == [chat.terminator] and (place or not first):
+                if place:  # else it is the end of the answer before, which has it
+                    yield Part(ids[:1], True)
+                ids = ids[1:]
+            yield Part(ids, piece in written)
+
+    def shown_text(self, messages: list[Message], chat: ChatFormat, first: bool) -> str:
+        return chat.render(messages, True) if first else chat.increment_text(messages)
+
+    def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
+        """A notice, once, where an answer's end is not learnt."""
+        for part, following in pairwise(parts):
+            if part.learnt and following.ids[0] == chat.terminator and not self.ends_are_checked:
+                notice(
+                    "the chat template's generation markers leave out the token that ends an answer: the model will "
+                    "not learn to stop. Put the end of an answer before {% endgeneration %}."
+                )
+                self.ends_are_checked = True
+
+
+def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[bool]:
+    """Which messages are learnt: by role, by turn, and by their own `weight`, 0 or 1 (OpenAI's fine-tuning format).
+
+    Raises:
+        ValueError: another weight.
+    """
+    for message in messages:
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"a message has weight {message['weight']!r}: it must be 1 (learnt) or 0 (only read).")
+    learnt = [each["role"] in config.roles_to_train and each.get("weight", 1) == 1 for each in messages]
+    if config.turns_to_train == "last" and True in learnt:
+        last = len(learnt) - 1 - learnt[::-1].index(True)
+        learnt = [place == last for place in range(len(learnt))]
+    return learnt
+
+
+def sample_of(parts: Iterable[Part]) -> Sample:
+    """`parts` as a prompt, up to the first token that is learnt, and the response from there to the last.
+
+    The very first token of a text is never learnt, as nothing predicts it.
+
+    Raises:
+        ValueError: nothing is learnt.
+    """
+    parts = [part for part in parts if part.ids]
+    ids = [token for part in parts for token in part.ids]
+    mask = [part.learnt for part in parts for _ in part.ids]
+    mask[:1] = [False]
+    if True not in mask:
+        raise ValueError("no token of it is learnt.")
+    first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    sample = Sample(ids[:first])
+    place = first
+    for learnt, run in groupby(mask[first:end]):
+        count = len(list(run))
+        sample.extend(ids[place : place + count], None, policy=learnt)
+        place += count
+    return sample

@@ -56,7 +56,7 @@ EXEMPT = {
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/examples/calculator_task.py": "a command",
         "custom/tiny_model.py": "a command",
-        "data/load_report.py": "says what became of the rows of files",
+        "data/data_report.py": "says what became of the rows of files",
         "main.py": "the batch arithmetic, at the start of a run",
         "training/checkpoint.py": "says what a run resumes from",
         "training/dry_run.py": "says that nothing has changed",

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
 from data import chat, rl_dataset
 from data.chat import encode_prompt, parse_prompt
-from data.overlap import shared_prompts
+from data.data_report import shared_prompts
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler

@@ -11,9 +11,9 @@ from configs.schema import DataConfig, SFTDataConfig
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from custom.tiny_model import build_tokenizer
+from data.data_report import unknown_characters
 from data.rl_dataset import RLHFDataset
 from data.sft_dataset import SFTDataset
-from data.unknown_characters import unknown_characters
 
 TOKENIZER = build_tokenizer()
 

@@ -30,11 +30,11 @@ from configs.loader import load_config, parse_arguments
 from configs.schema import SandboxFusionConfig, ScoringConfig
 from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
 from data.chat import parse_prompt
+from data.data_report import prompt_text
 from data.files import replacing
 from data.protocol import DataProto, object_array
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
-from data.unknown_characters import prompt_text
 from training.reward import RewardManager, load_default, load_functions, view_scores
 from training.reward_score import KNOWN, has_rule
 

@@ -15,9 +15,9 @@ from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.loader import notice
 from configs.schema import Config, DataConfig, MultiTurnConfig
+from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
 from data.interactions import interaction_of, load_interactions
-from data.overlap import report_overlap
 from data.pretrained import (
     check_has_value_head,
     check_is_decoder,

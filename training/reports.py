@@ -16,8 +16,8 @@ from configs.schema import TrainerConfig
 from data.files import json_line, read_metrics
 from training.checkpoint import CONFIG_FILE, find_checkpoint
 from training.metric_utils import CORE_VARIABLES
-from training.record import METRICS_FILE
 
+METRICS_FILE = "metrics.jsonl"
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 IN_WORDS = {"acc": "success"}  # names of verl's, for people
 FEW_POINTS = 20  # of a curve: they are marked, not smoothed

@@ -25,11 +25,11 @@ from configs.schema import (
     ScoringConfig,
 )
 from data.chat import parse_prompt
+from data.data_report import prompt_text
 from data.import_utils import callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, object_array
 from data.types import Row
-from data.unknown_characters import prompt_text
 from training.episode_rows import EpisodeRows
 from training.reward_failures import check_failures, mark, outcome_metrics
 from training.reward_function import FunctionReward, load_function

@@ -12,7 +12,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTConfig, SFTTrainerConfig
-from data.overlap import report_overlap
+from data.data_report import report_overlap
 from data.padding import collate
 from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
 from data.protocol import DataProto
@@ -24,7 +24,7 @@ from training.checkpoint import CONFIG_FILE
 from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
-from training.record import METRICS_FILE
+from training.reports import METRICS_FILE
 from training.run import Metrics, Run
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.schema import Config, SFTConfig
-from training.record import METRICS_FILE, Record
-from training.reports import IN_WORDS, short_number
+from data.files import append, json_line, read_metrics, rewrite
+from training.reports import IN_WORDS, METRICS_FILE, short_number
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal, at most one line in so many seconds, so that logs stay short
 
@@ -84,7 +84,7 @@ class Tracking:
         run = Run(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
-        self.record = Record(run.folder, resume_step)
+        self.record = MetricsFile(run.folder, resume_step)
 
     @classmethod
     def of_run(cls, config: Config | SFTConfig, resume_step: int, total_steps: int) -> Self:
@@ -127,6 +127,51 @@ class Tracking:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self.close(failed=error_type is not None)
+
+
+class MetricsFile:
+    """metrics.jsonl: `{"step": N, "data": {name: number}}`, NaN and infinities as null, on disk when `log` returns.
+
+    If the disk is full, lines are kept in memory, and every later `log` tries again.
+
+    Args:
+        folder: of the run.
+        resume_step: the last step that is kept; 0: none, a fresh start.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self.path = folder / METRICS_FILE
+        last_kept = resume_step or -1  # a fresh start repeats step 0 as well
+        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= last_kept]
+        rewrite(self.path, b"".join(map(json_line, kept)))
+        self.last_step = kept[-1]["step"] if kept else -1
+        self.waiting: list[bytes] = []  # lines that are not on disk
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        assert step > self.last_step, (
+            f"step {step} was logged after step {self.last_step}: the record has each step once, in ascending order; "
+            "gather all metrics of a step and log them together"
+        )
+        self.last_step = step
+        self.waiting.append(json_line({"step": step, "data": data}))
+        try:
+            self.write()
+        except OSError as error:
+            if len(self.waiting) == 1:
+                logger.warning("metrics wait in memory from step %d on, until they can be written: %s", step, error)
+
+    def write(self) -> None:
+        """Puts the lines that wait on disk, in their order; raises OSError at the first that it does not take."""
+        while self.waiting:
+            append(self.path, self.waiting[0])
+            del self.waiting[0]
+
+    def close(self) -> None:
+        """Writes what still waits; raises OSError if that is lost."""
+        try:
+            self.write()
+        except OSError as error:
+            raise OSError(f"{self.path} lacks its last {len(self.waiting)} steps: {error}") from error
 
 
 class ConsoleView:
