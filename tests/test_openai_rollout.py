@@ -228,7 +228,7 @@ def test_what_is_no_api_is_said_to_be_none(tiny_model: Path):
         ({"token_ids": None}, "without token_ids and logprobs.token_logprobs"),
         ({"logprobs": None}, "without token_ids and logprobs.token_logprobs"),
         ({"logprobs": {"token_logprobs": [-2.0]}}, "before temperature.*--logprobs-mode processed_logprobs"),
-        ({"finish_reason": "content_filter"}, "ended request 0 with finish_reason='content_filter'"),
+        ({"finish_reason": "content_filter"}, "request 0 finished with finish_reason='content_filter'"),
     ],
 )
 def test_a_server_that_is_no_use_is_refused_at_the_start(tiny_model: Path, change: dict, message: str):

@@ -332,7 +332,7 @@ def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer: PreTrainedTo
     found = play(rollout, episodes, keeps=True)
     assert_same([done for _, done in found.values()], {done.id: done for _, done in wanted.values()})
     assert rollout.prefilled_tokens - before < before / 2
-    assert not rollout.turns.turns and rollout.turns.tokens == 0 and rollout.running is None and rollout.module.training
+    assert not rollout.turns.turns and rollout.turns.tokens == 0 and rollout.batch is None and rollout.module.training
 
 
 def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 3) -> list[int]:
@@ -380,7 +380,7 @@ def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTraine
     keep(rollout, 2, PROMPTS[1])
     assert not rollout.has_unfinished_requests() and not model.training and rollout.turns.turns.keys() == {1, 2}
     drop(rollout)
-    assert model.training and not rollout.turns.turns and rollout.running is None
+    assert model.training and not rollout.turns.turns and rollout.batch is None
     before = rollout.prefilled_tokens
     text = keep(rollout, 1, PROMPTS[0])
     assert rollout.prefilled_tokens == before + len(PROMPTS[0])
@@ -408,9 +408,9 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
     drain(rollout)
     assert [*rollout.turns.turns] == [4], "3 was forgotten while it ran"
     rollout.forget([1, 2])
-    assert rollout.running is not None and not rollout.module.training, "episode 4 may go on"
+    assert rollout.batch is not None and not rollout.module.training, "episode 4 may go on"
     rollout.forget([4])
-    assert rollout.running is None and rollout.module.training
+    assert rollout.batch is None and rollout.module.training
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -422,9 +422,9 @@ def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreT
     for row in rows:
         rollout.add(row)
     found = rollout.step() + rollout.step()
-    assert 0 in rollout.running and 3 in rollout.running and 20 in rollout.waiting
+    assert 0 in rollout.batch and 3 in rollout.batch and 20 in rollout.waiting
     rollout.abort([0, 20, 99])
-    assert 0 not in rollout.running and 20 not in rollout.waiting
+    assert 0 not in rollout.batch and 20 not in rollout.waiting
     rollout.add(replace(rows[0], id=30))  # in a place that is free again
     found += drain(rollout).values()
     wanted = {i: done for i, done in alone.items() if i not in (0, 20)}
@@ -446,12 +446,12 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
             rollout.add(Request(row, PROMPTS[row % 5], sampling(max_tokens=2 + row % R), row))
             row += 1
         rollout.step()
-        taken.append(rollout.running.slots.tokens.shape)
-        columns.append(rollout.running.cache.columns)
+        taken.append(rollout.batch.slots.tokens.shape)
+        columns.append(rollout.batch.cache.columns)
     assert row > 60 and max(size for size, _ in taken) <= 16 and max(width for _, width in taken) == 1 + R
-    assert max(columns) <= 1 + R and len(rollout.running.slots.requests) == len(rollout.running) <= 8
+    assert max(columns) <= 1 + R and len(rollout.batch.slots.requests) == len(rollout.batch) <= 8
     drain(rollout)
-    assert rollout.running is None
+    assert rollout.batch is None
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):

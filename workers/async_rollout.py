@@ -5,14 +5,14 @@ Their event loop runs while somebody is in `run`, and at no other time; the engi
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
-from workers.rollout import Rollout, check_request
+from workers.rollout import Rollout, check_request, longest_sequence
 
 STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
 
@@ -29,8 +29,7 @@ class AsyncRollout(Rollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.vocab_size = model.config.get_text_config().vocab_size
-        self.longest = config.max_model_len or config.prompt_length + config.response_length
-        self.running: dict[int, asyncio.Task[Completion]] = {}  # by id
+        self.longest = longest_sequence(config)
 
     @abstractmethod
     async def answer(self, request: Request) -> Completion:
@@ -50,7 +49,6 @@ class AsyncRollout(Rollout):
                 f"{sampling.min_p}, which the engine's log-probs leave out: they are not those of what is drawn. "
                 "Sample without (top_k=-1, top_p=1, min_p=0)."
             )
-        assert request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
 
     def step(self) -> list[Completion]:
@@ -68,17 +66,11 @@ class AsyncRollout(Rollout):
         done = [request_id for request_id, task in self.running.items() if task.done()]
         return [self.running.pop(request_id).result() for request_id in done]
 
-    def abort(self, ids: Iterable[int]) -> None:
-        dropped = set(ids)
-        super().abort(dropped)
-        if tasks := {request_id: self.running.pop(request_id) for request_id in dropped & self.running.keys()}:
-            self.run(self.drop(tasks))
+    def _abort_running(self, ids: Sequence[int]) -> None:
+        self.run(self.drop({request_id: self.running.pop(request_id) for request_id in ids}))
 
     async def drop(self, tasks: dict[int, asyncio.Task[Completion]]) -> None:
         """Ends `tasks`, by request id; whatever has become of them is of no interest."""
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting or self.running)

@@ -6,6 +6,7 @@ has is made here, in the layout of `data.padding.collate`.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
-from data.import_utils import accepts, bind, callable_name, load_extern_object, load_module, split_object
+from data.import_utils import bind, callable_name, load_extern_object, load_module, split_object
 from data.padding import collate
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
@@ -62,15 +63,7 @@ def load_rollout_class(name: str) -> type[Rollout]:
         )
     [engine_class] = found
     constructor_arguments(engine_class, key, None, None, None)
-    asked, named = question(engine_class.generate_sequences, None, {"sampling": None, "seed": None, "first_row": None})
-    signature = inspect.signature(engine_class.generate_sequences)
-    try:
-        signature.bind(None, *asked, **named)
-    except TypeError as error:
-        raise ValueError(
-            f"{key}: {engine_class.__name__}.generate_sequences{signature} cannot be called: {error}. It is given the "
-            "prompts, and what it names of sampling, seed and first_row."
-        ) from error
+    call_arguments(partial(engine_class.generate_sequences, None), key, None, None, 0, 0)
     return engine_class
 
 
@@ -98,11 +91,14 @@ def constructor_arguments(
     return bind(engine_class, offered, key=key).keywords
 
 
-def question(function: Callable, prompts: Any, further: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """How a generate_sequences is asked: the prompts, whatever it calls them, and what it names of the `further`."""
+def call_arguments(
+    function: Callable, key: str, prompts: Any, sampling: SamplingParams | None, seed: int, first_row: int
+) -> partial:
+    """Binds a generate_sequences to the prompts, and to what it names of the others, or with *args to all."""
+    given, others = {"prompts": prompts}, {"sampling": sampling, "seed": seed, "first_row": first_row}
     if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
-        return [prompts, *further.values()], {}
-    return [prompts], {name: value for name, value in further.items() if accepts(function, name)}
+        given |= others
+    return bind(function, others, key=key, positional=given)
 
 
 def generate_batch(
@@ -125,15 +121,13 @@ def generate_batch(
     special = {"pad_token_id": engine.pad_token_id, "eos_token_id": sorted(stop_ids)}
     meta = {**vars(sampling), "response_length": sampling.max_tokens, **special}
     batch = DataProto.from_dict({**prompts.tensors, **padded}, prompts.non_tensor_batch, {**prompts.meta_info, **meta})
-    asked, named = question(
-        engine.generate_sequences, batch, {"sampling": sampling, "seed": seed, "first_row": first_row}
-    )
+    ask = call_arguments(engine.generate_sequences, callable_name(type(engine)), batch, sampling, seed, first_row)
     with torch.no_grad():
-        result = engine.generate_sequences(*asked, **named)
-    return completed(engine, result, prompts, stop_ids)
+        result = ask()
+    return fill_rollout_columns(engine, result, prompts, stop_ids)
 
 
-def completed(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
+def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
     """`prompts` with the columns of a rollout, from what an engine returned, and with the columns that it added."""
     name = f"the engine {callable_name(type(engine))}"
     if not isinstance(result, DataProto) or len(result) != len(prompts):

@@ -18,10 +18,9 @@ from data.types import Completion, Request, SamplingParams
 from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
 from workers.openai_client import Json, RequestRefused, Server
-from workers.rollout import check_finite, check_temperature, diverged
+from workers.rollout import check_temperature, diverged
 from workers.weight_transfer import weight_transfer
 
-REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
 
@@ -68,6 +67,7 @@ class OpenAIRollout(AsyncRollout):
             ValueError: there are none, or they do not get to the server (workers/weight_transfer.py).
         """
         super().load_weights(weights, version)
+        weights = self._at_least_one(weights)
         if rank() == 0:
             self.transfer.send(weights, version)
         else:
@@ -75,53 +75,28 @@ class OpenAIRollout(AsyncRollout):
         gather(version)  # nobody samples before the server has them
 
     async def answer(self, request: Request) -> Completion:
-        """The server's answer to `request`."""
+        """Returns the server's completion; raises ValueError if what one needs is not in its answer."""
         try:
             answer = await self.server.ask("POST", "/v1/completions", self._body(request))
         except RequestRefused as error:
             if NOT_IN_JSON in str(error):
                 raise diverged(self.weight_version, f"request {request.id}") from error
             raise
-        return self._completion(request, answer)
-
-    def _body(self, request: Request) -> Json:
-        sampling, drawn = request.sampling, {"temperature": 0.0}
-        if sampling.do_sample:
-            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            drawn |= {"top_k": sampling.top_k if sampling.top_k > 0 else -1, "seed": request.seed}
-        return {
-            "model": self.model_name,
-            "prompt": request.prompt_ids,
-            "max_tokens": sampling.max_tokens,
-            "ignore_eos": self.ignore_eos,  # all stop ids are spelt out
-            "stop_token_ids": sorted(stop for stop in self.all_stop_ids(sampling) if stop < self.vocab_size),
-            "logprobs": 0,  # of the token drawn, and of no other
-            "return_token_ids": True,
-            **drawn,
-        }
-
-    def _completion(self, request: Request, answer: Json) -> Completion:
-        """What `answer` says of `request`.
-
-        Raises:
-            ValueError: what a completion needs is not in the answer.
-            FloatingPointError: a log-prob is not finite.
-        """
         match answer:
             case {
                 "choices": [{"finish_reason": reason, "token_ids": [*ids], "logprobs": {"token_logprobs": [*found]}}]
             }:
-                pass
+                return self._completion(request, ids, found, reason)
             case _:
                 raise ValueError(
                     f"{self.server.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
                     'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
                     "trained with: vLLM's server can, from version 0.10.2 on, and `python -m training.main_server`."
                 )
-        if reason not in REASONS:
-            raise ValueError(f"{self.server.url} ended request {request.id} with finish_reason={reason!r}: {REASONS}.")
-        log_probs = check_finite(found, request, self.weight_version)
-        return Completion(request.id, ids, log_probs, REASONS[reason], self.weight_version)
+
+    def _body(self, request: Request) -> Json:
+        fields = self._sampling_fields(request) | {"ignore_eos": self.ignore_eos}
+        return {"model": self.model_name, "prompt": request.prompt_ids, "return_token_ids": True, **fields}
 
     def _choose_model(self) -> str:
         """The name of the model that the server is to answer by.

@@ -11,6 +11,7 @@ subclass of yours, and `my_engine.py:Class` one of several in it.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +70,7 @@ class Rollout:
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config if model else None)
         self.weight_version = 0
         self.waiting: dict[int, Request] = {}  # by id, in the order in which they came
+        self.running: dict[int, Any] = {}  # by id, of an engine that keeps them here: the request, or what answers it
 
     def all_stop_ids(self, sampling: SamplingParams) -> set[int]:
         """What ends a response: the engine's own stop ids, and those that were asked for."""
@@ -81,6 +83,7 @@ class Rollout:
             ValueError: the engine cannot answer it.
         """
         assert request.id not in self.waiting, f"request {request.id} is waiting already"
+        assert request.id not in self.running, f"request {request.id} is running already"
         self.waiting[request.id] = request
 
     def step(self) -> list[Completion]:
@@ -91,15 +94,23 @@ class Rollout:
 
     def abort(self, ids: Iterable[int]) -> None:
         """Drops requests, waiting or running; nothing comes back of them, and unknown ids are ignored."""
-        for request_id in ids:
+        dropped = set(ids)
+        for request_id in dropped:
             self.waiting.pop(request_id, None)
+        if running := sorted(request_id for request_id in dropped if request_id in self.running):
+            self._abort_running(running)
+
+    def _abort_running(self, ids: Sequence[int]) -> None:
+        """Drops these of the requests in `running`, of which there is at least one."""
+        for request_id in ids:
+            del self.running[request_id]
 
     def forget(self, episodes: Iterable[int]) -> None:
         """These episodes are over: drops what the engine keeps for their next turns, if it keeps anything."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is waiting or running; an engine that keeps running ones of its own counts them too."""
-        return bool(self.waiting)
+        """Whether any request is waiting or running; an engine that keeps running ones elsewhere counts them too."""
+        return bool(self.waiting or self.running)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the running requests in `seen`, beyond the first `seen[id]`, for those who stream.
@@ -136,6 +147,47 @@ class Rollout:
         """
         assert not self.has_unfinished_requests(), "the weights would change under requests in flight: abort them first"
         self.weight_version = version
+
+    def _at_least_one(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Returns `weights`; raises ValueError if there are none."""
+        remaining = iter(weights)
+        first = next(remaining, None)
+        if first is None:
+            raise ValueError(
+                f"the {self.config.name} engine was given no weights for version {self.weight_version}: it would go on "
+                "sampling from the old ones. load_weights takes all of the actor's (workers/engine.py: "
+                "TrainEngine.weights)."
+            )
+        return chain([first], remaining)
+
+    def _sampling_fields(self, request: Request) -> dict[str, Any]:
+        """Returns the request's sampling and stop ids as vLLM and its server name them."""
+        sampling, drawn = request.sampling, {"temperature": 0.0}
+        if sampling.do_sample:
+            top_k = sampling.top_k if sampling.top_k > 0 else -1
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+            drawn |= {"top_k": top_k, "seed": request.seed}
+        stops = [stop for stop in self.all_stop_ids(sampling) if 0 <= stop < self.vocab_size]  # others are refused
+        return {
+            **drawn,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": sorted(stops),
+            "ignore_eos": True,  # all stop ids are spelt out
+            "logprobs": 0,  # of the token drawn, and of no other
+        }
+
+    def _completion(
+        self, request: Request, token_ids: list[int], log_probs: list[float | None], finish_reason: str
+    ) -> Completion:
+        """Returns the completion that a server or library gave, whose finish_reason may be "abort".
+
+        Raises:
+            FloatingPointError: a log-prob is no finite number.
+            ValueError: an unknown finish_reason.
+        """
+        reason = "aborted" if finish_reason == "abort" else finish_reason
+        found = check_finite(log_probs, request, self.weight_version)
+        return Completion(request.id, token_ids, found, reason, self.weight_version)
 
     def sleep(self) -> None:
         """Gives memory back until `wake_up`, where the engine has any to give."""
@@ -200,6 +252,11 @@ def answered(request: Request, done: Completion) -> Sample:
     sample = Sample(request.prompt_ids, end_reason=END_REASON_OF[done.finish_reason])
     sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
     return sample
+
+
+def longest_sequence(config: RolloutConfig) -> int:
+    """Returns how many tokens of prompt and response together the engine takes."""
+    return config.max_model_len or config.prompt_length + config.response_length
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:

@@ -17,12 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.async_rollout import AsyncRollout
-from workers.rollout import check_finite
+from workers.rollout import longest_sequence
 from workers.vllm_rollout_spmd import save_config
 from workers.weight_transfer import buckets
 
 SEEDS = 1 << 31
-REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class SGLangRollout(AsyncRollout):
@@ -54,24 +53,21 @@ class SGLangRollout(AsyncRollout):
         return super().step()
 
     async def answer(self, request: Request) -> Completion:
-        sampling, drawn = request.sampling, {"temperature": 0.0}
-        stops = self.all_stop_ids(sampling)
-        if sampling.do_sample:
-            drawn = {"temperature": sampling.temperature, "sampling_seed": request.seed % SEEDS}
+        fields = self._sampling_fields(request)
         params = {
-            **drawn,
-            "max_new_tokens": sampling.max_tokens,
-            "stop_token_ids": sorted(stop for stop in stops if stop < self.vocab_size),
-            "ignore_eos": not stops,  # where it is set, SGLang does not stop at stop_token_ids either
+            "temperature": fields["temperature"],
+            **({"sampling_seed": fields["seed"] % SEEDS} if "seed" in fields else {}),
+            "max_new_tokens": fields["max_tokens"],
+            "stop_token_ids": fields["stop_token_ids"],
+            "ignore_eos": not fields["stop_token_ids"],  # where it is set, SGLang does not stop at these either
         }
         found = await self.engine.async_generate(
             input_ids=request.prompt_ids, sampling_params=params, return_logprob=True, rid=str(request.id)
         )
         meta = found["meta_info"]
         tokens = [(log_prob, token_id) for log_prob, token_id, *_ in meta.get("output_token_logprobs", [])]
-        log_probs = check_finite([log_prob for log_prob, _ in tokens], request, self.weight_version)
-        reason = REASONS[meta["finish_reason"]["type"]]
-        return Completion(request.id, [token_id for _, token_id in tokens], log_probs, reason, self.weight_version)
+        token_ids, log_probs = [token_id for _, token_id in tokens], [log_prob for log_prob, _ in tokens]
+        return self._completion(request, token_ids, log_probs, meta["finish_reason"]["type"])
 
     async def drop(self, tasks: dict[int, asyncio.Task[Completion]]) -> None:
         """SGLang is told to abort them, and answers each: an id is free again only then."""
@@ -86,16 +82,10 @@ class SGLangRollout(AsyncRollout):
             ValueError: there are none, or SGLang does not take them.
         """
         super().load_weights(weights, version)
-        count = 0
-        for bucket in buckets(weights):
+        for bucket in buckets(self._at_least_one(weights)):
             taken, message = self.engine.update_weights_from_tensor(bucket, flush_cache=False)
             if not taken:
                 raise ValueError(f"SGLang does not take the weights of version {version}: {message}")
-            count += len(bucket)
-        if not count:
-            raise ValueError(
-                f"the sglang engine was given no weights for version {version}: it would keep the old ones."
-            )
         self.engine.flush_cache()
 
     def sleep(self) -> None:
@@ -126,7 +116,7 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
         "base_gpu_id": model.device.index or 0,
-        "context_length": config.max_model_len or config.prompt_length + config.response_length,
+        "context_length": longest_sequence(config),
         "max_running_requests": config.max_num_seqs,
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,

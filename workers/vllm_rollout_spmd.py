@@ -11,9 +11,8 @@ import copy
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,9 +25,9 @@ from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, rank
 from workers.lockstep import Lockstep
-from workers.rollout import Rollout, check_finite, check_request, check_temperature
+from workers.rollout import Rollout, check_finite, check_request, check_temperature, longest_sequence
 from workers.vllm_process import process_as_it_is, vllm_process
-from workers.vllm_settings import engine_settings, longest_sequence
+from workers.vllm_settings import engine_settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ class vLLMRollout(Rollout):
         self.vocab_size = model.config.get_text_config().vocab_size
         self.longest = longest_sequence(config)
         self.device = model.device
-        self.running: dict[int, Request] = {}  # by id
         self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
@@ -56,7 +54,6 @@ class vLLMRollout(Rollout):
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
         check_temperature(request)
-        assert request.id not in self.running, f"request {request.id} is running already"
         super().add(request)
 
     def step(self) -> list[Completion]:
@@ -77,14 +74,11 @@ class vLLMRollout(Rollout):
                 self.running[request.id] = request
             outputs = self.engine.step()
         self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
-        return [self._completion(output) for output in outputs if output.finished]
+        return [self._finished(output) for output in outputs if output.finished]
 
-    def abort(self, ids: Iterable[int]) -> None:
-        dropped = set(ids)
-        super().abort(dropped)
-        if running := sorted(dropped & self.running.keys()):
-            self.lockstep.tell(("abort", running))
-            self._abort(running)
+    def _abort_running(self, ids: Sequence[int]) -> None:
+        self.lockstep.tell(("abort", ids))
+        self._abort(ids)
 
     def _abort(self, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -106,9 +100,6 @@ class vLLMRollout(Rollout):
             if leads:
                 self.lockstep.tell(None)
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         return {
             number: self._drawn(self.running[number], self.begun[number], start)
@@ -124,15 +115,8 @@ class vLLMRollout(Rollout):
         """
         super().load_weights(weights, version)
         self._wake("weights")
-        remaining = iter(weights)
-        first = next(remaining, None)
-        if first is None:
-            raise ValueError(
-                f"the vllm engine was given no weights for version {version}: it would go on sampling from the old "
-                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
-            )
+        arguments = {"weights_iterator": self._at_least_one(weights), "is_checkpoint_format": True}
         with self._alone():
-            arguments = {"weights_iterator": chain([first], remaining), "is_checkpoint_format": True}
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
         self.engine.reset_prefix_cache()
 
@@ -172,28 +156,14 @@ class vLLMRollout(Rollout):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling, drawn = request.sampling, {"temperature": 0.0}
-        stops = [stop for stop in self.all_stop_ids(sampling) if 0 <= stop < self.vocab_size]  # others it refuses
-        if sampling.do_sample:
-            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            drawn |= {"top_k": max(sampling.top_k, 0), "seed": request.seed}
-        return SamplingParams(
-            **drawn,
-            max_tokens=sampling.max_tokens,
-            ignore_eos=True,  # all stop ids are spelt out, below
-            stop_token_ids=sorted(stops),
-            logprobs=0,  # of the token drawn, and of no other
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY,
-        )
+        kind = RequestOutputKind.CUMULATIVE if request.piecewise else RequestOutputKind.FINAL_ONLY
+        fields = self._sampling_fields(request)
+        return SamplingParams(**fields, flat_logprobs=True, detokenize=False, output_kind=kind)
 
-    def _completion(self, output: Any) -> Completion:
+    def _finished(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        token_ids, log_probs = self._drawn(request, answer, 0)
-        reason = {"stop": "stop", "length": "length", "abort": "aborted"}[answer.finish_reason]
-        return Completion(request.id, token_ids, log_probs, reason, self.weight_version)
+        return self._completion(request, *self._drawn(request, answer, 0), answer.finish_reason)
 
     def _drawn(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of vLLM's `answer` from `start` on."""

@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.schema import RolloutConfig
+from workers.rollout import longest_sequence
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
@@ -57,11 +58,6 @@ def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, 
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
     own = config.engine_kwargs.get("vllm") or {}
     return settings | {name: value for name, value in own.items() if value is not None}
-
-
-def longest_sequence(config: RolloutConfig) -> int:
-    """Tokens of prompt and response together that the engine takes."""
-    return config.max_model_len or config.prompt_length + config.response_length
 
 
 def head_size(text: PretrainedConfig) -> int:

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -90,17 +89,10 @@ class WeightTransfer(ABC):
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
 
         Raises:
-            ValueError: there are none, or they do not get there, or not in time; what the server says is in it.
+            ValueError: they do not get there, or not in time; what the server says is in it.
         """
-        remaining = iter(weights)
-        first = next(remaining, None)
-        if first is None:
-            raise ValueError(
-                f"the openai engine was given no weights for version {version}: it would go on sampling from the old "
-                "ones. load_weights takes all of the actor's (workers/engine.py: TrainEngine.weights)."
-            )
         try:
-            self.hand_over(chain([first], remaining), version)
+            self.hand_over(weights, version)
         except (RequestRefused, ServerError) as error:
             raise ValueError(
                 f"{self.settings.base_url} does not take the actor's weights of version {version} by {KEY}."

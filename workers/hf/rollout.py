@@ -47,7 +47,7 @@ class HFRollout(Rollout):
         super().__init__(config, tokenizer, model)
         text = model.config.get_text_config()
         self.vocab_size, self.positions = text.vocab_size, position_count(text)
-        self.running: RunningBatch | None = None  # while there are requests
+        self.batch: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
         self.has_laid_out = False  # whether that includes weights for narrow products
         self.turns = self._no_turns()
@@ -116,7 +116,7 @@ class HFRollout(Rollout):
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
-        assert self.running is None or request.id not in self.running, f"request {request.id} is running already"
+        assert self.batch is None or request.id not in self.batch, f"request {request.id} is running already"
         super().add(request)
         if request.episode is not None:
             self.turns.expect(request.episode)
@@ -128,11 +128,11 @@ class HFRollout(Rollout):
             return []
         goes_on = False
         try:
-            if self.running is None:
+            if self.batch is None:
                 self._start()
             finished = self._join()
-            if len(self.running):
-                finished += self.running.step()
+            if len(self.batch):
+                finished += self.batch.step()
             goes_on = self._goes_on()
         finally:
             if not goes_on:  # nothing is left to do, or it failed
@@ -143,14 +143,14 @@ class HFRollout(Rollout):
     def abort(self, ids: Iterable[int]) -> None:
         dropped = set(ids)
         super().abort(dropped)
-        if self.running is not None:
-            self.running.drop(dropped)
+        if self.batch is not None:
+            self.batch.drop(dropped)
             if not self._goes_on():
                 self._stop()
 
     def forget(self, episodes: Iterable[int]) -> None:
         self.turns.forget(episodes)
-        if self.running is not None and not self._goes_on():
+        if self.batch is not None and not self._goes_on():
             self._stop()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -169,21 +169,21 @@ class HFRollout(Rollout):
         return bool(self.turns.episodes) or self.has_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting) or (self.running is not None and len(self.running) > 0)
+        return bool(self.waiting) or (self.batch is not None and len(self.batch) > 0)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
-        return {} if self.running is None else self.running.tokens_so_far(seen)
+        return {} if self.batch is None else self.batch.tokens_so_far(seen)
 
     def _join(self) -> list[Completion]:
         """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
-        free = self.config.max_num_seqs - len(self.running)
+        free = self.config.max_num_seqs - len(self.batch)
         if not self.waiting or free < self.config.max_num_seqs * REFILL:
             return []
         joining = [self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]]
         if not self.has_laid_out:
             steps = max(request.sampling.max_tokens for request in joining) - 1
-            self.has_laid_out = lay_out_weights(self.module, steps, len(self.running) + len(joining))
-        return self.running.join(joining)
+            self.has_laid_out = lay_out_weights(self.module, steps, len(self.batch) + len(joining))
+        return self.batch.join(joining)
 
     def _start(self) -> None:
         self.module.eval()
@@ -191,11 +191,11 @@ class HFRollout(Rollout):
         shares_prompts = self.set_up.enter_context(decoding(self.module))
         way = SeparateRows if self.way is SharedPrompts and not shares_prompts else self.way
         most = self.config.max_num_batched_tokens
-        self.running = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
+        self.batch = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
 
     def _stop(self) -> None:
         """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
         self.turns.forget(self.turns.episodes)
         self.waiting.clear()
-        self.running, self.has_laid_out = None, False
+        self.batch, self.has_laid_out = None, False
         self.set_up.close()
