@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         check_config(config)
         config = rehearsal(config)
         from training.preparation import prepare
-        from workers.batch_rollout import load_rollout_class
+        from workers.load_rollout import load_rollout_class
         from workers.worker_group import check_machine, start_command
 
         check_machine(config)

@@ -45,7 +45,7 @@ from workers.kernels import start_process
 from workers.rollout import Rollout
 from workers.scoring_model import scoring_model
 from workers.vllm_rollout_spmd import vLLMRollout
-from workers.vllm_settings import BLOCK, head_size
+from workers.vllm_setup import BLOCK, head_size
 
 SMOLLM2 = {
     "num_hidden_layers": 30,

@@ -28,8 +28,8 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from tests.runs import vllm_server
-from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.engine import TrainEngine
+from workers.load_rollout import build_rollout, load_rollout_class
 from workers.model_worker import check_weights
 from workers.models import load_causal_lm
 

@@ -2,7 +2,7 @@
 
 A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
 the type hints and the docstring of a function. Files of tools are read by data/tool_files.py, calls by
-data/tool_parsers.py; workers/tools/toolbox.py answers them.
+data/tool_parsers.py; workers/agents/toolbox.py answers them.
 """
 
 import inspect

@@ -13,7 +13,7 @@ import pytest
 from configs.process import set_environment
 
 if TYPE_CHECKING:
-    from workers.server import Served
+    from workers.server.app import Served
 
 
 def pytest_configure() -> None:

@@ -14,7 +14,7 @@ import uvicorn
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.serving import ServerConfig
 from training.main_server import bound_socket
-from workers.server import Served, build_app
+from workers.server.app import Served, build_app
 
 KEY = "a secret"
 

@@ -24,10 +24,10 @@ from tests.runs import compose
 from training.advantage import compute_advantage
 from training.environment import ENVIRONMENT, EnvSetup, begin_episodes
 from workers.agent_loop import AgentLoop
-from workers.batch_rollout import build_rollout
-from workers.env_episode import EnvEpisode
+from workers.agents.environment import EnvEpisode
 from workers.hf.rollout import HFRollout
 from workers.kernels.packed_attention import Packed
+from workers.load_rollout import build_rollout
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatchSize, cut
 from workers.models import load_causal_lm
 from workers.rollout import Rollout

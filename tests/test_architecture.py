@@ -48,8 +48,8 @@ EXEMPT = {
         "training/sandbox_child.py": "what a policy's program raises is its output",
         "training/scorer_process.py": "answers what the user's reward raised, in a process of its own",
         "data/concurrency.py": "hands on to whoever waits what the user's code raised in a thread",
-        "workers/tools/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
-        "workers/episodes.py": "an environment or a tool that raises ends its episode, counted and shown",
+        "workers/agents/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
+        "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },
     "print": {
         "configs/errors.py": "says on stderr why the run ended",
@@ -72,7 +72,7 @@ EXEMPT = {
         "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",
         "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
         "training/judge.py": "reads the key to a server, which belongs in no config",
-        "workers/vllm_process.py": "vLLM takes settings from it, and its changes are put back",
+        "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
         "workers/worker_group.py": "hands the environment on to worker processes",
     },
@@ -108,7 +108,7 @@ def quarantine(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """Ray is known to one file, vLLM to three, SGLang to one, so that everything else runs without them."""
     allowed = {
         "ray": ["workers/worker_group.py"],
-        "vllm": ["workers/vllm_rollout_spmd.py", "workers/vllm_weights.py", "workers/weight_transfer.py"],
+        "vllm": ["workers/vllm_rollout_spmd.py", "workers/openai/vllm_weights.py", "workers/openai/weight_transfer.py"],
         "sglang": ["workers/sglang_rollout.py"],
     }
     for file, tree in trees.items():

@@ -28,15 +28,15 @@ from tests.runs import compose, needs_vllm, vllm_server
 from training.environment import EnvSetup
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
-from workers.batch_rollout import build_rollout, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
+from workers.load_rollout import build_rollout, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
 from workers.vllm_rollout_spmd import vLLMRollout
-from workers.vllm_settings import BLOCK
+from workers.vllm_setup import BLOCK
 
 P, R = 40, 12
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from training.preparation import check_rows, tool_schemas
+from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.interactions.endpoint import EndpointInteraction
-from workers.tool_episode import ToolEpisode, ToolEpisodes
 
 GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
 TWICE = "{class_name: data.interactions.BaseInteraction}"

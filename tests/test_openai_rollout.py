@@ -19,11 +19,11 @@ from data.seeding import derive_seed
 from data.types import Request, SamplingParams
 from tests.servers import KEY, answering
 from workers import openai_client
-from workers.batch_rollout import build_rollout
+from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
+from workers.openai.rollout import OpenAIRollout
 from workers.openai_client import RequestRefused, Server, ServerError
-from workers.openai_rollout import OpenAIRollout
-from workers.server import Served
+from workers.server.app import Served
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}

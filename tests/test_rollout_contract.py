@@ -12,8 +12,8 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain
-from workers.batch_rollout import build_rollout, generate_batch
 from workers.hf.rollout import HFRollout
+from workers.load_rollout import build_rollout, generate_batch
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
 

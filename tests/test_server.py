@@ -27,10 +27,10 @@ from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
 from workers.engine_pump import EnginePump
 from workers.models import load_causal_lm
+from workers.openai.shared_weights import BACKEND
 from workers.rollout import Rollout
-from workers.server import Served
-from workers.shared_weights import BACKEND
-from workers.token_text import TokenText, held_back
+from workers.server.app import Served
+from workers.server.text import TokenText, held_back
 
 CHAT = [{"role": "user", "content": "say abc"}]
 

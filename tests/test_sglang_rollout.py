@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.types import Request, SamplingParams
-from workers import weight_transfer
-from workers.batch_rollout import build_rollout, load_rollout_class
+from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
+from workers.openai import weight_transfer
 from workers.sglang_rollout import SGLangRollout
 
 PLAIN = SamplingParams(True, 0.7, -1, 1.0, 4)

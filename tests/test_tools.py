@@ -26,11 +26,11 @@ from tests.runs import compose
 from training.environment import assign_agents
 from training.reward import FunctionReward, add_scores
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
-from workers.tool_episode import ToolEpisode, ToolEpisodes
+from workers.agents.conversation import ToolEpisode, ToolEpisodes
+from workers.agents.toolbox import Toolbox, ToolReplies, truncated
 from workers.tools.calculator import as_text, calculate
 from workers.tools.sandbox import PythonSandbox
 from workers.tools.search import Index
-from workers.tools.toolbox import Toolbox, ToolReplies, truncated
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:

@@ -19,7 +19,7 @@ from workers.engine import TrainEngine
 from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.vllm_rollout_spmd import vLLMRollout
-from workers.vllm_settings import cpu_cache_bytes, engine_settings
+from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.worker_group import WorkerError
 
 LENGTHS = {"prompt_length": 40, "response_length": 12}

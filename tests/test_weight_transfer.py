@@ -17,15 +17,15 @@ from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
 from tests.servers import KEY, answering
-from workers import weight_transfer as transfers
-from workers.batch_rollout import build_rollout
 from workers.engine import TrainEngine
+from workers.load_rollout import build_rollout
 from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
-from workers.openai_rollout import OpenAIRollout
-from workers.shared_weights import read_weights, write_weights
-from workers.vllm_process import vllm_process
-from workers.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
+from workers.openai import weight_transfer as transfers
+from workers.openai.rollout import OpenAIRollout
+from workers.openai.shared_weights import read_weights, write_weights
+from workers.openai.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
+from workers.vllm_setup import vllm_process
 from workers.worker_group import check_machine
 
 OWN = "actor_rollout_ref.rollout.engine_kwargs.openai"
@@ -293,7 +293,7 @@ def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
     """Sharded weights are put together by all workers, in the same order."""
     engine, made = engine_for(f"{address}/v1", tiny_model, policy_of(tiny_model), api_key=KEY), []
     monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
-    monkeypatch.setattr("workers.openai_rollout.rank", lambda: 1)
+    monkeypatch.setattr("workers.openai.rollout.rank", lambda: 1)
     engine.load_weights((made.append(name) or (name, tensor) for name, tensor in some_weights().items()), 4)
     assert made == [*some_weights()] and engine.weight_version == 4
     engine.close()

@@ -17,8 +17,8 @@ from tests.test_extension import USERS_FILE
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
-from workers.batch_rollout import load_rollout_class
 from workers.hf.rollout import HFRollout
+from workers.load_rollout import load_rollout_class
 from workers.local_group import LocalWorkerGroup, distinct_groups
 from workers.worker_group import (
     RayWorkerGroup,

@@ -34,8 +34,7 @@ from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
 from data.unfinished_table import unfinished_table
 from training.checkpoint import flatten
-from workers.batch_rollout import generate_batch
-from workers.standalone_rollout import StandaloneRollout
+from workers.load_rollout import StandaloneRollout, generate_batch
 
 DECISIVE = ("model.", "rollout.", "trainer.seed")  # keys that decide what is generated
 

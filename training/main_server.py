@@ -30,15 +30,14 @@ from configs.threads import worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from workers.engine import compute_dtype
 from workers.engine_pump import EnginePump
+from workers.load_rollout import StandaloneRollout
 from workers.models import training_device
-from workers.server import Served, build_app
-from workers.shared_weights import BACKEND
-from workers.standalone_rollout import StandaloneRollout
-from workers.vllm_process import vllm_environment
-from workers.vllm_settings import shared_settings
+from workers.openai.shared_weights import BACKEND
+from workers.server.app import Served, build_app
+from workers.vllm_setup import shared_settings, vllm_environment
 
 TAKES_WEIGHTS = {
-    "worker_extension_cls": "workers.vllm_weights.WorkerExtension",
+    "worker_extension_cls": "workers.openai.vllm_weights.WorkerExtension",
     "weight_transfer_config": {"backend": BACKEND},
 }
 PATIENCE = 5  # seconds that open requests get when the server is stopped

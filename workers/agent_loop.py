@@ -22,11 +22,11 @@ from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Row, Sample, SamplingParams
 from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings
+from workers.agents.conversation import ToolEpisodes
+from workers.agents.environment import EnvEpisode, Environments
+from workers.agents.episode import Episode, EpisodeFailed, Limits, SingleAnswer, play, unless_failed
 from workers.engine_pump import CallingThread, EnginePump
-from workers.env_episode import EnvEpisode, Environments
-from workers.episodes import Episode, EpisodeFailed, Limits, SingleAnswer, play, unless_failed
 from workers.rollout import Rollout, nothing
-from workers.tool_episode import ToolEpisodes
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # at an episode whose other side raises

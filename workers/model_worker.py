@@ -23,12 +23,12 @@ from data.types import Request, SamplingParams
 from training.environment import are_episodes, worker_env_setup
 from training.mini_batches import first_policy_step
 from workers.agent_loop import AgentLoop
-from workers.batch_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype
 from workers.forward_check import trained_log_probs
+from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.reward_model import LearnedReward

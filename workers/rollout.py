@@ -3,13 +3,16 @@
 Requests are added at any time, each with its own sampling and seed; `step` advances them, and hands out those that
 finished. An engine implements `step`, or `generate` alone, which takes a batch of requests and returns when all have
 finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top;
-an engine that defines it itself is asked for whole batches alone (workers/batch_rollout.py).
+an engine that defines it itself is asked for whole batches alone (workers/load_rollout.py).
 Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
-subclass of yours, and `my_engine.py:Class` one of several in it.
+subclass of yours, and `my_engine.py:Class` one of several in it. `AsyncRollout` is the base of engines that answer each
+request by a coroutine: a server's client, SGLang.
 """
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -26,6 +29,7 @@ from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
+STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
 
 
 def nothing(*_: Any) -> None:
@@ -319,3 +323,64 @@ def diverged(weight_version: int, where: str) -> FloatingPointError:
         "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
         "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
     )
+
+
+class AsyncRollout(Rollout):
+    """Steps over coroutines: `answer` gives the completion of a request, and `run` runs the event loop.
+
+    The loop runs while somebody is in `run`, and at no other time; the engine itself goes on meanwhile.
+
+    Attributes:
+        counts_filters: whether its log-probs are those after top-k, top-p and min-p, and not after temperature alone.
+    """
+
+    counts_filters: bool = True
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.longest = longest_sequence(config)
+
+    @abstractmethod
+    async def answer(self, request: Request) -> Completion:
+        """The completion of `request`."""
+
+    @abstractmethod
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`; all other tasks go on while it is waited for."""
+
+    def add(self, request: Request) -> None:
+        check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
+        sampling = request.sampling
+        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        if sampling.do_sample and filtered and not self.counts_filters:
+            raise ValueError(
+                f"request {request.id} asks for top_k={sampling.top_k}, top_p={sampling.top_p} and min_p="
+                f"{sampling.min_p}, which the engine's log-probs leave out: they are not those of what is drawn. "
+                "Sample without (top_k=-1, top_p=1, min_p=0)."
+            )
+        super().add(request)
+
+    def step(self) -> list[Completion]:
+        """Sends what waits, and is back at once; or, if nothing waits, when answers have come, or none for a while."""
+        return self.run(self._step()) if self.has_unfinished_requests() else []
+
+    async def _step(self) -> list[Completion]:
+        if self.waiting:
+            for request in self.waiting.values():
+                self.running[request.id] = asyncio.create_task(self.answer(request))
+            self.waiting.clear()
+            await asyncio.sleep(0)
+        else:
+            await asyncio.wait(self.running.values(), timeout=STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done = [request_id for request_id, task in self.running.items() if task.done()]
+        return [self.running.pop(request_id).result() for request_id in done]
+
+    def _abort_running(self, ids: Sequence[int]) -> None:
+        self.run(self.drop({request_id: self.running.pop(request_id) for request_id in ids}))
+
+    async def drop(self, tasks: dict[int, asyncio.Task[Completion]]) -> None:
+        """Ends `tasks`, by request id; whatever has become of them is of no interest."""
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)

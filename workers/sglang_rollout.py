@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
-from workers.async_rollout import AsyncRollout
-from workers.rollout import longest_sequence
+from workers.openai.weight_transfer import buckets
+from workers.rollout import AsyncRollout, longest_sequence
 from workers.vllm_rollout_spmd import save_config
-from workers.weight_transfer import buckets
 
 SEEDS = 1 << 31
 

@@ -2,9 +2,11 @@
 
 Its weights are a copy, in vLLM's layout: the engine starts from the model's config alone, and samples from what
 `load_weights` brought last. Every worker has an engine of its own, of whole weights, or, with
-tensor_model_parallel_size, a part of one (workers/lockstep.py). vLLM is imported lazily: this module loads where vLLM
-is not installed. What vLLM changes in the process when it starts or ends is put back (workers/vllm_process.py); while
-it steps, it may only draw random numbers.
+tensor_model_parallel_size, a part of one. vLLM's external launcher splits a model so: each worker has a part of the
+weights, and all must do the same things in the same order. The first of them leads: it alone has rows to answer, and
+announces each thing to the others before it does it (`Lockstep`). vLLM is imported lazily: this module loads where vLLM
+is not installed. What vLLM changes in the process when it starts or ends is put back (workers/vllm_setup.py); while it
+steps, it may only draw random numbers.
 """
 
 import copy
@@ -18,16 +20,15 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
-from workers.collectives import gather, rank
-from workers.lockstep import Lockstep
+from workers.collectives import gather, group_size, rank
 from workers.rollout import Rollout, check_finite, check_request, check_temperature, longest_sequence
-from workers.vllm_process import process_as_it_is, vllm_process
-from workers.vllm_settings import engine_settings
+from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +237,35 @@ def save_config(model: PreTrainedModel, folder: str) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
+
+
+class Lockstep:
+    """A place among `size` workers with neighbouring ranks; every worker of the run makes one at the same time.
+
+    Attributes:
+        place: among them, from 0; the leader's is 0.
+    """
+
+    def __init__(self, size: int) -> None:
+        assert group_size() % size == 0, f"{group_size()} workers cannot be dealt out to engines of {size}"
+        self.size, self.place = size, rank() % size
+        self.leader, self.group = rank() - self.place, None
+        for first in range(0, group_size(), size) if size > 1 else ():
+            group = dist.new_group([*range(first, first + size)], backend="gloo")
+            if first == self.leader:
+                self.group = group
+
+    def tell(self, order: Any) -> None:
+        """What the leader is about to do; the others hear it from `orders`. An engine of one worker tells nobody."""
+        if self.size > 1:
+            assert self.place == 0, "only the leader tells"
+            dist.broadcast_object_list([order], src=self.leader, group=self.group)
+
+    def orders(self) -> Iterator[Any]:
+        """What the leader tells, until it tells None."""
+        while True:
+            heard = [None]
+            dist.broadcast_object_list(heard, src=self.leader, group=self.group)
+            if heard[0] is None:
+                return
+            yield heard[0]

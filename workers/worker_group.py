@@ -23,7 +23,7 @@ from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, call_role, check_shares
 from workers.model_worker import ModelWorker
-from workers.weight_transfer import check_weight_transfer
+from workers.openai.weight_transfer import check_weight_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60

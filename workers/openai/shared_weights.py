@@ -1,7 +1,6 @@
 """Weights that go from the trainer's process to an engine's on the same node, through files in shared memory.
 
-The trainer writes (workers/weight_transfer.py), then has vLLM's server read (workers/vllm_weights.py): this module is
-loaded there too.
+The trainer writes (weight_transfer.py), then has vLLM's server read (vllm_weights.py): this module is loaded there too.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,11 +1,14 @@
-"""Rollout engines of the user's: found in their file, built, and, if they answer whole batches, asked and checked.
+"""Finds rollout engines, shipped or the user's, builds them, and asks and checks those that answer whole batches.
+
+`StandaloneRollout` is an engine with the model of a folder, for commands that generate and do not train.
 
 An engine that defines `generate_sequences` itself may return as little as `responses` with a mask: what else a rollout
 has is made here, in the layout of `data.padding.collate`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,13 +16,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.schema import RolloutConfig
-from data.import_utils import bind, callable_name, load_extern_object, load_module, split_object
+from configs.schema import ModelConfig, RolloutConfig
+from configs.threads import worker_threads
+from data.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
 from data.padding import collate
+from data.pretrained import check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
+from workers.engine import compute_dtype
 from workers.hf.rollout import HFRollout
-from workers.openai_rollout import OpenAIRollout
+from workers.models import load_causal_lm, training_device
+from workers.openai.rollout import OpenAIRollout
 from workers.rollout import Rollout
 from workers.sglang_rollout import SGLangRollout
 from workers.vllm_rollout_spmd import vLLMRollout
@@ -193,3 +200,44 @@ def end_reason(ids: list[int], stop_ids: set[int]) -> str:
     if not ids:
         return "aborted"
     return "terminated" if ids[-1] in stop_ids else "max_tokens"
+
+
+class StandaloneRollout:
+    """The engine that `rollout.name` names, around the model at `model.path`, or, if it is a server, around the
+    server's, which should be the same.
+
+    Args:
+        n_threads: CPU threads; None: OMP_NUM_THREADS, else the cores.
+
+    Attributes:
+        engine: the engine; call it within `precision`.
+        vocab_size: token ids of the model are 0 to this number − 1.
+
+    Raises:
+        ValueError: no such model or engine, or lengths that the model was not made for.
+    """
+
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, n_threads: int | None
+    ) -> None:
+        torch.set_num_threads(worker_threads(n_threads).number)
+        load_modules(model.external_lib)
+        engine_class = load_rollout_class(rollout.name)
+        longest = rollout.prompt_length + rollout.response_length
+        model_config = load_model_config(model, model.path, "model.path")
+        check_is_decoder(model_config, "model.path")
+        check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
+        self.vocab_size = model_config.get_text_config().vocab_size
+        self.device = training_device(n_gpus=None)
+        self.dtype = compute_dtype("auto", self.device)
+        module = load_causal_lm(model, self.device, self.dtype, longest)
+        with self.precision():  # an engine may try what it can do, in the precision that it will do it in
+            self.engine = build_rollout(engine_class, rollout, tokenizer, module)
+        if not engine_class.elsewhere:
+            self.engine.load_weights(iter(module.state_dict().items()), version=0)
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The compute precision of a run on this device, for the thread that enters it."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            yield

@@ -6,7 +6,7 @@ from typing import Any
 from data.concurrency import in_thread
 from data.types import Reply, Row
 from training.environment import Environment, EnvSetup
-from workers.episodes import Episode
+from workers.agents.episode import Episode
 
 
 class Environments:

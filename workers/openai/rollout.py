@@ -2,7 +2,7 @@
 
 Tried with vLLM's server, and with ours (training/main_server.py). One request a row: over a list of prompts one seed
 would draw the same for all. The server's weights are a copy: `load_weights` hands them over in shared memory or by
-NCCL (workers/weight_transfer.py).
+NCCL (workers/openai/weight_transfer.py).
 """
 
 from collections import deque
@@ -15,11 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.engines import openai_settings
 from configs.schema import RolloutConfig
 from data.types import Completion, Request, SamplingParams
-from workers.async_rollout import AsyncRollout
 from workers.collectives import gather, rank
+from workers.openai.weight_transfer import weight_transfer
 from workers.openai_client import Json, RequestRefused, Server
-from workers.rollout import check_temperature, diverged
-from workers.weight_transfer import weight_transfer
+from workers.rollout import AsyncRollout, check_temperature, diverged
 
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
@@ -64,7 +63,7 @@ class OpenAIRollout(AsyncRollout):
         Of several workers the first sends them; the others go through them too, as all make those that are sharded.
 
         Raises:
-            ValueError: there are none, or they do not get to the server (workers/weight_transfer.py).
+            ValueError: there are none, or they do not get to the server (workers/openai/weight_transfer.py).
         """
         super().load_weights(weights, version)
         weights = self._at_least_one(weights)

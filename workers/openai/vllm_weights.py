@@ -1,8 +1,8 @@
-"""What vLLM's server loads into its workers, so that it takes weights as workers/weight_transfer.py sends them.
+"""Makes vLLM's server take weights as weight_transfer.py sends them; loaded into the server's workers.
 
-It is started with --worker-extension-cls workers.vllm_weights.WorkerExtension, which has this module imported in each
-worker before the worker makes its weight-transfer engine, and with --weight-transfer-config '{"backend": …}', which
-names the engine below.
+The server is started with --worker-extension-cls workers.openai.vllm_weights.WorkerExtension, which has this module
+imported in each worker before the worker makes its weight-transfer engine, and with --weight-transfer-config
+'{"backend": …}', which names the engine below.
 """
 
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from workers.shared_weights import BACKEND, read_weights
+from workers.openai.shared_weights import BACKEND, read_weights
 
 
 class SharedMemoryOrNCCL(NCCLWeightTransferEngine):

@@ -12,8 +12,8 @@ from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.tool_files import load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import Reply
-from workers.episodes import Episode
-from workers.tools.toolbox import Toolbox
+from workers.agents.episode import Episode
+from workers.agents.toolbox import Toolbox
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import encode_prompt, parse_prompt
 from data.seeding import derive_seed
 from workers.engine_pump import EngineError, EnginePump
-from workers.openai_bodies import Answer, ChatBody, CompletionBody, Json, Part, error_body
-from workers.token_text import TokenText
+from workers.server.bodies import Answer, ChatBody, CompletionBody, Json, Part, error_body
+from workers.server.text import TokenText
 
 LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
 CLIENT_GONE = 499  # nobody reads it

@@ -27,9 +27,9 @@ from configs.engines import OpenAISettings, openai_settings
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.concurrency import in_thread
+from workers.openai.shared_weights import write_weights
 from workers.openai_client import Json, RequestRefused, Server, ServerError
-from workers.shared_weights import write_weights
-from workers.vllm_process import vllm_process
+from workers.vllm_setup import vllm_process
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
