@@ -39,7 +39,7 @@ from configs.threads import worker_threads
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
 from workers.hf import rollout as rollout_module
-from workers.hf.batch import RunningBatch, SharedPrompts, left_padded
+from workers.hf.batch import RunningBatch, SharedPrompts, pad_left
 from workers.hf.rollout import HFRollout
 from workers.kernels import start_process
 from workers.rollout import Rollout
@@ -188,7 +188,7 @@ def by_engine(engine: Rollout, prompts: list[list[int]], samples: int, tokens: i
 
 def by_generate(model: PreTrainedModel, prompts: list[list[int]], samples: int, tokens: int, seed: int) -> int:
     torch.manual_seed(seed)
-    ids, mask = left_padded(prompts, PAD, model.device)
+    ids, mask = pad_left(prompts, PAD, model.device)
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": samples}
     found = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=PAD, **drawn)
     return found[:, ids.shape[1] :].numel()

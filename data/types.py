@@ -78,7 +78,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Reply:
-    """The consequences of an answer of the policy.
+    """The other side's reply to an answer of the policy.
 
     The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
     (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
@@ -140,5 +140,5 @@ class Sample:
         return replace(self, **{name: vars(self)[name][:length] for name in PER_TOKEN})
 
     def fail(self) -> None:
-        """Has nothing learnt from it: its tokens stay to be looked at, as nobody's, and earn nothing."""
+        """Takes the sample out of training: its tokens stay to be looked at, with a mask and rewards of 0."""
         self.policy_mask, self.rewards = [0] * len(self.token_ids), [0.0] * len(self.token_ids)

@@ -21,9 +21,9 @@ from tests.runs import ROOT
 from workers.forward_check import rope_changes
 from workers.hf.batch import SharedPrompts
 from workers.hf.rollout import HFRollout
-from workers.hf.separate import SeparateRows, WholeSequences
+from workers.hf.separate import NoCacheBatch, SeparateRows
 from workers.micro_batches import score
-from workers.rollout import answered
+from workers.rollout import sample_of
 from workers.scoring_model import padded_scores, scoring_model, set_forward
 
 CLOSE = 1e-4
@@ -50,7 +50,7 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
 MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 PACKED, PADDED, EAGER = "packed", "padded", "padded, eager"
 SHARED, OWN, WHOLE = "shared prompts", "a prompt a row", "whole sequences"
-GENERATION = {SharedPrompts: SHARED, SeparateRows: OWN, WholeSequences: WHOLE}
+GENERATION = {SharedPrompts: SHARED, SeparateRows: OWN, NoCacheBatch: WHOLE}
 
 
 class Family(NamedTuple):
@@ -258,7 +258,7 @@ def generated(rollout: HFRollout, batch: DataProto) -> DataProto:
         ids, prompt = unpadded(batch, row)
         prompts += [ids[:prompt].tolist()] * 2
     requests = [Request(row, ids, sampling[row], seed=row) for row, ids in enumerate(prompts)]
-    samples = [answered(*pair) for pair in zip(requests, rollout.generate(requests), strict=True)]
+    samples = [sample_of(*pair) for pair in zip(requests, rollout.generate(requests), strict=True)]
     return collate(samples, PROMPT_WIDTH, RESPONSE_WIDTH, pad_token_id=0)
 
 
@@ -282,7 +282,7 @@ def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer:
     sampled = generated(rollout, batch)
     scored = score(model.train(), sampled, CUTS["3 rows"], 1.0).log_probs
     assert (sampled.batch["rollout_log_probs"] - scored).abs().max() < CLOSE
-    assert (training_of(model), GENERATION[rollout.way]) == FAMILIES[name][2:]
+    assert (training_of(model), GENERATION[rollout.batch_class]) == FAMILIES[name][2:]
     if model.shares_prompts:
         set_forward(model, padded_scores, shares_prompts=False)
         assert distance(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs, wanted) < CLOSE

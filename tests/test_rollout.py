@@ -31,7 +31,7 @@ from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
-from workers.hf.separate import WholeSequences
+from workers.hf.separate import NoCacheBatch
 from workers.models import load_causal_lm
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
@@ -531,7 +531,7 @@ def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: P
     model = random_model("Llama, untied", "padded")
     rollout, rows = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=4), mixed_requests(12)
     wanted = {done.id: done for done in rollout.generate(rows)}
-    rollout.way, widths = WholeSequences, []
+    rollout.batch_class, widths = NoCacheBatch, []
     model.base_model.register_forward_pre_hook(
         lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
     )

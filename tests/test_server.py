@@ -25,12 +25,12 @@ from data.types import Completion, Request, SamplingParams
 from tests.runs import ROOT, needs_vllm, vllm_server
 from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
-from workers.engine_pump import EnginePump
+from workers.engine_pump import AsyncEngine
 from workers.models import load_causal_lm
 from workers.openai.shared_weights import BACKEND
 from workers.rollout import Rollout
 from workers.server.app import Served
-from workers.server.text import TokenText, held_back
+from workers.server.text import TokenText, count_held_back
 
 CHAT = [{"role": "user", "content": "say abc"}]
 
@@ -285,7 +285,7 @@ class Fragile(Rollout):
 def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_next_is_served(tiny_model, caplog):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine = Fragile(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
-    served = Served("tiny", tokenizer, EnginePump(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
+    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
     with serving(served, compose(tiny_model)) as url:
         for prompt, code, message in (("ab", 400, "two tokens are too few"), ("abc", 500, "out of memory")):
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -324,7 +324,7 @@ def test_a_character_of_several_tokens_comes_when_it_is_whole():
 def test_what_may_become_a_stop_string_is_held_back():
     assert pieces(list(b"abxabc"), ["abc"])[0] == ["", "", "abx", "", "", ""]
     assert pieces(list(b"ab"), ["abc"])[0] == ["", "", "ab"]
-    assert held_back("xab", ["abc", "bcd"]) == 2 and held_back("abc", ["abc"]) == 0
+    assert count_held_back("xab", ["abc", "bcd"]) == 2 and count_held_back("abc", ["abc"]) == 0
 
 
 @given(

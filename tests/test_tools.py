@@ -27,7 +27,7 @@ from training.environment import assign_agents
 from training.reward import FunctionReward, add_scores
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
-from workers.agents.toolbox import Toolbox, ToolReplies, truncated
+from workers.agents.toolbox import Toolbox, ToolReplies, truncate
 from workers.tools.calculator import as_text, calculate
 from workers.tools.sandbox import PythonSandbox
 from workers.tools.search import Index
@@ -443,10 +443,10 @@ def test_a_blocking_function_that_hangs_is_given_up():
 
 
 def test_results_are_cut_on_the_named_side():
-    assert truncated("abcdef", 6, "left") == "abcdef"
-    assert truncated("abcdef", 4, "left") == "(truncated)...cdef"
-    assert truncated("abcdef", 4, "right") == "abcd...(truncated)"
-    assert truncated("abcdef", 4, "middle") == "ab...(truncated)...ef"
+    assert truncate("abcdef", 6, "left") == "abcdef"
+    assert truncate("abcdef", 4, "left") == "(truncated)...cdef"
+    assert truncate("abcdef", 4, "right") == "abcd...(truncated)"
+    assert truncate("abcdef", 4, "middle") == "ab...(truncated)...ef"
 
 
 def test_the_lifecycle_of_verls_tools(write, tmp_path):

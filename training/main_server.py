@@ -29,7 +29,7 @@ from configs.serving import ServerConfig, ServerSettings, check_server
 from configs.threads import worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from workers.engine import compute_dtype
-from workers.engine_pump import EnginePump
+from workers.engine_pump import AsyncEngine
 from workers.load_rollout import StandaloneRollout
 from workers.models import training_device
 from workers.openai.shared_weights import BACKEND
@@ -76,7 +76,7 @@ def load_served(config: ServerConfig) -> Served:
     return Served(
         name=served_name(config),
         tokenizer=tokenizer,
-        pump=EnginePump(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
+        pump=AsyncEngine(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
         vocab_size=standalone.vocab_size,
         context=rollout.prompt_length + rollout.response_length,
         max_tokens=rollout.response_length,

@@ -3,6 +3,10 @@
 Episodes live in an event loop in a thread of its own, and their environments in further threads; the engine is stepped
 in the thread that asks, where its precision and its random state are set. A turn joins while others are generated, and
 its draws depend on its row and number alone.
+
+Rows that are answered once stay with `Rollout.generate_sequences`, the one exception, unless their batch has episodes
+too: the loop takes 27 % more processor time for 1,024 single answers of 16 tokens, and 10 % more for answers of 64
+(a model of 1M parameters, one thread).
 """
 
 import asyncio
@@ -24,8 +28,8 @@ from data.types import Completion, Row, Sample, SamplingParams
 from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings
 from workers.agents.conversation import ToolEpisodes
 from workers.agents.environment import EnvEpisode, Environments
-from workers.agents.episode import Episode, EpisodeFailed, Limits, SingleAnswer, play, unless_failed
-from workers.engine_pump import CallingThread, EnginePump
+from workers.agents.episode import Episode, EpisodeFailed, Limits, SingleAnswer, or_episode_error, play
+from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout, nothing
 
 logger = logging.getLogger(__name__)
@@ -39,7 +43,7 @@ class Policy:
     `goes_on`: whether the prompt of a turn begins with the turn before, so that its keys and values are worth keeping.
     """
 
-    pump: EnginePump
+    pump: AsyncEngine
     sampling: SamplingParams
     seed: int
     row: int
@@ -82,7 +86,7 @@ class AgentLoop:
         its place in the whole of which these prompts may be one worker's share.
         """
         thread = CallingThread()
-        pump = EnginePump(self.engine, nullcontext, thread)
+        pump = AsyncEngine(self.engine, nullcontext, thread)
         rows = rows_of(prompts)
         numbers = range(first_row, first_row + len(rows))
         policies = [Policy(pump, sampling, seed, number, not self.turns_apart) for number in numbers]
@@ -94,12 +98,12 @@ class AgentLoop:
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
-        async def played(place: int) -> list[Sample]:
+        async def play_place(place: int) -> list[Sample]:
             samples = await self.play_row(rows[place], policies[place])
             self.on_finished(place, samples)
             return samples
 
-        return await asyncio.gather(*map(played, range(len(rows))))
+        return await asyncio.gather(*map(play_place, range(len(rows))))
 
     async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
         """The rows of an episode, tried again if the other side raised."""
@@ -115,7 +119,7 @@ class AgentLoop:
         return samples
 
     def open(self, row: Row) -> Episode:
-        """The episode that a row begins."""
+        """Opens the episode that a row begins."""
         if row[AGENT_COLUMN] == TOOL_AGENT:
             return self.conversations(row)
         if row[AGENT_COLUMN] == SINGLE_TURN:
@@ -130,7 +134,7 @@ class AgentLoop:
             self.environments.close()
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
-        """What was played as a batch; the episode that row i of `prompts` began is called `names[i]`."""
+        """Returns the episodes as a batch; the episode that row i of `prompts` began is called `names[i]`."""
         samples = [*chain.from_iterable(episodes)]
         extras = dict.fromkeys(name for sample in samples for name in sample.extras)
         for sample in samples:  # of several kinds of episodes
@@ -150,7 +154,7 @@ class AgentLoop:
 async def close(episode: Episode) -> None:
     """Closes an episode, whose rows are there already: one that fails to close is reported, and costs nothing."""
     try:
-        await unless_failed(episode.close())
+        await or_episode_error(episode.close())
     except EpisodeFailed as failure:
         logger.warning("an episode could not be closed: %s", failure)
 

@@ -37,11 +37,11 @@ class EarlyScores:
     def of_answers(self, engine: Rollout, prompts: DataProto) -> Iterator[None]:
         """Scores what `engine` answers to the rows of `prompts`."""
 
-        def finished(done: Completion) -> None:
+        def score_answer(done: Completion) -> None:
             self.begin(prompts, done.id, done.token_ids if done.finish_reason != "aborted" else [], {})
 
         self.waits = {}
-        engine.on_finished = finished if self.reward else nothing
+        engine.on_finished = score_answer if self.reward else nothing
         try:
             yield
         finally:
@@ -51,14 +51,14 @@ class EarlyScores:
     def of_episodes(self, loop: AgentLoop, prompts: DataProto) -> Iterator[None]:
         """Scores the conversations that the rows of `prompts` begin; episodes of an environment have their scores."""
 
-        def finished(row: int, samples: list[Sample]) -> None:
+        def score_episode(row: int, samples: list[Sample]) -> None:
             [sample] = samples
             said = zip(sample.token_ids, sample.policy_mask, strict=True)
             extras = sample.extras | {"raw_prompt_ids": sample.prompt_ids}
             self.begin(prompts, row, [token_id for token_id, is_policys in said if is_policys], extras)
 
         self.waits = {}
-        loop.on_finished = finished if self.reward and loop.environments is None else nothing
+        loop.on_finished = score_episode if self.reward and loop.environments is None else nothing
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a response; `finish_reason` is that of its completion, or None if it goes on."""
+    """New tokens of a response; `finish_reason` is that of its completion, or None if it goes on."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass
 class Client:
-    """Who waits for a request: `seen` tokens are in `pieces` already. `episode`: of which it is a turn."""
+    """A waiting client of a request: `seen` tokens are in `pieces` already. `episode`: of which it is a turn."""
 
     request: Request
     episode: int | None = None
@@ -42,7 +42,7 @@ class Client:
 
 @dataclass
 class Step:
-    """What a step of the engine brought: requests that it refused, that it finished, and what others have so far."""
+    """Results of a step: requests that the engine refused, that it finished, and what others have so far."""
 
     refused: list[tuple[int, ValueError]]
     finished: list[Completion]
@@ -70,7 +70,7 @@ class CallingThread(Executor):
         return done.result()
 
 
-class EnginePump:
+class AsyncEngine:
     """Steps `engine` in one thread whenever there are requests. For use within one event loop, which keeps all books.
 
     Args:
@@ -86,8 +86,8 @@ class EnginePump:
         self.clients: dict[int, Client] = {}  # by request id
         self.joining: list[Request] = []
         self.leaving: list[int] = []
-        self.over: list[int] = []  # episodes
-        self.away: set[int] = set()  # episodes between two turns
+        self.ended: list[int] = []  # episodes
+        self.between_turns: set[int] = set()
         self.all_back = asyncio.Event()
         self.all_back.set()
         self.pumping: asyncio.Task | None = None
@@ -95,7 +95,7 @@ class EnginePump:
     async def complete(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, episode: int, goes_on: bool
     ) -> Completion:
-        """The response to a prompt, whole: a turn of `episode`.
+        """Returns the whole response to a prompt, a turn of `episode`.
 
         `goes_on`: the prompt of its next turn begins with this one and the response, as far as is known.
 
@@ -111,7 +111,7 @@ class EnginePump:
     async def answer(
         self, prompt_ids: list[int], sampling: SamplingParams, seed: int, piecewise: bool
     ) -> AsyncIterator[Piece]:
-        """The response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
+        """Yields the response to a prompt, in pieces as its tokens come, or in one. To leave early ends the request.
 
         Raises:
             ValueError: the engine cannot answer it.
@@ -142,36 +142,36 @@ class EnginePump:
 
     def forget(self, episode: int) -> None:
         """Tells the engine that this episode is over."""
-        self.over.append(episode)
+        self.ended.append(episode)
         self._is_back(episode)
         self._wake()
 
     def _is_back(self, episode: int) -> None:
-        self.away.discard(episode)
-        if not self.away:
+        self.between_turns.discard(episode)
+        if not self.between_turns:
             self.all_back.set()
 
     def _wake(self) -> None:
         if self.pumping is None:
             self.pumping = asyncio.get_running_loop().create_task(self._pump())
-            self.pumping.add_done_callback(self._ended)
+            self.pumping.add_done_callback(self._on_pump_end)
 
     async def _pump(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.joining or self.leaving or self.over or self.clients:
-            joining, leaving, over = self.joining, self.leaving, self.over
-            self.joining, self.leaving, self.over = [], [], []
+        while self.joining or self.leaving or self.ended or self.clients:
+            joining, leaving, ended = self.joining, self.leaving, self.ended
+            self.joining, self.leaving, self.ended = [], [], []
             seen = {number: client.seen for number, client in self.clients.items() if client.request.piecewise}
             began = loop.time()
-            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, over, seen)
+            step = await loop.run_in_executor(self.thread, self._step, joining, leaving, ended, seen)
             self._deliver(step)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.all_back.wait(), WAIT_SHARE * (loop.time() - began))
 
     def _step(
-        self, joining: Sequence[Request], leaving: Sequence[int], over: Sequence[int], seen: dict[int, int]
+        self, joining: Sequence[Request], leaving: Sequence[int], ended: Sequence[int], seen: dict[int, int]
     ) -> Step:
-        """In the engine's thread."""
+        """Runs one step, in the engine's thread."""
         refused = []
         with self.precision():
             for request in joining:
@@ -180,7 +180,7 @@ class EnginePump:
                 except ValueError as error:
                     refused.append((request.id, error))
             self.engine.abort(leaving)
-            self.engine.forget(over)
+            self.engine.forget(ended)
             finished = self.engine.step() if self.engine.has_unfinished_requests() else []
             return Step(refused, finished, self.engine.tokens_so_far(seen))
 
@@ -192,7 +192,7 @@ class EnginePump:
         for done in step.finished:
             if client := self.clients.pop(done.id, None):
                 if client.episode is not None:
-                    self.away.add(client.episode)
+                    self.between_turns.add(client.episode)
                     self.all_back.clear()
                 new = slice(client.seen, None)
                 client.pieces.put_nowait(Piece(done.token_ids[new], done.log_probs[new], done.finish_reason))
@@ -201,13 +201,13 @@ class EnginePump:
                 client.seen += len(token_ids)
                 client.pieces.put_nowait(Piece(token_ids, log_probs, None))
 
-    def _ended(self, pumping: asyncio.Task) -> None:
-        """Nothing is left to do, or the engine raised: then every client is told, and the engine forgets them."""
+    def _on_pump_end(self, pumping: asyncio.Task) -> None:
+        """Starts again if requests came meanwhile; if the engine raised, tells every client, and has it forget them."""
         self.pumping = None
         if pumping.cancelled():
             return
         if (error := pumping.exception()) is None:
-            if self.joining or self.leaving or self.over:  # they came after the last look
+            if self.joining or self.leaving or self.ended:  # they came after the last look
                 self._wake()
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)

@@ -45,7 +45,7 @@ RULE = (
 
 
 def load_rollout_class(name: str) -> type[Rollout]:
-    """The engine that actor_rollout_ref.rollout.name names: a shipped one, or the subclass in a file or module.
+    """Returns the engine that actor_rollout_ref.rollout.name names: a shipped one, or the subclass in a file or module.
 
     `file.py:Class` chooses one of several.
 
@@ -81,7 +81,7 @@ def is_engine(value: Any) -> bool:
 def build_rollout(
     engine_class: type[Rollout], config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> Rollout:
-    """An engine; what every one has is there before its own constructor runs, which may know nothing of it."""
+    """Builds an engine; what every one has is there before its own constructor runs, which may know nothing of it."""
     engine = engine_class.__new__(engine_class)
     Rollout.__init__(engine, config, tokenizer, model)
     engine.__init__(**constructor_arguments(engine_class, engine_class.__name__, config, tokenizer, model))
@@ -91,7 +91,7 @@ def build_rollout(
 def constructor_arguments(
     engine_class: type[Rollout], key: str, config: Any, tokenizer: Any, model: Any
 ) -> dict[str, Any]:
-    """What the constructor names of config, tokenizer and model (or module); raises ValueError if it needs more."""
+    """Returns what the class names of config, tokenizer, model (or module); raises ValueError if it needs more."""
     offered = {"config": config, "tokenizer": tokenizer, "model": model}
     if "module" in inspect.signature(engine_class).parameters:
         offered["module"] = model
@@ -111,7 +111,7 @@ def call_arguments(
 def generate_batch(
     engine: Rollout, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int
 ) -> DataProto:
-    """`prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it.
+    """Returns `prompts` with the columns of a rollout, by the engine's generate_sequences, whoever wrote it.
 
     One of the user's gets them with input_ids, attention_mask and position_ids [B, P] as well, and in meta_info how to
     sample.
@@ -135,7 +135,7 @@ def generate_batch(
 
 
 def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_ids: set[int]) -> DataProto:
-    """`prompts` with the columns of a rollout, from what an engine returned, and with the columns that it added."""
+    """Adds the columns of a rollout to `prompts`, from what an engine returned, and the columns that it added."""
     name = f"the engine {callable_name(type(engine))}"
     if not isinstance(result, DataProto) or len(result) != len(prompts):
         found = f"{len(result)} rows for {len(prompts)} prompts" if isinstance(result, DataProto) else repr(result)
@@ -167,7 +167,7 @@ def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_
 
 
 def response_columns(columns: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, what of them is no padding, and what of that the policy produced: [B, R], the last two bool."""
+    """Returns token ids, which are no padding, and which of those are the policy's: [B, R], the last two bool."""
     responses = columns.get("responses", torch.zeros(()))
     masks = {mask: columns[mask] for mask in ("attention_mask", "response_mask") if mask in columns}
     if responses.ndim != 2 or responses.is_floating_point() or not masks:

@@ -32,7 +32,7 @@ from workers.load_rollout import build_rollout, generate_batch, load_rollout_cla
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.reward_model import LearnedReward
-from workers.rollout import Rollout, answered
+from workers.rollout import Rollout, sample_of
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; what rounding does is far below
@@ -180,7 +180,7 @@ def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
     most = min(TOKENS, config.response_length)
     request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
     [done] = engine.generate([request])
-    batch = collate([answered(request, done)], len(prompt), most, engine.pad_token_id)
+    batch = collate([sample_of(request, done)], len(prompt), most, engine.pad_token_id)
     with policy.autocast():
         wanted = trained_log_probs(policy.module, batch)
     difference = (batch.batch["rollout_log_probs"] - wanted)[batch.batch["response_mask"].bool()]

@@ -33,7 +33,7 @@ STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others 
 
 
 def nothing(*_: Any) -> None:
-    """Hears of what is finished, and does nothing."""
+    """Does nothing with what is finished."""
 
 
 class Rollout:
@@ -77,7 +77,7 @@ class Rollout:
         self.running: dict[int, Any] = {}  # by id, of an engine that keeps them here: the request, or what answers it
 
     def all_stop_ids(self, sampling: SamplingParams) -> set[int]:
-        """What ends a response: the engine's own stop ids, and those that were asked for."""
+        """Returns the ids that end a response: the engine's own, and those that were asked for."""
         return self.stop_ids.union(sampling.stop_token_ids)
 
     def add(self, request: Request) -> None:
@@ -113,7 +113,7 @@ class Rollout:
         """These episodes are over: drops what the engine keeps for their next turns, if it keeps anything."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is waiting or running; an engine that keeps running ones elsewhere counts them too."""
+        """Returns True if requests are waiting or running; an engine that keeps running ones elsewhere counts them."""
         return bool(self.waiting or self.running)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
@@ -222,7 +222,7 @@ class Rollout:
         ]
         completions = self.generate(requests) if requests else []  # a share may be without rows
         check_completions(f"the engine {callable_name(type(self))}", requests, completions)
-        samples = [answered(request, done) for request, done in zip(requests, completions, strict=True)]
+        samples = [sample_of(request, done) for request, done in zip(requests, completions, strict=True)]
         rollouts = collate(samples, self.config.prompt_length, self.config.response_length, self.pad_token_id)
         further = [name for name in prompts.tensors if name not in rollouts]
         return rollouts.union(prompts.select(further))
@@ -251,8 +251,8 @@ def check_completions(name: str, requests: Sequence[Request], completions: Seque
             )
 
 
-def answered(request: Request, done: Completion) -> Sample:
-    """The row of a request and its completion; nothing is learnt from one that was aborted."""
+def sample_of(request: Request, done: Completion) -> Sample:
+    """Returns the row of a request and its completion; nothing is learnt from one that was aborted."""
     sample = Sample(request.prompt_ids, end_reason=END_REASON_OF[done.finish_reason])
     sample.extend(done.token_ids, done.log_probs, done.finish_reason != "aborted", done.weight_version)
     return sample
@@ -312,12 +312,12 @@ def check_finite(log_probs: list[float | None], request: Request, weight_version
     """`log_probs` of the response to `request`; raises FloatingPointError if one of them is no number."""
     for place, value in enumerate(log_probs):
         if value is None or not math.isfinite(value):
-            raise diverged(weight_version, f"request {request.id}, token {place + 1} of its response")
+            raise divergence(weight_version, f"request {request.id}, token {place + 1} of its response")
     return log_probs
 
 
-def diverged(weight_version: int, where: str) -> FloatingPointError:
-    """What to say of logits that nothing can be drawn from, found in `where`."""
+def divergence(weight_version: int, where: str) -> FloatingPointError:
+    """Returns the error of logits that nothing can be drawn from, found in `where`."""
     return FloatingPointError(
         f"the policy's logits are NaN or infinite after {weight_version} updates of its weights, in {where}: it has "
         "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "

@@ -106,7 +106,7 @@ class SGLangRollout(AsyncRollout):
 
 
 def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What SGLang is told, as arguments of its ServerArgs; engine_kwargs.sglang has the last word."""
+    """Returns the arguments of SGLang's ServerArgs; engine_kwargs.sglang has the last word."""
     device = model.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
     settings = {

@@ -63,7 +63,7 @@ class vLLMRollout(Rollout):
             return []
         joining = [*self.waiting.values()]
         self.waiting.clear()
-        self.lockstep.tell(("step", joining))
+        self.lockstep.broadcast(("step", joining))
         return self._step(joining)
 
     def _step(self, joining: Iterable[Request]) -> list[Completion]:
@@ -75,10 +75,10 @@ class vLLMRollout(Rollout):
                 self.running[request.id] = request
             outputs = self.engine.step()
         self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
-        return [self._finished(output) for output in outputs if output.finished]
+        return [self._pop_completion(output) for output in outputs if output.finished]
 
     def _abort_running(self, ids: Sequence[int]) -> None:
-        self.lockstep.tell(("abort", ids))
+        self.lockstep.broadcast(("abort", ids))
         self._abort(ids)
 
     def _abort(self, ids: Iterable[int]) -> None:
@@ -93,17 +93,17 @@ class vLLMRollout(Rollout):
         leads = self.lockstep.place == 0
         if not leads:
             verbs = {"step": self._step, "abort": self._abort}
-            for verb, argument in self.lockstep.orders():
+            for verb, argument in self.lockstep.receive():
                 verbs[verb](argument)
         try:
             yield leads
         finally:
             if leads:
-                self.lockstep.tell(None)
+                self.lockstep.broadcast(None)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         return {
-            number: self._drawn(self.running[number], self.begun[number], start)
+            number: self._read_tokens(self.running[number], self.begun[number], start)
             for number, start in seen.items()
             if number in self.begun and number in self.running
         }
@@ -161,12 +161,12 @@ class vLLMRollout(Rollout):
         fields = self._sampling_fields(request)
         return SamplingParams(**fields, flat_logprobs=True, detokenize=False, output_kind=kind)
 
-    def _finished(self, output: Any) -> Completion:
+    def _pop_completion(self, output: Any) -> Completion:
         [answer] = output.outputs
         request = self.running.pop(int(output.request_id))
-        return self._completion(request, *self._drawn(request, answer, 0), answer.finish_reason)
+        return self._completion(request, *self._read_tokens(request, answer, 0), answer.finish_reason)
 
-    def _drawn(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
+    def _read_tokens(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of vLLM's `answer` from `start` on."""
         log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
         return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
@@ -233,7 +233,7 @@ def segments_of_this_run() -> Iterator[None]:
 
 
 def save_config(model: PreTrainedModel, folder: str) -> None:
-    """What vLLM builds the model from. Not by the model's `save_pretrained`, which writes on rank 0 alone."""
+    """Writes the config that vLLM builds the model from; the model's `save_pretrained` would write on rank 0 alone."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -255,14 +255,14 @@ class Lockstep:
             if first == self.leader:
                 self.group = group
 
-    def tell(self, order: Any) -> None:
-        """What the leader is about to do; the others hear it from `orders`. An engine of one worker tells nobody."""
+    def broadcast(self, order: Any) -> None:
+        """Sends what the leader is about to do to the others, who `receive` it, if there are any."""
         if self.size > 1:
-            assert self.place == 0, "only the leader tells"
+            assert self.place == 0, "only the leader broadcasts"
             dist.broadcast_object_list([order], src=self.leader, group=self.group)
 
-    def orders(self) -> Iterator[Any]:
-        """What the leader tells, until it tells None."""
+    def receive(self) -> Iterator[Any]:
+        """Yields what the leader broadcasts, until that is None."""
         while True:
             heard = [None]
             dist.broadcast_object_list(heard, src=self.leader, group=self.group)

@@ -29,7 +29,7 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # the first generation compiles nothing: 
 
 
 def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What vLLM is told, as arguments of vllm.EngineArgs.
+    """Returns the arguments of vllm.EngineArgs.
 
     The dtype is that of the trainer: of its autocast if that is on, else of its weights.
     """
@@ -120,7 +120,7 @@ def vllm_environment(device_type: str) -> dict[str, str]:
 
 @contextmanager
 def vllm_process(device_type: str) -> Iterator[None]:
-    """The process as vLLM is to find it when it is imported or starts, and, after the block, as it was."""
+    """Sets what vLLM needs in this process, and restores it after the block."""
     with process_as_it_is():
         os.environ |= vllm_environment(device_type)
         yield

@@ -33,11 +33,11 @@ class ToolEpisodes:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What prompts say of the tools."""
+        """The tools as prompts describe them."""
         return [tool.tool_schema.model_dump() for tool in self.tools.values()]
 
     def __call__(self, row: Mapping[str, Any]) -> "ToolEpisode":
-        """The episode of a row of the dataset; raises ValueError if it names no interaction where there are some."""
+        """Returns the episode of a row; raises ValueError if it names no interaction where there are some."""
         info = row.get("extra_info") or {}
         toolbox = Toolbox(self.tools, self.parser, self.settings, info.get("tools_kwargs"))
         return ToolEpisode(row, toolbox, interaction_of(self.interactions, info), self.settings)
@@ -89,14 +89,14 @@ class ToolEpisode(Episode):
         self.messages.append({"role": "assistant", "content": answer})
         parsed = self.toolbox.parse(answer)
         if parsed.calls or parsed.errors:
-            return await self._ended("max_turns") if self.at_limit else await self._call(parsed)
+            return await self._end("max_turns") if self.at_limit else await self._call(parsed)
         if self.interaction is None:
-            return await self._ended(None)
+            return await self._end(None)
         return await self._talk(self.interaction)
 
     @property
     def at_limit(self) -> bool:
-        """Whether the policy is not to speak again."""
+        """True if the policy may not speak again."""
         answers, replies = self.settings.max_assistant_turns, self.settings.max_user_turns
         return bool((answers and self.answers >= answers) or (replies and self.replies >= replies))
 
@@ -110,7 +110,7 @@ class ToolEpisode(Episode):
         replies = await self.toolbox.respond(parsed)
         self.counts += replies.counts
         self.tool_rewards += replies.rewards
-        return self._told(replies.messages, sum(replies.rewards))
+        return self._reply(replies.messages, sum(replies.rewards))
 
     async def _talk(self, user: BaseInteraction) -> Reply:
         kwargs = self.interaction_kwargs
@@ -120,15 +120,15 @@ class ToolEpisode(Episode):
         is_over, text, score, _ = await self._in_time(said)
         self.turn_scores.append(float(score))
         if is_over or self.at_limit:
-            return await self._ended("terminated" if is_over else "max_turns", float(score))
-        return self._told([{"role": "user", "content": text}], float(score))
+            return await self._end("terminated" if is_over else "max_turns", float(score))
+        return self._reply([{"role": "user", "content": text}], float(score))
 
-    def _told(self, messages: list[dict[str, Any]], reward: float) -> Reply:
+    def _reply(self, messages: list[dict[str, Any]], reward: float) -> Reply:
         self.replies += 1
         self.messages += messages
         return Reply(messages=messages, reward=reward, columns=self.columns)
 
-    async def _ended(self, end_reason: str | None, reward: float = 0.0) -> Reply:
+    async def _end(self, end_reason: str | None, reward: float = 0.0) -> Reply:
         reward += sum((await self.toolbox.finish()).values())
         return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
 

@@ -15,7 +15,7 @@ from data.types import END_REASON_OF, Completion, Reply, Row, Sample
 
 
 class Episode(ABC):
-    """Whom the policy talks to.
+    """The other side of the policy: an environment, tools, a simulated user.
 
     Attributes:
         prompt_ids: what the policy is shown first; known after `start`.
@@ -26,11 +26,11 @@ class Episode(ABC):
     columns: Row
 
     async def start(self) -> None:  # noqa: B027  (most have nothing to do)
-        """What has to be done before the first answer. May raise, as `step`."""
+        """Prepares the first prompt. May raise, as `step`."""
 
     @abstractmethod
     async def step(self, answer: str) -> Reply:
-        """What comes of an answer, as text without special tokens. May raise: the user's code is behind it."""
+        """Replies to an answer, a text without special tokens. May raise: the user's code is behind it."""
 
     async def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Gives back what the episode holds."""
@@ -66,7 +66,7 @@ Answer = Callable[[list[int], int, int], Awaitable[Completion]]  # prompt, most 
 
 
 async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limits) -> list[Sample]:
-    """The rows of an episode, played to its end.
+    """Plays an episode to its end, and returns its rows.
 
     If the other side raises, or hangs, it ends there for env_error or timeout, and nothing is learnt from its rows.
 
@@ -76,14 +76,14 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
     """
     samples, columns, turn, end_reason = [Sample(episode.prompt_ids)], dict(episode.columns), 0, None
     try:
-        await unless_failed(episode.start())
+        await or_episode_error(episode.start())
         samples = [Sample(episode.prompt_ids)]
         while end_reason is None:
             sample = samples[-1]
             room = limits.response - len(sample.token_ids)
             done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
             sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
-            reply = await unless_failed(episode.step(chat.text(done.token_ids)))
+            reply = await or_episode_error(episode.step(chat.text(done.token_ids)))
             sample.rewards[-1] += reply.reward
             columns |= reply.columns
             end_reason = reply.end_reason
@@ -93,15 +93,15 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
                 end_reason = END_REASON_OF[done.finish_reason]
             elif end_reason is None:
                 told = chat.increment(reply.messages, done.finish_reason == "stop")
-                end_reason = go_on(sample, told, limits, turn)
+                end_reason = append_observation(sample, told, limits, turn)
             turn += 1
     except EpisodeFailed as failure:
-        return finished(samples, failure.end_reason, columns, turn, str(failure))
-    return finished(samples, end_reason, columns, turn)
+        return finish_samples(samples, failure.end_reason, columns, turn, str(failure))
+    return finish_samples(samples, end_reason, columns, turn)
 
 
-def go_on(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | None:
-    """Appends what the policy is told, or says why the episode ends: there is no room for that and an answer."""
+def append_observation(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | None:
+    """Appends what the policy is told; if there is no room for that and an answer, returns the end reason instead."""
     if len(sample.token_ids) == limits.response:
         return "max_tokens"
     if len(sample.token_ids) + len(told) >= limits.response:
@@ -110,8 +110,8 @@ def go_on(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | N
     return None
 
 
-async def unless_failed(work: Awaitable[Any]) -> Any:
-    """The result of what an episode does; raises EpisodeFailed for whatever that raises."""
+async def or_episode_error(work: Awaitable[Any]) -> Any:
+    """Returns the result of an episode's `work`; raises EpisodeFailed for whatever it raises."""
     try:
         return await work
     except TimeoutError as error:
@@ -122,10 +122,10 @@ async def unless_failed(work: Awaitable[Any]) -> Any:
         raise EpisodeFailed("env_error", said + where) from error
 
 
-def finished(
+def finish_samples(
     samples: list[Sample], end_reason: str, columns: Row, turns: int, failure: str | None = None
 ) -> list[Sample]:
-    """The rows of an episode of so many turns that is over, each with the columns of the whole."""
+    """Gives the rows of an episode that is over its end reason and its columns, and returns them."""
     for sample in samples:
         sample.end_reason = end_reason
         if failure is not None:

@@ -21,7 +21,7 @@ FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "
 
 @dataclass
 class ToolReplies:
-    """What the calls of one answer brought.
+    """Results of the calls of one answer.
 
     Attributes:
         messages: one of the role tool for each call, in their order, and for each that is malformed.
@@ -67,7 +67,7 @@ class Toolbox:
         return self.parser.parse(answer, self.schemas)
 
     async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
-        """What the calls of an answer bring, the first max_parallel_calls of them side by side.
+        """Runs the calls of an answer, the first max_parallel_calls of them side by side.
 
         Never raises for what a tool does: the policy reads what went wrong, and earns nothing by that call.
         """
@@ -83,7 +83,7 @@ class Toolbox:
         return replies
 
     async def finish(self) -> dict[str, float]:
-        """What the whole episode earned, by name of the tools that were called."""
+        """Returns the reward of the whole episode by name of the tools that were called."""
         return {
             name: float(
                 await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward")))
@@ -101,7 +101,7 @@ class Toolbox:
                 warn_once(name, error)
 
     async def _answer(self, call: ToolCall) -> tuple[str, float, str | None]:
-        """(text for the policy, reward, kind of failure) of one call."""
+        """Returns (text for the policy, reward, kind of failure) of one call."""
         if call.name not in self.tools:
             return f"Error: there is no tool {call.name!r}; there are {', '.join(self.tools)}", 0.0, "unknown_tool"
         try:
@@ -138,7 +138,7 @@ class Toolbox:
         return (self.tools_kwargs.get(name) or {}).get(f"{step}_kwargs") or {}
 
     def _cut(self, text: str) -> str:
-        return truncated(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
+        return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
 
 
 async def execute(tool: BaseTool, instance: str, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
@@ -150,8 +150,8 @@ def execute_alone(tool: BaseTool, instance: str, arguments: dict[str, Any], kwar
     return asyncio.run(execute(tool, instance, arguments, kwargs))
 
 
-def truncated(text: str, limit: int, side: str) -> str:
-    """`text` with what exceeds `limit` characters left out on the named side: left, right or middle."""
+def truncate(text: str, limit: int, side: str) -> str:
+    """Returns `text` without what exceeds `limit` characters on the named side: left, right or middle."""
     if len(text) <= limit:
         return text
     if side == "left":

@@ -3,7 +3,7 @@
 Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
 joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
 What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, here;
-whatever else a model has, in workers/hf/separate.py. What is kept of episodes beyond that is in workers/hf/kept.py.
+whatever else a model has, in workers/hf/separate.py. turn_cache.py has what is kept of episodes beyond that.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request
 from workers.hf.cache import RowCache
-from workers.hf.kept import Kept, KeptTurns, Layers, cache_of
 from workers.hf.sampling import sample_rows
 from workers.hf.slots import Slots
-from workers.rollout import diverged
+from workers.hf.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
+from workers.rollout import divergence
 
 
 class RunningBatch(ABC):
@@ -37,7 +37,7 @@ class RunningBatch(ABC):
         pad_token_id: int,
         weight_version: int,
         max_num_batched_tokens: int,
-        turns: KeptTurns,
+        turns: TurnCache,
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
         self.max_num_batched_tokens, self.turns = max_num_batched_tokens, turns
@@ -46,9 +46,9 @@ class RunningBatch(ABC):
         self.alive = torch.empty(0, dtype=torch.long, device=module.device)
 
     @abstractmethod
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[Any, Tensor]:
-        """What the model keeps of d prompts, and the logits after them, [d, V] float32. `begun` [d]: what is kept of
-        their beginnings, which is nothing unless the subclass keeps it."""
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Any, Tensor]:
+        """Computes d prompts: what the model keeps of them, and the logits after them, [d, V] float32. `begun` [d]:
+        what is kept of their beginnings, which is nothing unless the subclass keeps it."""
 
     @abstractmethod
     def _keep(self, prefilled: Any, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
@@ -91,7 +91,7 @@ class RunningBatch(ABC):
             )
         return finished
 
-    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]], begun: list[Kept]) -> list[Completion]:
+    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]], begun: list[CachedPrefix]) -> list[Completion]:
         """`join` for the requests of some prompts, which go through the model together."""
         prefilled, logits = self._prefill(list(rows), begun)
         device, requests = logits.device, [request for answers in rows.values() for request in answers]
@@ -120,7 +120,7 @@ class RunningBatch(ABC):
     def _leave_behind(self, slot: int, layers: Layers | None) -> None:
         """Keeps what the row of `slot`, which has ended, has read, for the next turn of its episode."""
         if layers is not None:
-            self.turns.put(self.slots.requests[slot].episode, Kept(self.slots.fed(slot), layers))
+            self.turns.put(self.slots.requests[slot].episode, CachedPrefix(self.slots.read_ids(slot), layers))
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the rows of these requests; those that have none here are ignored."""
@@ -168,7 +168,7 @@ class RunningBatch(ABC):
         uniforms = drawn.uniforms[slots, counts]
         sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
         if not log_probs.isfinite().all():
-            raise diverged_rows(drawn.requests, slots, counts, log_probs, self.weight_version)
+            raise divergence_of_rows(drawn.requests, slots, counts, log_probs, self.weight_version)
         drawn.tokens[slots, counts] = sampled
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
@@ -181,14 +181,14 @@ class RunningBatch(ABC):
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
 
-def diverged_rows(
+def divergence_of_rows(
     requests: dict[int, Request], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
 ) -> FloatingPointError:
-    """What to say of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
+    """Returns the error of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
     broken = (~log_probs.isfinite()).nonzero()[:, 0]
     first = broken[0]
     where = f"request {requests[int(slots[first])].id}, token {int(counts[first]) + 1} of its response"
-    return diverged(weight_version, f"{len(broken)} of {len(slots)} rows ({where})")
+    return divergence(weight_version, f"{len(broken)} of {len(slots)} rows ({where})")
 
 
 class SharedPrompts(RunningBatch):
@@ -198,13 +198,13 @@ class SharedPrompts(RunningBatch):
         super().__init__(*args)
         self.cache: RowCache | None = None
 
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[DynamicCache, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[DynamicCache, Tensor]:
         """Keys and values of d prompts, padded on the left, and the logits after them [d, V].
 
         Each has as many tokens computed as the one with the most new ones: where others have padding, a prompt that
         has begun has the last of its kept ones once more. So no row has holes.
         """
-        ids, mask = left_padded(prompts, self.pad_token_id, self.module.device)
+        ids, mask = pad_left(prompts, self.pad_token_id, self.module.device)
         most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
         return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
@@ -233,7 +233,7 @@ class SharedPrompts(RunningBatch):
         return self.cache.row_layers(place)
 
 
-def left_padded(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])

@@ -132,11 +132,11 @@ class RowCache(Cache):
         of_prompt = slice(self.prompt_width - int(self.lengths[prompt]), None)
         own = slice(int(self.starts[place]), self.end)
 
-        def joined(prompts: Tensor, rows: Tensor) -> Tensor:
+        def concat(prompts: Tensor, rows: Tensor) -> Tensor:
             return torch.cat([prompts[prompt, :, of_prompt], rows[place, :, own]], dim=1).transpose(0, 1)
 
         return [
-            (joined(layer.prompt_keys, layer.keys), joined(layer.prompt_values, layer.values)) for layer in self.layers
+            (concat(layer.prompt_keys, layer.keys), concat(layer.prompt_values, layer.values)) for layer in self.layers
         ]
 
     def step(self) -> Tensor:
@@ -216,7 +216,7 @@ class RowCache(Cache):
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
 
     def _places_for(self, prompts: int, width: int) -> Tensor:
-        """Where so many prompts of this width are to go, with room for them: [prompts]."""
+        """Returns the places of so many new prompts of this width, and makes room for them: [prompts]."""
         if prompts > len(self._unanswered) or width > self.prompt_width:
             self._resize_prompts(prompts, width)
         return self._unanswered[:prompts]

@@ -22,13 +22,13 @@ from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
 from workers.hf.batch import RunningBatch, SharedPrompts
-from workers.hf.kept import KeptTurns
-from workers.hf.separate import SeparateRows, WholeSequences
+from workers.hf.separate import NoCacheBatch, SeparateRows
+from workers.hf.turn_cache import TurnCache
 from workers.kernels import decoding, lay_out_weights
-from workers.rollout import Rollout, answered, check_request
+from workers.rollout import Rollout, check_request, sample_of
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
-WAYS = (SharedPrompts, SeparateRows, WholeSequences)  # to generate, the fast ones first
+BATCH_CLASSES = (SharedPrompts, SeparateRows, NoCacheBatch)  # to generate, the fast ones first
 TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
 
 
@@ -51,7 +51,7 @@ class HFRollout(Rollout):
         self.set_up = ExitStack()  # what the module is set up with meanwhile
         self.has_laid_out = False  # whether that includes weights for narrow products
         self.turns = self._no_turns()
-        self.way: type[RunningBatch] = self._find_way()
+        self.batch_class: type[RunningBatch] = self._choose_batch_class()
         self.turns = self._no_turns()
 
     @property
@@ -59,19 +59,19 @@ class HFRollout(Rollout):
         """Tokens of prompts that went through the model so far, equal prompts and kept turns once, without padding."""
         return self.turns.prefilled_tokens
 
-    def _no_turns(self) -> KeptTurns:
-        return KeptTurns(self.config.max_num_seqs * (self.config.prompt_length + self.config.response_length))
+    def _no_turns(self) -> TurnCache:
+        return TurnCache(self.config.max_num_seqs * (self.config.prompt_length + self.config.response_length))
 
-    def _find_way(self) -> type[RunningBatch]:
+    def _choose_batch_class(self) -> type[RunningBatch]:
         name, problems = type(self.module).__name__, []
         with scaled_up_weights(self.module):
-            for way in WAYS if self.module.shares_prompts else WAYS[1:]:
-                self.way = way
+            for batch_class in BATCH_CLASSES if self.module.shares_prompts else BATCH_CLASSES[1:]:
+                self.batch_class = batch_class
                 problem = self._problem()
                 if problem is None:
                     if problems:
-                        notice(f"{name} generates slower, as {way.COST} ({problems[-1]}).")
-                    return way
+                        notice(f"{name} generates slower, as {batch_class.COST} ({problems[-1]}).")
+                    return batch_class
                 problems.append(problem)
         raise ValueError(
             f"actor_rollout_ref.rollout.name=hf: {name} samples with other log-probs than it is trained with "
@@ -80,10 +80,10 @@ class HFRollout(Rollout):
         )
 
     def _problem(self) -> str | None:
-        """Why `way` is not to be used, by a few rows past whatever length the model knows and the run reaches."""
+        """Returns why `batch_class` cannot be used, or None: tries rows past any length that the run reaches."""
         mode, stops, self.stop_ids = self.module.training, self.stop_ids, set()
         try:
-            batch = self._sampled()
+            batch = self._sample_trial()
             found, wanted = batch.batch["rollout_log_probs"], trained_log_probs(self.module, batch)
             with torch.autocast(self.module.device.type, enabled=False):
                 exact = trained_log_probs(self.module, batch)
@@ -95,7 +95,7 @@ class HFRollout(Rollout):
         distance = (found - wanted).abs().max().item()
         return None if distance < tolerance(wanted, exact) else f"log_probs differ by {distance:.1g}"
 
-    def _sampled(self) -> DataProto:
+    def _sample_trial(self) -> DataProto:
         """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
         to what the latter two begin, as their next turns."""
         width = check_width(self.module.config, self.config.prompt_length + self.config.response_length)
@@ -109,7 +109,7 @@ class HFRollout(Rollout):
                     Request(i, rows[row, :length].tolist(), sampling, seed=i, episode=row)
                     for i, (row, length) in enumerate(turn)
                 ]
-                samples += map(answered, requests, self.generate(requests))
+                samples += map(sample_of, requests, self.generate(requests))
         finally:
             self.forget(self.turns.episodes)
         return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
@@ -165,7 +165,7 @@ class HFRollout(Rollout):
         self.forget(self.turns.episodes)
 
     def _goes_on(self) -> bool:
-        """Whether there is something to do, or may soon be, as an episode may have another turn."""
+        """Returns True if there is something to do, or may soon be, as an episode may have another turn."""
         return bool(self.turns.episodes) or self.has_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
@@ -189,9 +189,9 @@ class HFRollout(Rollout):
         self.module.eval()
         self.set_up.callback(self.module.train)
         shares_prompts = self.set_up.enter_context(decoding(self.module))
-        way = SeparateRows if self.way is SharedPrompts and not shares_prompts else self.way
+        batch_class = SeparateRows if self.batch_class is SharedPrompts and not shares_prompts else self.batch_class
         most = self.config.max_num_batched_tokens
-        self.batch = way(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
+        self.batch = batch_class(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
 
     def _stop(self) -> None:
         """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""

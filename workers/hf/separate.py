@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from workers.hf.batch import RunningBatch, last_logits, left_padded, positions_of
-from workers.hf.kept import Kept
+from workers.hf.batch import RunningBatch, last_logits, pad_left, positions_of
+from workers.hf.turn_cache import CachedPrefix
 
 
 @dataclass
@@ -46,9 +46,9 @@ class SeparateRows(RunningBatch):
         super().__init__(*args)
         self.parts: list[Rows] = []  # in the order of `alive`
 
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[Kept]) -> tuple[Rows, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
-        rows = Rows(*left_padded(prompts, self.pad_token_id, self.module.device), cache)
+        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
         return rows, self._logits(rows)
 
     def _keep(self, prefilled: Rows, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
@@ -75,7 +75,7 @@ class SeparateRows(RunningBatch):
         return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
 
 
-class WholeSequences(SeparateRows):
+class NoCacheBatch(SeparateRows):
     """Rows of which the model keeps nothing: each token costs a forward of all before it. As slow as it is general."""
 
     COST = "each token costs a forward of all before it"

@@ -1,4 +1,4 @@
-"""What the running rows have drawn, and the numbers by which they will draw."""
+"""Memory of the running rows: the tokens that they have drawn, and the numbers by which they will draw."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -60,21 +60,21 @@ class Slots:
         if (new_size, width) == (size, old_width):
             return
         for name in ("tokens", "log_probs", "uniforms"):
-            setattr(self, name, enlarged(vars(self)[name], new_size, width))
+            setattr(self, name, enlarge(vars(self)[name], new_size, width))
         for name in ("counts", "max_tokens", "kinds", "stopped"):
-            setattr(self, name, enlarged(vars(self)[name], new_size))
+            setattr(self, name, enlarge(vars(self)[name], new_size))
         self.free += range(size, new_size)
 
     def last_tokens(self, slots: Tensor) -> Tensor:
         """The newest token of each of `slots` [b]: [b, 1]."""
         return self.tokens[slots, self.counts[slots] - 1, None]
 
-    def fed(self, slot: int) -> list[int]:
-        """The ids that a row has read: its prompt's and its own, without the newest, which is yet to be fed."""
+    def read_ids(self, slot: int) -> list[int]:
+        """Returns the ids that the model has read of a row: its prompt's and its own, without the newest."""
         return [*self.requests[slot].prompt_ids, *self.tokens[slot, : int(self.counts[slot]) - 1].tolist()]
 
 
-def enlarged(memory: Tensor, *shape: int) -> Tensor:
+def enlarge(memory: Tensor, *shape: int) -> Tensor:
     """`memory` as the first part of a tensor of this shape, which is 0 elsewhere."""
     larger = memory.new_zeros(shape)
     larger[tuple(slice(length) for length in memory.shape)] = memory

@@ -34,7 +34,7 @@ class EndpointInteraction(BaseInteraction):
     ) -> tuple[bool, str, float, dict[str, Any]]:
         instruction = self.config.get("instruction", INSTRUCTION)
         system = "\n".join(filter(None, (instruction, kwargs.get("persona"))))
-        text = await self._ask([{"role": "system", "content": system}, *seen_by_the_user(messages)])
+        text = await self._ask([{"role": "system", "content": system}, *swap_sides(messages)])
         return END in text, text.partition(END)[0].strip(), 0.0, {}
 
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
@@ -49,7 +49,7 @@ class EndpointInteraction(BaseInteraction):
             return (await response.json(content_type=None))["choices"][0]["message"]["content"] or ""
 
 
-def seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+def swap_sides(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The conversation from the other side: the policy's answers are a user's to the model that plays the user."""
     sides = {"user": "assistant", "assistant": "user"}
     return [

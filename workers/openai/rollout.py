@@ -18,7 +18,7 @@ from data.types import Completion, Request, SamplingParams
 from workers.collectives import gather, rank
 from workers.openai.weight_transfer import weight_transfer
 from workers.openai_client import Json, RequestRefused, Server
-from workers.rollout import AsyncRollout, check_temperature, diverged
+from workers.rollout import AsyncRollout, check_temperature, divergence
 
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
@@ -79,7 +79,7 @@ class OpenAIRollout(AsyncRollout):
             answer = await self.server.ask("POST", "/v1/completions", self._body(request))
         except RequestRefused as error:
             if NOT_IN_JSON in str(error):
-                raise diverged(self.weight_version, f"request {request.id}") from error
+                raise divergence(self.weight_version, f"request {request.id}") from error
             raise
         match answer:
             case {
@@ -125,7 +125,7 @@ class OpenAIRollout(AsyncRollout):
         return self.run(self.answer(Request(0, prompt, sampling, seed=0)))
 
     def _try_log_probs(self) -> bool:
-        """Whether the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
+        """Returns True if the server's log-probs count top-k, top-p and min-p; those of a single choice are then 0.
 
         Raises:
             ValueError: they do not even know the temperature, or there are none.
@@ -141,7 +141,7 @@ class OpenAIRollout(AsyncRollout):
         return False
 
     def _try_stops(self) -> bool:
-        """Whether it stops at stop_token_ids where ignore_eos is set; SGLang's does not, and stops at its own eos."""
+        """Returns True if it stops at stop_token_ids under ignore_eos; SGLang's does not, and stops at its own eos."""
         if self.config.response_length == 1:
             return True
         stop_ids, [first] = self.stop_ids, self._try().token_ids

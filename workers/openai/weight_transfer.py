@@ -77,7 +77,7 @@ class WeightTransfer(ABC):
         self.settings = settings
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """What the server answers, in any thread. What fails is not tried again: an update would be begun twice."""
+        """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice."""
         settings = self.settings
         server = Server(settings.base_url, settings.api_key, 1, settings.weights_timeout, retries=False)
         try:
@@ -218,7 +218,7 @@ class NCCL(WeightTransfer):
 
 
 class Client:
-    """What vLLM's trainer engine asks the server by (its VLLMWeightSyncClient).
+    """Asks the server for vLLM's trainer engine, in place of its VLLMWeightSyncClient.
 
     Attributes:
         refusal: fails where the server refuses what is being sent, which nobody will then receive.
@@ -246,7 +246,7 @@ class Client:
 
 
 class Meta(NamedTuple):
-    """What the server is told of a weight before it comes."""
+    """Name, type and shape of a weight, sent before it."""
 
     name: str
     dtype: torch.dtype

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import encode_prompt, parse_prompt
 from data.seeding import derive_seed
-from workers.engine_pump import EngineError, EnginePump
-from workers.server.bodies import Answer, ChatBody, CompletionBody, Json, Part, error_body
+from workers.engine_pump import AsyncEngine, EngineError
+from workers.server.bodies import ChatBody, CompletionBody, Json, Part, ResponseBuilder, error_body
 from workers.server.text import TokenText
 
 LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
@@ -30,7 +30,7 @@ CLIENT_GONE = 499  # nobody reads it
 
 @dataclass(frozen=True)
 class Served:
-    """What the API serves.
+    """The model that the API serves.
 
     Attributes:
         name: what clients call the model.
@@ -42,7 +42,7 @@ class Served:
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    pump: EnginePump
+    pump: AsyncEngine
     vocab_size: int
     context: int
     max_tokens: int
@@ -83,7 +83,7 @@ def build_app(served: Served) -> FastAPI:
 
 
 def api_key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """What every guarded route depends on: the token of the Authorization header, if one is asked for."""
+    """Returns the check that every guarded route runs: the token of the Authorization header, if one is asked for."""
 
     async def check(request: Request) -> None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -161,7 +161,7 @@ def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
 async def answer(
     served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], request: Request
 ) -> Response:
-    """All choices of a request, whole or as a stream of events."""
+    """Answers a request with all of its choices, whole or as a stream of events."""
     if not prompts:
         raise HTTPException(400, "prompt is empty")
     check_stops(served, body)
@@ -172,10 +172,10 @@ async def answer(
         for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for number in range(body.n or 1)
     ]
-    form = Answer(body, prompts, lambda token_id: served.tokenizer.decode([token_id]))
+    form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]))
     if body.stream:
         return StreamingResponse(events(form, choices), media_type="text/event-stream")
-    working = asyncio.ensure_future(gathered(choices))
+    working = asyncio.ensure_future(gather_parts(choices))
     try:
         while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
             if await request.is_disconnected():
@@ -211,22 +211,22 @@ async def parts(
                 return
 
 
-async def gathered(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
-    """Every choice whole."""
+async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
+    """Returns every choice whole."""
     found = [Part() for _ in choices]
-    async with aclosing(merged(choices)) as pieces:
+    async with aclosing(merge_streams(choices)) as pieces:
         async for index, part in pieces:
             found[index] += part
     return found
 
 
-async def events(form: Answer, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:
+async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:
     """The choices as server-sent events, each as soon as it is there."""
     if form.is_chat:
         for index in range(len(choices)):
             yield event(form.opening(index))
     try:
-        async with aclosing(merged(choices)) as pieces:
+        async with aclosing(merge_streams(choices)) as pieces:
             async for index, part in pieces:
                 if part.token_ids or part.finish_reason:
                     yield event(form.chunk(index, part))
@@ -242,7 +242,7 @@ def event(content: Json) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
+async def merge_streams(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
     """(index, item) of several streams, in the order in which they come; all are closed at the end."""
     waiting = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
     try:

@@ -1,4 +1,4 @@
-"""What clients of an OpenAI-compatible API send, checked, and the JSON that they get back.
+"""Requests and responses of an OpenAI-compatible API: bodies that are checked, and the JSON that answers them.
 
 Fields are those of api.openai.com, and of vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with
 ignore_eos. What this server does not do is refused unless it is left at the value that asks for nothing.
@@ -19,7 +19,7 @@ TokenId = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-NOTHING = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
+DEFAULTS = (None, 0, False, "", [], {}, "none", {"type": "text"})  # values that ask for nothing
 NOT_HERE = (
     "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo", "tools", "tool_choice", "functions",
     "function_call", "response_format", "audio", "modalities", "prediction", "reasoning_effort", "web_search_options",
@@ -33,7 +33,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both kinds of request have in common."""
+    """The fields that both kinds of request have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,12 +60,12 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         for name in NOT_HERE:
-            if name in body and body[name] not in NOTHING:
+            if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
         return {name: value for name, value in body.items() if name not in (*NOT_HERE, *IGNORED)}
 
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """How to sample, where `max_tokens` are left for the response; what is not asked for is temperature 1 alone."""
+        """Returns the sampling that is asked for, with `max_tokens` of response; by default, temperature 1 alone."""
         temperature = 1.0 if self.temperature is None else float(self.temperature)
         return SamplingParams(
             do_sample=temperature > 0,
@@ -132,7 +132,7 @@ class ChatBody(Body):
 
 @dataclass
 class Part:
-    """What is new of a choice: text, and the tokens behind it, each with how it is written."""
+    """New text of a choice, and the tokens behind it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -148,15 +148,15 @@ class Part:
         )
 
 
-class Answer:
-    """The JSON of one answer, whole or in chunks; every chunk has the same id.
+class ResponseBuilder:
+    """Builds the JSON of one answer, whole or in chunks; every chunk has the same id.
 
     Args:
-        written: token id → how it is written.
+        token_text: token id → its text.
     """
 
-    def __init__(self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], written: Any) -> None:
-        self.body, self.prompts, self.written = body, prompts, written
+    def __init__(self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], token_text: Any) -> None:
+        self.body, self.prompts, self.token_text = body, prompts, token_text
         self.is_chat = isinstance(body, ChatBody)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
         self.created = int(time.time())
@@ -173,7 +173,7 @@ class Answer:
         return {**self.envelope("chat.completion.chunk"), "choices": [choice]}
 
     def chunk(self, index: int, part: Part) -> Json:
-        """What is new of a choice."""
+        """Returns the chunk of a new part of a choice."""
         name = "chat.completion.chunk" if self.is_chat else self.body.object_name
         return {**self.envelope(name), "choices": [self.choice(index, part, "delta")]}
 
@@ -206,12 +206,12 @@ class Answer:
     def chat_log_probs(self, part: Part) -> Json:
         entries = []
         for token_id, log_prob in zip(part.token_ids, part.log_probs, strict=True):
-            token = self.written(token_id)
+            token = self.token_text(token_id)
             entries.append({"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []})
         return {"content": entries, "refusal": None}
 
     def log_probs(self, part: Part) -> Json:
-        tokens = [self.written(token_id) for token_id in part.token_ids]
+        tokens = [self.token_text(token_id) for token_id in part.token_ids]
         return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
 
 

@@ -26,29 +26,29 @@ class TokenText:
     def push(self, token_id: int) -> str:
         """The text that is certain by one more token."""
         self.ids.append(token_id)
-        known, text = self._decoded()
+        known, text = self._decode_window()
         if len(text) > len(known) and not text.endswith(BROKEN):
             self.start, self.end = self.end, len(self.ids)
             self.held += text[len(known) :]
-        return self._released(held_back(self.held, self.stops))
+        return self._release(count_held_back(self.held, self.stops))
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
         if self.stopped:
             return ""
-        known, text = self._decoded()
+        known, text = self._decode_window()
         self.start = self.end = len(self.ids)
         self.held += text[len(known) :]
-        return self._released(0)
+        return self._release(0)
 
-    def _decoded(self) -> tuple[str, str]:
+    def _decode_window(self) -> tuple[str, str]:
         """A window of the ids as text: without those that are not text yet, and with them."""
         windows = self.ids[self.start : self.end], self.ids[self.start :]
         known, text = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in windows)
         return known, text
 
-    def _released(self, kept: int) -> str:
-        """What is held, but for its last `kept` characters, and but for a stop string and all after it."""
+    def _release(self, kept: int) -> str:
+        """Releases the held text, but for its last `kept` characters, and but for a stop string and all after it."""
         places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
         self.stopped = bool(places)
         cut = min(places) if places else len(self.held) - kept
@@ -56,6 +56,6 @@ class TokenText:
         return text
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of the stop strings."""
+def count_held_back(text: str, stops: Sequence[str]) -> int:
+    """Counts the characters at the end of `text` that may begin one of the stop strings."""
     return max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)

@@ -15,7 +15,7 @@ Layers = list[tuple[Tensor, Tensor]]  # keys and values by layer, [tokens, heads
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPrefix:
     """The keys and values of the tokens `ids` in `layers`, which have as many or more."""
 
     ids: Sequence[int] = ()
@@ -24,15 +24,15 @@ class Kept:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def shared_with(self, prompt: Sequence[int]) -> "Kept":
-        """The tokens that `prompt` begins with; never all of it, as its last one's logits are to come."""
+    def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
+        """Returns the tokens that `prompt` begins with; never all of it, as its last one's logits are to come."""
         most = min(len(self), len(prompt) - 1)
         differs = (place for place in range(most) if self.ids[place] != prompt[place])
-        return Kept(prompt[: next(differs, most)], self.layers)
+        return CachedPrefix(prompt[: next(differs, most)], self.layers)
 
 
-class KeptTurns:
-    """What is kept of each episode that may go on; when that is more than `most_tokens` in all, the oldest go.
+class TurnCache:
+    """Keeps what each episode that may go on has read; of more than `most_tokens` in all, the oldest go.
 
     Attributes:
         episodes: that may go on: they were expected, and not forgotten.
@@ -42,12 +42,12 @@ class KeptTurns:
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens, self.prefilled_tokens = most_tokens, 0, 0
         self.episodes: set[int] = set()
-        self.turns: dict[int, Kept] = {}  # by episode, the oldest first
+        self.turns: dict[int, CachedPrefix] = {}  # by episode, the oldest first
 
     def expect(self, episode: int) -> None:
         self.episodes.add(episode)
 
-    def put(self, episode: int, turn: Kept) -> None:
+    def put(self, episode: int, turn: CachedPrefix) -> None:
         """Keeps what an episode has read, unless it was forgotten meanwhile."""
         if episode not in self.episodes:
             return
@@ -57,10 +57,10 @@ class KeptTurns:
         while self.tokens > self.most_tokens:
             self._pop(next(iter(self.turns)))
 
-    def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> Kept:
-        """What `prompt` begins with of what is kept of these episodes, which is kept no longer."""
-        found = [turn.shared_with(prompt) for episode in episodes if (turn := self._pop(episode))]
-        best = max(found, key=len, default=Kept())
+    def take(self, prompt: Sequence[int], episodes: Iterable[int | None]) -> CachedPrefix:
+        """Takes out what is kept of these episodes, and returns the longest beginning of `prompt` in it."""
+        found = [turn.common_prefix(prompt) for episode in episodes if (turn := self._pop(episode))]
+        best = max(found, key=len, default=CachedPrefix())
         self.prefilled_tokens += len(prompt) - len(best)
         return best
 
@@ -69,13 +69,13 @@ class KeptTurns:
             self.episodes.discard(episode)
             self._pop(episode)
 
-    def _pop(self, episode: int | None) -> Kept | None:
+    def _pop(self, episode: int | None) -> CachedPrefix | None:
         turn = self.turns.pop(episode, None)
         self.tokens -= len(turn or ())
         return turn
 
 
-def cache_of(turns: Sequence[Kept], lengths: Sequence[int]) -> DynamicCache:
+def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> DynamicCache:
     """The first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
     cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
     for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
