@@ -49,8 +49,10 @@ class Rollout:
             from the actor's own module.
         elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
             its weights.
+        vocab_size: token ids are 0 to this number − 1; of engines that use `_sampling_fields`.
     """
 
+    vocab_size: int
     own_weights: bool = False
     elsewhere: bool = False
     on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes
