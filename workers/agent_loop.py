@@ -50,7 +50,7 @@ class Policy:
     goes_on: bool
 
     async def answer(self, prompt_ids: list[int], max_tokens: int, turn: int) -> Completion:
-        """At most `max_tokens` tokens behind a prompt that holds all turns before this one."""
+        """Answers a prompt that holds all turns before this one by at most `max_tokens` tokens."""
         sampling = replace(self.sampling, max_tokens=max_tokens)
         seed = derive_seed(self.seed, "row", self.row, "turn", turn)
         return await self.pump.complete(prompt_ids, sampling, seed, self.row, self.goes_on)
@@ -80,7 +80,7 @@ class AgentLoop:
         self.limits = Limits(response=most, answer=rollout.multi_turn.max_tokens_per_turn or most)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
-        """The episodes that `prompts` begin: rows with the columns of a rollout and of episodes beside their own.
+        """Plays the episodes that `prompts` begin: rows with the columns of a rollout and of episodes beside their own.
 
         An episode is one row, or one for each turn, which are neighbours. Row i draws by `seed` and by `first_row` + i,
         its place in the whole of which these prompts may be one worker's share.
@@ -106,7 +106,7 @@ class AgentLoop:
         return await asyncio.gather(*map(play_place, range(len(rows))))
 
     async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
-        """The rows of an episode, tried again if the other side raised."""
+        """Plays an episode, again if the other side raised; returns its rows."""
         for _ in range(ATTEMPTS):
             episode = self.open(row)
             try:
@@ -160,5 +160,5 @@ async def close(episode: Episode) -> None:
 
 
 def rows_of(prompts: DataProto) -> list[Row]:
-    """The object columns of each row."""
+    """Returns the object columns of each row."""
     return [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]

@@ -86,7 +86,7 @@ class EarlyScores:
 
 
 def share(config: RewardConfig, workers: int) -> RewardConfig:
-    """The limits of one of so many workers."""
+    """Returns the limits of one of so many workers."""
     limits = ("num_workers", "max_concurrent", "max_rpm", "max_tpm")
     shares = {name: max(1, vars(config)[name] // workers) for name in limits if vars(config)[name] is not None}
     return replace(config, **shares)

@@ -61,7 +61,7 @@ class CallingThread(Executor):
         return future
 
     def run_until(self, done: Future) -> Any:
-        """The result of `done`; what is submitted meanwhile is run, and what that raises ends the wait."""
+        """Returns the result of `done`; what is submitted meanwhile is run, and what that raises ends the wait."""
         done.add_done_callback(lambda _: self.calls.put(None))
         while (call := self.calls.get()) is not None:
             future, function = call

@@ -213,7 +213,7 @@ class Rollout:
     def generate_sequences(
         self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int = 0
     ) -> DataProto:
-        """`prompts` (column raw_prompt_ids) with the columns of a rollout (data/padding.py: collate).
+        """Returns `prompts` (column raw_prompt_ids) with the columns of a rollout (data/padding.py: collate).
 
         P is prompt_length, R response_length. Row i draws by `seed` and by `first_row` + i, its place in the whole of
         which these prompts may be one worker's share.
@@ -345,11 +345,11 @@ class AsyncRollout(Rollout):
 
     @abstractmethod
     async def answer(self, request: Request) -> Completion:
-        """The completion of `request`."""
+        """Returns the completion of `request`."""
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`; all other tasks go on while it is waited for."""
+        """Returns the result of `work`; all other tasks go on while it is waited for."""
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")

@@ -167,13 +167,13 @@ class vLLMRollout(Rollout):
         return self._completion(request, *self._read_tokens(request, answer, 0), answer.finish_reason)
 
     def _read_tokens(self, request: Request, answer: Any, start: int) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs of vLLM's `answer` from `start` on."""
+        """Returns the token ids and log-probs of vLLM's `answer` from `start` on."""
         log_probs = [answer.logprobs.logprobs[place] for place in answer.logprobs.start_indices[start:]]
         return list(answer.token_ids[start:]), check_finite(log_probs, request, self.weight_version)
 
 
 def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> Any:
-    """A vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back.
+    """Starts a vllm.LLMEngine with the architecture of `model`, without its weights; what it changes here is put back.
 
     `place`: which part of the model it has, where that is split over several workers.
     """

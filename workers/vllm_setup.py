@@ -114,7 +114,7 @@ def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes:
 
 
 def vllm_environment(device_type: str) -> dict[str, str]:
-    """The environment, with the variables that vLLM is to find; those that the user has set stay."""
+    """Returns the environment, with the variables that vLLM is to find; those that the user has set stay."""
     return VARIABLES | ({} if device_type == "cuda" else ON_CPU) | os.environ
 
 

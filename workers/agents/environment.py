@@ -66,7 +66,7 @@ class EnvEpisode(Episode):
         self.environment.reset(self.seed, self.actions)
 
     def _begin(self) -> list[int]:
-        """Token ids of the first prompt."""
+        """Resets the environment; returns the token ids of the first prompt."""
         self._reset()
         prompt_ids = self.environments.game.dataset.encode_state(self.environment.state)
         if prompt_ids is None:

@@ -57,18 +57,18 @@ class RunningBatch(ABC):
 
     @abstractmethod
     def _forward(self) -> Tensor:
-        """Logits after the last token of each row that is alive: [b, V] float32."""
+        """Returns logits after the last token of each row that is alive: [b, V] float32."""
 
     @abstractmethod
     def _forget(self, gone: Tensor) -> Tensor:
-        """The rows at the places `gone` [n], ascending, end. Returns the row now at each place."""
+        """Ends the rows at the places `gone` [n], ascending. Returns the row now at each place."""
 
     def _prompt_layers(self, prefilled: Any, place: int, length: int) -> Layers | None:
         """Keys and values of the prompt at `place` of `prefilled`, of so many tokens; None: this way keeps nothing."""
         return None
 
     def _row_layers(self, place: int) -> Layers | None:
-        """Keys and values of all that the row at `place` has read; None: this way keeps nothing."""
+        """Returns keys and values of all that the row at `place` has read; None: this way keeps nothing."""
         return None
 
     def __len__(self) -> int:
@@ -139,13 +139,13 @@ class RunningBatch(ABC):
         return found
 
     def _leave(self, gone: Tensor) -> Tensor:
-        """The rows at the places `gone` [n], ascending, end; their slots."""
+        """Ends the rows at the places `gone` [n], ascending; returns their slots."""
         slots = self.alive[gone]
         self.alive = self.alive[self._forget(gone)]
         return slots
 
     def _completions(self, slots: Tensor) -> list[Completion]:
-        """The responses in `slots`, which are free from now on."""
+        """Returns the responses in `slots`, which are free from now on."""
         drawn = self.slots
         columns = [values[slots].tolist() for values in (drawn.tokens, drawn.log_probs, drawn.counts, drawn.stopped)]
         ended = slots.tolist()
@@ -199,7 +199,7 @@ class SharedPrompts(RunningBatch):
         self.cache: RowCache | None = None
 
     def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[DynamicCache, Tensor]:
-        """Keys and values of d prompts, padded on the left, and the logits after them [d, V].
+        """Returns keys and values of d prompts, padded on the left, and the logits after them [d, V].
 
         Each has as many tokens computed as the one with the most new ones: where others have padding, a prompt that
         has begun has the last of its kept ones once more. So no row has holes.
@@ -215,7 +215,7 @@ class SharedPrompts(RunningBatch):
         self.cache.join(prefilled, lengths, source, max_tokens)
 
     def _forward(self) -> Tensor:
-        """Logits after the last token of each row that is alive: [b, V]."""
+        """Returns logits after the last token of each row that is alive: [b, V]."""
         positions, last = self.cache.step(), self.slots.last_tokens(self.alive)
         no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
         logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
@@ -234,7 +234,7 @@ class SharedPrompts(RunningBatch):
 
 
 def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
+    """Returns the ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -242,7 +242,7 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Positions of the real tokens of rows padded on the left, counted from 0; [b, w], as `mask` is."""
+    """Returns positions of the real tokens of rows padded on the left, counted from 0; [b, w], as `mask` is."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 

@@ -112,7 +112,7 @@ class RowCache(Cache):
         self._set_rows(prompt_of_row, torch.cat([self.starts, torch.full_like(source, self.end)]))
 
     def leave(self, gone: Tensor) -> Tensor:
-        """The rows `gone` [n], ascending, end, and the last fill the gaps. Returns the row now at each place."""
+        """Ends the rows `gone` [n], ascending; the last fill the gaps. Returns the row now at each place."""
         left = len(self) - len(gone)
         is_mover = torch.ones(len(self) - left, dtype=torch.bool, device=gone.device)
         is_mover[gone[gone >= left] - left] = False

@@ -69,14 +69,14 @@ def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """The tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
+    """Returns the tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
     if p <= 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """The k largest logits of each row, the others −∞; k < 1 or k ≥ V keeps all. Ties with the k-th stay."""
+    """Returns the k largest logits of each row, the others −∞; k < 1 or k ≥ V keeps all. Ties with the k-th stay."""
     if k < 1 or k >= logits.shape[-1]:
         return logits
     threshold = logits.topk(k, dim=-1).values[:, -1:]

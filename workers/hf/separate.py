@@ -24,7 +24,7 @@ class Rows:
     seen: int = 0
 
     def select(self, places: Tensor) -> "Rows":
-        """The rows at `places` [n], which may repeat; these are not to be used any more."""
+        """Returns the rows at `places` [n], which may repeat; the old ones may not be used any more."""
         if self.cache is not None:
             self.cache.reorder_cache(places)
         return replace(self, ids=self.ids[places], mask=self.mask[places])
@@ -68,7 +68,7 @@ class SeparateRows(RunningBatch):
         return stays.nonzero()[:, 0]
 
     def _logits(self, rows: Rows) -> Tensor:
-        """Logits after the last token of each, [b, V]; what the cache has not seen goes through the model."""
+        """Returns logits after the last token of each, [b, V]; what the cache has not seen goes through the model."""
         new = slice(rows.seen, None)
         if self.caches:
             rows.seen = rows.ids.shape[1]

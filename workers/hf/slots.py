@@ -28,7 +28,7 @@ class Slots:
         self.stopped = torch.zeros(0, dtype=torch.bool, device=device)
 
     def take(self, requests: Sequence[Request]) -> Tensor:
-        """A slot for each request: [n]."""
+        """Returns a slot for each request: [n]."""
         limits = [request.sampling.max_tokens for request in requests]
         self._reserve(len(requests), max(limits))
         taken = [self.free.pop() for _ in requests]
@@ -66,7 +66,7 @@ class Slots:
         self.free += range(size, new_size)
 
     def last_tokens(self, slots: Tensor) -> Tensor:
-        """The newest token of each of `slots` [b]: [b, 1]."""
+        """Returns the newest token of each of `slots` [b]: [b, 1]."""
         return self.tokens[slots, self.counts[slots] - 1, None]
 
     def read_ids(self, slot: int) -> list[int]:

@@ -76,7 +76,7 @@ class TurnCache:
 
 
 def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> DynamicCache:
-    """The first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
+    """Returns the first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
     cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
     for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
         beginnings = [

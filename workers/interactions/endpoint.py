@@ -50,7 +50,7 @@ class EndpointInteraction(BaseInteraction):
 
 
 def swap_sides(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The conversation from the other side: the policy's answers are a user's to the model that plays the user."""
+    """Returns the conversation from the other side: the policy's answers are a user's to the model that plays it."""
     sides = {"user": "assistant", "assistant": "user"}
     return [
         {"role": sides[message["role"]], "content": message["content"]}

@@ -98,7 +98,7 @@ class OpenAIRollout(AsyncRollout):
         return {"model": self.model_name, "prompt": request.prompt_ids, "return_token_ids": True, **fields}
 
     def _choose_model(self) -> str:
-        """The name of the model that the server is to answer by.
+        """Returns the name of the model that the server is to answer by.
 
         Raises:
             ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
@@ -119,7 +119,7 @@ class OpenAIRollout(AsyncRollout):
         return name
 
     def _try(self, temperature: float = 1.0, max_tokens: int = 1) -> Completion:
-        """The server's answer to a prompt of ours, by the likeliest token at each place."""
+        """Returns the server's answer to a prompt of ours, by the likeliest token at each place."""
         prompt = [7 * place % self.vocab_size for place in range(min(16, self.config.prompt_length))]
         sampling = SamplingParams(True, temperature, top_k=1, top_p=1.0, max_tokens=max_tokens)
         return self.run(self.answer(Request(0, prompt, sampling, seed=0)))

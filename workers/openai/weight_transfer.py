@@ -40,7 +40,7 @@ HOW_TO_START = (
 
 
 def weight_transfer(settings: OpenAISettings) -> "WeightTransfer":
-    """The way that weights go by these settings; nothing is connected before the first are sent."""
+    """Returns the weight transfer of these settings; nothing is connected before the first weights are sent."""
     return {"shared_memory": SharedMemory, "nccl": NCCL}[settings.weight_transfer](settings)
 
 
@@ -59,7 +59,7 @@ def check_weight_transfer(rollout: RolloutConfig, gpus: int) -> None:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours of no more than a bucket together; a larger one alone."""
+    """Yields neighbouring weights of no more than a bucket together; a larger one alone."""
     bucket: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
         if bucket and sum(held.nbytes for _, held in bucket) + tensor.nbytes > BUCKET_BYTES:
@@ -163,7 +163,7 @@ class NCCL(WeightTransfer):
         self.engine = engine
 
     def connect(self) -> Any:
-        """The trainer engine, its group of GPUs joined by all of the server's workers."""
+        """Returns the trainer engine, its group of GPUs joined by all of the server's workers."""
         workers = self.ask("GET", "/get_world_size")["world_size"]
         with vllm_process("cuda"):
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -175,7 +175,7 @@ class NCCL(WeightTransfer):
             return self.in_time(partial(join, info), f"{workers} workers of the server were to join at {host}:{port}")
 
     def meeting_point(self) -> tuple[str, int]:
-        """An address of this node that the server's workers reach, and a free port there."""
+        """Returns an address of this node that the server's workers reach, and a free port there."""
         host = self.settings.weights_address or own_address(self.settings.base_url)
         with socket.socket() as free:
             free.bind((host, 0))
@@ -261,7 +261,7 @@ class Bucket(list[tuple[str, Tensor]]):
 
 
 def own_address(url: str) -> str:
-    """This node's address on the way to `url`; nothing is sent."""
+    """Returns this node's address on the way to `url`; nothing is sent."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))

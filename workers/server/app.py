@@ -50,7 +50,7 @@ class Served:
 
 
 def build_app(served: Served) -> FastAPI:
-    """The API as an ASGI application."""
+    """Returns the API as an ASGI application."""
     app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
     guarded = [Depends(api_key_check(served.api_key))]
 
@@ -120,7 +120,7 @@ def model_card(served: Served) -> Json:
 
 
 def completion_prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of every prompt of the body."""
+    """Returns the token ids of every prompt of the body."""
     prompts = body.prompt
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
@@ -135,7 +135,7 @@ def chat_prompt(body: ChatBody, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 
 def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequence[int]) -> int:
-    """Most tokens of the response to `prompt`; refuses what does not fit, or is no prompt."""
+    """Returns the most tokens of the response to `prompt`; refuses what does not fit, or is no prompt."""
     if not prompt:
         raise HTTPException(400, "the prompt has no tokens: a response needs one to follow")
     if not 0 <= min(prompt) <= max(prompt) < served.vocab_size:
@@ -192,7 +192,7 @@ async def answer(
 async def parts(
     served: Served, body: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, seed: int
 ) -> AsyncIterator[Part]:
-    """A choice, piece by piece; it ends with the engine's request, or before a stop string."""
+    """Yields a choice, piece by piece; it ends with the engine's request, or before a stop string."""
     text = TokenText(served.tokenizer, body.stops)
     piecewise = bool(body.stream or body.stops)
     async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
@@ -221,7 +221,7 @@ async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
 
 
 async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:
-    """The choices as server-sent events, each as soon as it is there."""
+    """Yields the choices as server-sent events, each as soon as it is there."""
     if form.is_chat:
         for index in range(len(choices)):
             yield event(form.opening(index))
@@ -243,7 +243,7 @@ def event(content: Json) -> str:
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
-    """(index, item) of several streams, in the order in which they come; all are closed at the end."""
+    """Yields (index, item) of several streams, in the order in which they come; all are closed at the end."""
     waiting = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
     try:
         while waiting:

@@ -163,12 +163,12 @@ class ResponseBuilder:
         self.tokens = 0  # of all responses
 
     def whole(self, parts: Sequence[Part]) -> Json:
-        """The answer of all choices."""
+        """Returns the answer of all choices."""
         choices = [self.choice(index, part, "message") for index, part in enumerate(parts)]
         return {**self.envelope(self.body.object_name), "choices": choices, "usage": self.usage()}
 
     def opening(self, index: int) -> Json:
-        """The chunk that begins a choice of a chat."""
+        """Returns the chunk that begins a choice of a chat."""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return {**self.envelope("chat.completion.chunk"), "choices": [choice]}
 
@@ -178,7 +178,7 @@ class ResponseBuilder:
         return {**self.envelope(name), "choices": [self.choice(index, part, "delta")]}
 
     def closing(self) -> Json:
-        """The chunk of stream_options.include_usage."""
+        """Returns the chunk of stream_options.include_usage."""
         name = "chat.completion.chunk" if self.is_chat else self.body.object_name
         return {**self.envelope(name), "choices": [], "usage": self.usage()}
 

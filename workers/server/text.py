@@ -24,7 +24,7 @@ class TokenText:
         self.held = ""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain by one more token."""
+        """Returns the text that is certain by one more token."""
         self.ids.append(token_id)
         known, text = self._decode_window()
         if len(text) > len(known) and not text.endswith(BROKEN):
@@ -33,7 +33,7 @@ class TokenText:
         return self._release(count_held_back(self.held, self.stops))
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Returns the rest, when no more tokens come."""
         if self.stopped:
             return ""
         known, text = self._decode_window()
@@ -42,7 +42,7 @@ class TokenText:
         return self._release(0)
 
     def _decode_window(self) -> tuple[str, str]:
-        """A window of the ids as text: without those that are not text yet, and with them."""
+        """Returns a window of the ids as text: without those that are not text yet, and with them."""
         windows = self.ids[self.start : self.end], self.ids[self.start :]
         known, text = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in windows)
         return known, text

@@ -24,7 +24,7 @@ FUNCTIONS = {"sqrt": math.sqrt, "abs": abs, "round": round, "min": min, "max": m
 
 
 def calculate(expression: str) -> int | float:
-    """The value of numbers, + - * / // % **, parentheses, sqrt, abs, round, min and max.
+    """Returns the value of numbers, + - * / // % **, parentheses, sqrt, abs, round, min and max.
 
     Raises:
         ValueError: anything else, a division by zero, or a number that is too large.
@@ -63,7 +63,7 @@ def evaluate(node: ast.expr) -> int | float:
 
 
 def as_text(number: int | float) -> str:
-    """Whole numbers without a point, others with up to ten digits that count."""
+    """Writes whole numbers without a point, others with up to ten digits that count."""
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     return str(number) if isinstance(number, int) else f"{number:.10g}"

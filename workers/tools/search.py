@@ -30,7 +30,7 @@ class Index:
                 self.places[word].append((place, times))
 
     def scores(self, query: str) -> dict[int, float]:
-        """Scores by document, of those that share a word with `query`."""
+        """Returns scores by document, of those that share a word with `query`."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(words_of(query)):
             found = self.places.get(word, [])
@@ -40,7 +40,7 @@ class Index:
         return scores
 
     def best(self, query: str, count: int) -> list[int]:
-        """The documents with the highest scores, best first; equal ones in their order."""
+        """Returns the documents with the highest scores, best first; equal ones in their order."""
         scores = self.scores(query)
         return sorted(scores, key=lambda place: (-scores[place], place))[:count]
 
