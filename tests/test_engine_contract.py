@@ -341,12 +341,13 @@ def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Benc
     for row in rows:
         bench.engine.add(row)
     found = {done.id: done for done in bench.engine.step() + bench.engine.step()}
+    dropped = {3, 99} - found.keys()  # a server may have answered some already
     bench.engine.abort([0, 3, 99, 1000])
     bench.engine.add(replace(rows[3], id=200))  # in a place that is free again
     bench.engine.add(rows[0])  # under an id that is free again
     found |= drain(bench.engine)
     assert {i: done.token_ids for i, done in found.items()} == {
-        **{i: tokens for i, tokens in wanted.items() if i not in (3, 99)}, 200: wanted[3],
+        **{i: tokens for i, tokens in wanted.items() if i not in dropped}, 200: wanted[3],
     }  # fmt: skip
     for row in rows:
         bench.engine.add(row)
