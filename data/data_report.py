@@ -34,8 +34,8 @@ class BadRows:
         if len(self.errors) >= self.allowed + SHOWN_BAD:
             self.check()
 
-    def said(self) -> list[str]:
-        """What is wrong with each."""
+    def describe(self) -> list[str]:
+        """Describes each bad row, with its place."""
         return [f"{error.origin.place}: {error}" for error in self.errors]
 
     def check(self) -> None:
@@ -53,7 +53,7 @@ class BadRows:
 
 
 def print_report(sources: Any, kept: int, details: Iterable[str], left_out: dict[str, list[str]]) -> None:
-    """Says what became of the rows of `sources`.
+    """Prints how many rows of `sources` are used, and why others are not.
 
     Args:
         kept: how many of them are.
@@ -71,19 +71,19 @@ def print_report(sources: Any, kept: int, details: Iterable[str], left_out: dict
 
 
 def spread(what: str, lengths: Sequence[int]) -> str:
-    """A sentence on how many tokens `what` has: the shortest, the longest and the usual of `lengths`."""
+    """Describes how many tokens `what` has: the shortest, the longest and the usual of `lengths`."""
     median, most = np.percentile(lengths, [50, 95]).astype(int)
     return f"{what} of {min(lengths)} to {max(lengths)} tokens, half of them at most {median}, 95 % at most {most}"
 
 
 def by_source(rows: Sequence[Row], key: str) -> str:
-    """How many rows each of the commonest values of the column `key` has."""
+    """Counts the rows of the commonest values of the column `key`."""
     counts = Counter(str(row.get(key) or "unknown") for row in rows).most_common()
     return f"{key}: " + ", ".join(f"{name} {count}" for name, count in counts[:SHOWN]) + ", …" * (len(counts) > SHOWN)
 
 
 def mixed_labels(rows: Sequence[Row]) -> Iterator[str]:
-    """A line if ground truths are of several types: a rule that compares texts fails on the number among them."""
+    """Yields a line if ground truths are of several types: a rule that compares texts fails on a number among them."""
     places: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         places[type((row.get("reward_model") or {}).get("ground_truth")).__name__].append(place)
@@ -114,7 +114,7 @@ def report_overlap(
 
 
 def shared_prompts(trained: Iterable[Sequence[int]], held_out: Iterable[Sequence[int]]) -> list[int]:
-    """Positions in `held_out` of prompts that `trained` has too."""
+    """Finds the positions in `held_out` of prompts that `trained` has too."""
     keys = [prompt_key(ids) for ids in held_out]
     unseen = set(keys)
     seen = {own for ids in trained if (own := prompt_key(ids)) in unseen}
@@ -128,7 +128,7 @@ def prompt_key(ids: Sequence[int]) -> bytes:
 def report_unknown_characters(
     texts: Iterable[tuple[str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
-    """Counts and names them in a notice, if there are any.
+    """Prints a notice that counts and names the characters without a token, if there are any.
 
     Args:
         texts: each row's text and its token ids.
@@ -150,7 +150,7 @@ def report_unknown_characters(
 def unknown_characters(
     texts: Iterable[tuple[str, Sequence[int]]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Counter[str], int]:
-    """How often each character without a token occurs, and in how many rows any does.
+    """Counts each character without a token, and the rows that have any.
 
     Without a token is a character that alone becomes the unknown token, or nothing at all. Where there is an unknown
     token, rows without it are passed over. Spaces that vanish do not count: many tokenizers fold them.
@@ -174,7 +174,7 @@ def has_token(character: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """What is written in a prompt, without a template around it."""
+    """Joins the texts of a prompt, without a template around them."""
     if isinstance(prompt, str):
         return prompt
     return "".join(message["content"] for message in prompt if isinstance(message.get("content"), str))

@@ -172,7 +172,7 @@ class RLHFDataset(Dataset):
             report_overlong(overlong, len(rows) - len(bad.errors) + len(unread), limit)
         left_out = {
             f"longer than data.max_prompt_length={limit}": [origin.place for origin, _ in overlong],
-            "unusable": bad.said(),
+            "unusable": bad.describe(),
         }
         lengths = [len(ids) for ids in self.prompt_ids]
         about = f"{spread('prompts', lengths)}; {by_source(self.rows, self.config.reward_fn_key)}"

@@ -62,7 +62,7 @@ class SFTDataset(Dataset):
         return {"sample": self.samples[position]}
 
     def _load(self, data_files: str | Path | list[str]) -> list[Row]:
-        """Fills `samples`, and says what became of the rows; those that are kept."""
+        """Fills `samples`, and reports on the rows; returns those that are kept."""
         unread: list[BadRow] = []
         rows, kept = read_rows(data_files, unread), []
         bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction)
@@ -82,15 +82,15 @@ class SFTDataset(Dataset):
             f"; {counted(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
         )
         about = f"{spread('rows', lengths)}; {learnt} of {sum(lengths)} tokens are learnt{cut}"
-        print_report(data_files, len(kept), [about], {"unusable": bad.said()})
+        print_report(data_files, len(kept), [about], {"unusable": bad.describe()})
         return kept
 
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of what is read before anything is learnt, a row each."""
+        """Returns each row's token ids before the first that is learnt."""
         return [sample.prompt_ids for sample in self.samples]
 
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
-        """A row's tokens, of which those that are learnt are the policy's."""
+        """Encodes a row: the tokens that are learnt are the policy's."""
         key = self._key(row)
         try:
             said = parse_prompt(row.get(key))
@@ -98,7 +98,7 @@ class SFTDataset(Dataset):
             raise ValueError(f"{origin}: {error} (column {key})") from error
         try:
             if key != self.config.messages_key:
-                sample = self._answered(said, row)
+                sample = self._encode_answer(said, row)
             elif isinstance(said, str):
                 raise ValueError(f"column {key} is a text; it must be a list of chat messages.")
             else:
@@ -107,8 +107,8 @@ class SFTDataset(Dataset):
             raise ValueError(f"{origin}: {error}") from error
         return self._fit(sample, origin)
 
-    def _answered(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
-        """A prompt to read and a response to learn."""
+    def _encode_answer(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
+        """Encodes a prompt to read and a response to learn."""
         response = row.get(self.config.response_key)
         if not isinstance(response, str):
             raise ValueError(
@@ -120,12 +120,12 @@ class SFTDataset(Dataset):
         return sample
 
     def _key(self, row: dict[str, Any]) -> str:
-        """The column with what the row begins with."""
+        """Returns the column that the row begins with: a prompt's, or a conversation's."""
         config = self.config
         return config.prompt_key if row.get(config.messages_key) is None else config.messages_key
 
     def _text(self, row: dict[str, Any]) -> str:
-        """All that a row says."""
+        """Returns the whole text of a row."""
         key = self._key(row)
         answer = "" if key == self.config.messages_key else row[self.config.response_key]
         return prompt_text(parse_prompt(row[key])) + answer
@@ -163,7 +163,7 @@ class Part(NamedTuple):
 
 
 class ConversationFormat:
-    """What one conversation after the other becomes: a `Sample` whose policy tokens are those that are learnt.
+    """Encodes conversations as samples whose policy tokens are the ones to learn.
 
     Args:
         config: whose messages are learnt, and how the template is called.
@@ -178,7 +178,7 @@ class ConversationFormat:
         self.uses_markers = marks and set(config.roles_to_train) <= {"assistant"}
 
     def sample(self, messages: Sequence[Message], tools: Any) -> Sample:
-        """A conversation up to the last message that is learnt.
+        """Encodes a conversation up to the last message that is learnt.
 
         Raises:
             ValueError: nothing of it is learnt, or the template cannot say where that is; names the remedy.
@@ -196,7 +196,7 @@ class ConversationFormat:
         return sample_of(split(messages, learnt[:count], chat))
 
     def chat(self, tools: Any) -> ChatFormat:
-        """The template, as it is called for conversations with these tools: schemas, or JSON of them."""
+        """Returns the template's format for conversations with these tools: schemas, or JSON of them."""
         key = tools if isinstance(tools, str) else json.dumps(tools) if tools else ""
         if key not in self.formats:
             kwargs = self.config.apply_chat_template_kwargs
@@ -204,7 +204,7 @@ class ConversationFormat:
         return self.formats[key]
 
     def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
-        """By the template's generation markers, of which each has one answer inside."""
+        """Splits a conversation by the template's generation markers, of which each has one answer inside."""
         encoded = self.tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **chat.template_kwargs
         )
@@ -221,7 +221,7 @@ class ConversationFormat:
         return [Part(part.ids, part.learnt and next(chosen)) for part in parts]
 
     def mask_by_turns(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterator[Part]:
-        """Turn by turn: prompt, answer, what follows it, the next answer."""
+        """Splits a conversation turn by turn: prompt, answer, the messages that follow it, the next answer."""
         place = 0
         for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
             said = list(group)
@@ -240,7 +240,7 @@ class ConversationFormat:
             place += len(said)
 
     def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
-        """An answer's tokens and its end: of its text, or of what the template makes of calls, thoughts and parts."""
+        """Encodes an answer with its end: its text, or the template's rendering of calls, thoughts and parts."""
         content = message.get("content")
         if isinstance(content, str) and message.keys() == {"role", "content"}:
             return [*self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
@@ -258,7 +258,7 @@ class ConversationFormat:
     def mask_of_messages(
         self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
     ) -> Iterator[Part]:
-        """Messages that are no answers, with the contents of some learnt, and the special token that ends each."""
+        """Splits messages that are no answers: the contents of some are learnt, with the token that ends each."""
         contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, own in enumerate(learnt) if own}
         marks = iter(contents)
         marked = [each | {"content": next(marks)} if own else each for each, own in zip(messages, learnt, strict=True)]
@@ -285,7 +285,7 @@ class ConversationFormat:
         return chat.render(messages, True) if first else chat.increment_text(messages)
 
     def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
-        """A notice, once, where an answer's end is not learnt."""
+        """Prints a notice, once, if an answer's end is not learnt."""
         for part, following in pairwise(parts):
             if part.learnt and following.ids[0] == chat.terminator and not self.ends_are_checked:
                 notice(
@@ -296,7 +296,7 @@ class ConversationFormat:
 
 
 def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[bool]:
-    """Which messages are learnt: by role, by turn, and by their own `weight`, 0 or 1 (OpenAI's fine-tuning format).
+    """Decides which messages are learnt: by role, by turn, and by their `weight`, 0 or 1 (OpenAI's fine-tuning format).
 
     Raises:
         ValueError: another weight.
@@ -312,7 +312,7 @@ def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[
 
 
 def sample_of(parts: Iterable[Part]) -> Sample:
-    """`parts` as a prompt, up to the first token that is learnt, and the response from there to the last.
+    """Joins `parts` into a prompt, up to the first token that is learnt, and the response from there to the last.
 
     The very first token of a text is never learnt, as nothing predicts it.
 

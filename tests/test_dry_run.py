@@ -9,7 +9,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.batches import padded
 from tests.runs import compose, short_run
-from training.dry_run import brief_ids, findings, is_templated_twice, marked, value_range
+from training.dry_run import brief_ids, findings, highlight_trained, is_templated_twice, value_range
 from training.ray_trainer import RayPPOTrainer
 
 TOKENIZER = build_tokenizer()
@@ -149,7 +149,7 @@ def test_a_template_that_was_applied_twice_is_seen_where_a_message_opens_in_anot
 
 
 def test_what_is_trained_is_marked():
-    text = marked(TOKENIZER.encode("yes<|end|>ok"), [1, 1, 1, 0, 1, 1], TOKENIZER)
+    text = highlight_trained(TOKENIZER.encode("yes<|end|>ok"), [1, 1, 1, 0, 1, 1], TOKENIZER)
     assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [
         ("yes", "bold green"),
         ("<|end|>", "dim"),

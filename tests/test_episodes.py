@@ -23,7 +23,7 @@ from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
-from training.transcripts import episode_records, read_episodes, shortened
+from training.transcripts import episode_records, leave_out_middle, read_episodes
 
 HISTORIES = ("transcript", "turns")
 ALL_ROWS = "(response_length|prompt_length)/|response/aborted|end_reason/"  # metrics that failures are part of
@@ -415,9 +415,9 @@ def test_plain_rows_of_a_file_are_shown_as_well(tmp_path, capsys):
 
 def test_a_long_episode_loses_its_middle():
     turns = [{"turn": number} for number in range(50)]
-    assert shortened(turns, None) == [*enumerate(turns)]
-    assert shortened(turns[:8], 8) == [*enumerate(turns[:8])]
-    short = shortened(turns, 8)
+    assert leave_out_middle(turns, None) == [*enumerate(turns)]
+    assert leave_out_middle(turns[:8], 8) == [*enumerate(turns[:8])]
+    short = leave_out_middle(turns, 8)
     assert [number for number, _ in short] == [0, 1, 2, 3, 42, 46, 47, 48, 49] and short[4] == (42, None)
 
 

@@ -1,4 +1,4 @@
-"""What the state of a run is, and how it survives a kill at any moment.
+"""Writes and finds checkpoints that survive a kill at any moment.
 
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
 latest_checkpointed_iteration.txt; only after that are older ones removed. So a folder called global_step_N is whole at
@@ -81,7 +81,7 @@ class Saver:
             clear_leftovers(self.root)
 
     def save(self, step: int) -> dict[str, float]:
-        """A checkpoint of `step`, as metrics. A full disk is a warning: older checkpoints stay, and so does the run."""
+        """Writes the checkpoint of `step`; returns metrics. If the disk is full, warns: the run goes on."""
         timing: dict[str, float] = {}
         self.error = None
         try:
@@ -94,7 +94,7 @@ class Saver:
         return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
 
     def check(self, step: int) -> None:
-        """Raises RuntimeError if the save of `step`, the last, has failed: what was learnt since another is lost."""
+        """Raises RuntimeError if the save of `step`, the last, failed: what was learnt since is lost."""
         if self.error:
             newest = find_checkpoint(self.root, "auto", None)
             raise RuntimeError(
@@ -104,7 +104,7 @@ class Saver:
 
 
 def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int | None) -> None:
-    """`write(folder)` fills the checkpoint of `step`; the newest `keep` up to it stay (None: all).
+    """Writes the checkpoint of `step` by `write(folder)`; the newest `keep` up to it stay (None: all).
 
     Raises:
         WRITE_ERRORS: the disk is full or unwritable; older checkpoints are untouched.
@@ -155,7 +155,7 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
-    """The folder to resume from, or None to start afresh. Nothing is written: another run may have `root` to itself.
+    """Finds the folder to resume from; None: start afresh. Nothing is written: another run may hold `root`.
 
     Raises:
         ValueError: the folder that is named (by the user or by the tracker file) is not there.
@@ -164,7 +164,7 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
         return None
     if resume_mode == "resume_path":
         named = Path(resume_from_path or "")
-        folder = whole(named) if re.fullmatch(r"global_step_\d+", named.name) else None
+        folder = find_whole(named) if re.fullmatch(r"global_step_\d+", named.name) else None
         if folder is None:
             raise ValueError(
                 f"trainer.resume_from_path={resume_from_path}: trainer.resume_mode=resume_path needs an existing "
@@ -175,7 +175,7 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     if not tracker.exists():
         return None
     named = root / f"global_step_{tracker.read_text().strip()}"
-    folder = whole(named)
+    folder = find_whole(named)
     if folder is None:
         raise ValueError(
             f"{tracker} names {named.name}, which is not there (steps there: {saved_steps(root)}). {START_AFRESH}"
@@ -184,7 +184,7 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
 
 
 def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
-    """The folder that a run takes up, which it says, and what of its config has changed since; None: it starts afresh.
+    """Finds the folder to resume from and prints it, with the settings that changed since; None: start afresh.
 
     Raises:
         ValueError: as `find_checkpoint` and `config_drift`.
@@ -198,14 +198,14 @@ def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
     return folder
 
 
-def whole(folder: Path) -> Path | None:
-    """`folder`, or itself where a save that was killed between two moves has left it; None: it is in neither place."""
+def find_whole(folder: Path) -> Path | None:
+    """Finds `folder`, also where a save that was killed between two moves has left it; None: it is in neither place."""
     places = folder, folder.with_name(REPLACED + folder.name)
     return next((place for place in places if place.is_dir()), None)
 
 
 def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) -> None:
-    """`restore(what torch.save wrote to path)`; `trusted` files may hold any Python object.
+    """Calls `restore` with the content of a torch.save file; `trusted` files may hold any Python object.
 
     Raises:
         ValueError: unreadable, or of another shape than the run; names the file and the remedy.
@@ -226,7 +226,7 @@ def config_yaml(config: Config | SFTConfig) -> str:
 
 
 def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
-    """What differs between a checkpoint's config.yaml and the run that resumes it, as `trainer.seed: 0 → 1`.
+    """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`.
 
     Raises:
         ValueError: unreadable; names the file and the remedy.
@@ -238,11 +238,11 @@ def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
     now, unset = dict(flatten(asdict(config))), "not set"
     keys = dict.fromkeys([*before, *now])
     changed = [key for key in keys if before.get(key, unset) != now.get(key, unset)]
-    return [f"{key}: {shown(before.get(key, unset))} → {shown(now.get(key, unset))}" for key in changed]
+    return [f"{key}: {as_override(before.get(key, unset))} → {as_override(now.get(key, unset))}" for key in changed]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf."""
+    """Yields (dotted key, value) of every leaf."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -250,8 +250,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def shown(value: Any) -> str:
-    """`value` as one writes it in an override: null, true, text without quotes."""
+def as_override(value: Any) -> str:
+    """Formats `value` as in an override: null, true, text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

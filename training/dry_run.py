@@ -1,4 +1,4 @@
-"""A dry run: one step on two prompts that changes nothing and is shown whole (trainer.dry_run=true).
+"""Does a dry run: one step on two prompts that changes nothing and is shown whole (trainer.dry_run=true).
 
 What the policy is shown, what it says, which tokens are trained, what they score, and what looks wrong.
 """
@@ -30,7 +30,7 @@ Metrics = dict[str, float]
 
 
 def dry_run(trainer: "RayPPOTrainer") -> Metrics:
-    """Does one step, and prints the batch, the metrics that a run would log, and what looks wrong; the metrics."""
+    """Does one step; prints its batch, the metrics that a run would log, and likely mistakes; returns the metrics."""
     trainer.global_step = 1
     batch, metrics = trainer.step()
     found = [*findings(batch, metrics, trainer.config, trainer.tokenizer)]
@@ -48,7 +48,7 @@ def dry_run(trainer: "RayPPOTrainer") -> Metrics:
 
 
 def prompt_view(batch: DataProto, rows: list[int], tokenizer: PreTrainedTokenizerBase) -> Group:
-    """The prompt as text and ids, and below it the first of its rows; a turn's own prompt before it."""
+    """Lays out the prompt as text and ids, and below it the first of its rows; a turn's own prompt before it."""
     parts: list[RenderableType] = []
     shown: list[int] = []
     for row in rows[:SHOWN_ROWS]:
@@ -62,7 +62,7 @@ def prompt_view(batch: DataProto, rows: list[int], tokenizer: PreTrainedTokenize
 
 
 def row_view(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> Group:
-    """A response, bold where it is trained, its ids, and what became of it."""
+    """Lays out a response, bold where it is trained, with its ids, scores and end."""
     attended = batch.batch["attention_mask"][row].bool()
     width = batch.batch["responses"].shape[1]
     ids, trained = (batch.batch[name][row][attended[-width:]].tolist() for name in ("responses", "loss_mask"))
@@ -74,11 +74,11 @@ def row_view(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> 
     }
     columns = ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ()))
     fields |= {name: batch.get(name)[row] for name in columns if name in batch and batch.get(name)[row] is not None}
-    return Group(marked(ids, trained, tokenizer), fields_table(fields))
+    return Group(highlight_trained(ids, trained, tokenizer), fields_table(fields))
 
 
-def marked(ids: list[int], trained: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The text of these tokens, special ones included: bold green where it is trained, dim elsewhere."""
+def highlight_trained(ids: list[int], trained: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Decodes tokens, special ones included: bold green where they are trained, dim elsewhere."""
     text, start = Text(), 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or bool(trained[place]) != bool(trained[start]):
@@ -88,7 +88,7 @@ def marked(ids: list[int], trained: list[int], tokenizer: PreTrainedTokenizerBas
 
 
 def value_range(values: Tensor) -> str:
-    """A number, or the least and the greatest; "none" of no values."""
+    """Formats the least and the greatest of some values, once if they are equal; "none" of no values."""
     if len(values) == 0:
         return "none"
     least, greatest = short_number(values.min().item()), short_number(values.max().item())
@@ -96,14 +96,14 @@ def value_range(values: Tensor) -> str:
 
 
 def brief_ids(ids: list[int]) -> str:
-    """A list of ids without its middle."""
+    """Formats a list of ids, without its middle if it is long."""
     if len(ids) <= 2 * SHOWN_IDS:
         return str(ids)
     return f"{str(ids[:SHOWN_IDS])[:-1]}, …, {str(ids[-SHOWN_IDS:])[1:]}"
 
 
 def prompt_ids(batch: DataProto, row: int) -> list[int]:
-    """The ids of a row's prompt, without padding."""
+    """Returns the ids of a row's prompt, without padding."""
     prompts = batch.batch["prompts"]
     return prompts[row][batch.batch["attention_mask"][row, : prompts.shape[1]].bool()].tolist()
 
@@ -116,7 +116,7 @@ def metrics_table(metrics: Metrics) -> Table:
 
 
 def findings(batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """What looks wrong in the batch of a step, each with the remedy."""
+    """Yields likely mistakes in the batch of a step, each with the remedy."""
     prompts = [prompt_ids(batch, rows[0]) for rows in rows_by_prompt(batch)]
     yield from prompt_findings(prompts, config, tokenizer)
     untrained = (batch.batch["loss_mask"].sum(1) == 0).sum().item()
@@ -131,7 +131,7 @@ def findings(batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreT
 
 
 def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """What looks wrong about the token ids of the prompts."""
+    """Yields likely mistakes in the token ids of the prompts."""
     limit, total = config.data.max_prompt_length, len(prompts)
     full = sum(len(ids) >= limit for ids in prompts)
     if full and config.data.truncation != "error":
@@ -147,7 +147,7 @@ def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrai
 
 
 def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
-    """What looks wrong about the responses: none ends by itself, or episodes that never go beyond their first turn."""
+    """Yields likely mistakes in the responses: none ends by itself, or no episode goes beyond its first turn."""
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
         if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 < config.env.max_turns:

@@ -1,4 +1,4 @@
-"""Watches over a run: each looks at every step, and warns, or ends the run, when something has gone wrong.
+"""Watches over a run: each is asked after every step, and warns, or ends the run, when something has gone wrong.
 
 `fit` asks each of its watches by `check(metrics, batch)`. Failed episodes are counted earlier, where a batch is fresh,
 so that nothing is learnt from a batch of which too many failed.
@@ -33,7 +33,7 @@ class Watch(Protocol):
 
 
 class SkippedUpdates:
-    """Counts the steps in a row in which an update was refused, as its loss or gradient was not finite.
+    """Stops the run after N consecutive steps with a non-finite loss or gradient.
 
     Args:
         limit: so many in a row end the run.
@@ -70,7 +70,7 @@ class SkippedUpdates:
 
 
 class MismatchAlarm:
-    """Says so once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
+    """Warns once when the mean |Δ log-prob| of a step is above `limit`, and again after a step that was not.
 
     Steps that measure nothing (a critic's warm-up, an engine without log-probs) change nothing; None: never.
     """
@@ -98,7 +98,7 @@ class MismatchAlarm:
 
 
 class NoSignal:
-    """Counts the steps in a row whose rewards teach nothing, and says so once when they are `limit`; 0: never.
+    """Counts consecutive steps whose rewards teach nothing, and warns once when they are `limit`; 0: never.
 
     A step teaches nothing if all its responses score alike, or if every advantage is 0. Said are the likeliest cause
     and, to see it, the best and the worst response of the last of these steps, decoded by `tokenizer`.
@@ -129,7 +129,7 @@ def teaches_nothing(metrics: Mapping[str, float]) -> bool:
 
 
 def likeliest_cause(metrics: Mapping[str, float]) -> str:
-    """Why a step that taught nothing did not, and what to do about it: the first of the known causes that fits."""
+    """Explains why a step taught nothing, and what to do about it: the first of the known causes that fits."""
     late, broken = (int(metrics.get(f"reward/{outcome}", 0)) for outcome in ("timeout", "error"))
     if late or broken:
         return (
@@ -164,7 +164,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
 
 
 def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
-    """The share of answers that were an action, as far as it is known, else 1, and the metrics that say so."""
+    """Returns the share of answers that were an action (1: unknown), and the names of its metrics."""
     if metrics.get("num_turns/mean") and "invalid_actions/mean" in metrics:
         invalid = metrics["invalid_actions/mean"] / metrics["num_turns/mean"]  # of parallel calls there may be more
         return max(0.0, 1 - invalid), "invalid_actions/mean, num_turns/mean"
@@ -204,5 +204,5 @@ def valid_episodes(batch: DataProto) -> DataProto:
 
 
 def place_of(cause: str) -> str:
-    """Where a cause arose, if it ends in "(at file:line)": messages that differ then count as one; else all of it."""
+    """Extracts file:line from a cause that ends in "(at file:line)", else all of it."""
     return cause.rpartition(" (at ")[2]

@@ -93,7 +93,7 @@ class RayPPOTrainer(Run):
         return self.validation
 
     def step(self) -> tuple[DataProto, Metrics]:
-        """One step of the algorithm: the finished batch, and what is worth logging about it."""
+        """Does one step of the algorithm; returns the finished batch and its metrics."""
         config, algorithm, timing = self.config, self.config.algorithm, {}
         temperature = config.actor_rollout_ref.rollout.temperature
         with timer("step", timing):
@@ -130,7 +130,7 @@ class RayPPOTrainer(Run):
     def learn(
         self, verb: Callable[[DataProto, Update], Metrics], mini_batches: Iterable[tuple[DataProto, Update]]
     ) -> Metrics:
-        """All mini-batches through `verb`; their metrics averaged. A batch that was refused is kept for study."""
+        """Updates by `verb` on each mini-batch; averages the metrics. A refused mini-batch is kept for study."""
         collected: dict[str, list[float]] = {}
         for mini_batch, update in mini_batches:
             metrics = verb(mini_batch, update)
@@ -149,7 +149,7 @@ class RayPPOTrainer(Run):
         }
 
     def after_step(self, batch: DataProto) -> None:
-        """Tells the sampler what its prompts came to, and writes the rollouts down."""
+        """Reports the finished batch to the sampler, and dumps the rollouts if asked."""
         update_sampler(self.train_loader, batch, self.collector.left_out)
         self.dump_rollouts(batch)
 

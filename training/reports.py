@@ -1,4 +1,4 @@
-"""What people read of a run: where its files are, printed samples, curves."""
+"""Texts and plots for people: where a run's files are, printed samples, curves."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def print_boxes(title: str, contents: Sequence[RenderableType]) -> None:
 
 
 def fields_table(fields: Mapping[str, Any]) -> Table:
-    """Names and values as two columns; colours in texts are shown."""
+    """Lays names and values out as two columns; colours in texts are shown."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -51,14 +51,14 @@ def fields_table(fields: Mapping[str, Any]) -> Table:
 
 
 def message_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Chat messages as fields of a printed sample: role → content, numbered where a role speaks more than once."""
+    """Turns chat messages into fields of a printed sample: role → content, numbered where a role repeats."""
     roles = [message["role"] for message in messages]
     names = [role if roles.count(role) == 1 else f"{role} {place}" for place, role in enumerate(roles, start=1)]
     return {name: message.get("content", "") for name, message in zip(names, messages, strict=True)}
 
 
 def short_number(value: float) -> str:
-    """Two decimals, none of a large number, two digits of a small one: 1234, 12.35, 0.61, 0.0078, 7.8e-05."""
+    """Formats a number: two decimals, none if large, two digits if small: 1234, 12.35, 0.61, 0.0078, 7.8e-05."""
     if value and abs(value) < 0.01:
         return f"{value:.2g}"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
@@ -75,7 +75,7 @@ def plot_metric(metrics_jsonl_path: str | Path, keys: Sequence[str], png_path: s
 
 
 def curve_name(key: str) -> str:
-    """What a metric measures, in words: "validation on FrozenLake-v1: success"; other keys stay as they are."""
+    """Names a metric in words: "validation on FrozenLake-v1: success"; other keys stay as they are."""
     match key.split("/"):
         case ["critic", "score", "mean"]:
             return "training: mean reward"
@@ -86,7 +86,7 @@ def curve_name(key: str) -> str:
 
 
 def read_curve(metrics_jsonl_path: str | Path, key: str) -> np.ndarray:
-    """[points, 2]: step and value of one metric. Raises ValueError if the record does not have it."""
+    """Reads one metric as [points, 2], step and value. Raises ValueError if the record does not have it."""
     entries = read_metrics(metrics_jsonl_path)
     points = [(entry["step"], entry["data"][key]) for entry in entries if entry["data"].get(key) is not None]
     if not points:
@@ -121,7 +121,7 @@ def plot_curves(curves: Mapping[str, np.ndarray], ylabel: str, png_path: str | P
 
 
 def without_middle(text: str) -> str:
-    """`text`, or, if it is longer than SAMPLE_CHARACTERS, its beginning and its end."""
+    """Cuts a `text` that is longer than SAMPLE_CHARACTERS to its beginning and its end."""
     left_out = len(text) - SAMPLE_CHARACTERS
     if left_out <= 0:
         return text
@@ -137,7 +137,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:
-    """What a run says that was finished before it began: its last validation, and how to go on."""
+    """Returns the lines of a run that was finished before it began: its last validation, and how to go on."""
     lines = [
         f"step {step} of {total_steps} is done, so nothing is left to do. To go on, raise trainer.total_training_steps "
         "(or total_epochs); to start afresh, set trainer.resume_mode=disable."
@@ -147,7 +147,7 @@ def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> s
 
 
 def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
-    """What a validation found, a line for each data source: the means of acc, reward and return, as far as it has them.
+    """Summarises a validation, a line for each data source: the means of acc, reward and return, where it has them.
 
     `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
     """
@@ -172,7 +172,7 @@ def report_validation(step: int, metrics: dict[str, float], folder: str | None) 
 
 
 def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
-    """What a run says at its start: where its files will be, and what will not be there."""
+    """Returns the line that a run prints at its start: where its files will be, and which will be missing."""
     folder = trainer.default_local_dir
     if trainer.val_only:
         return f"trainer.val_only=true: nothing is written to {folder}."
@@ -191,7 +191,7 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
 
 
 def files_left(folder: Path) -> str:
-    """What a run says at its end: which of its files are there, and where its model is."""
+    """Returns the line that a run prints at its end: which of its files are there, and where its model is."""
     there = [name for name in (METRICS_FILE, CONFIG_FILE, "tensorboard") if (folder / name).exists()]
     newest = find_checkpoint(folder, "auto", None)
     if newest is None:

@@ -1,4 +1,4 @@
-"""The loop around a step, for every kind of training: checkpoints, resuming, metrics, and the lines that a run prints.
+"""Runs the loop around a step, for every kind of training: checkpoints, resuming, metrics, lines in the terminal.
 
 A trainer (training/ray_trainer.py, training/supervised.py) is a `Run` with a `step` of its own.
 """
@@ -68,7 +68,7 @@ class Run:
         self.watches: list[Watch] = []
 
     def step(self) -> tuple[DataProto, Metrics]:
-        """One step of training: the batch that it learnt from, and its metrics."""
+        """Does one step of training; returns the batch that it learnt from, and its metrics."""
         raise NotImplementedError
 
     def validate(self) -> Metrics:
@@ -76,14 +76,14 @@ class Run:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Whatever a checkpoint holds of the trainer beside the step, its metrics and the random generators."""
+        """Returns the trainer's own part of a checkpoint, beside the step, its metrics and the random generators."""
         return {}
 
     def after_step(self, batch: DataProto) -> None:
         """Does what follows a step and its validation, before the step is saved."""
 
     def fit(self) -> Metrics:
-        """Runs to the last step, from the newest checkpoint if there is one; the last validation's metrics."""
+        """Runs to the last step, from the newest checkpoint if there is one; returns the last validation's metrics."""
         settings = self.config.trainer
         clear_leftovers(self.folder)
         self.resume()
@@ -122,7 +122,7 @@ class Run:
         return frequency > 0 and self.global_step % frequency == 0
 
     def save(self) -> Metrics:
-        """Writes the checkpoint of this step; its metrics."""
+        """Writes the checkpoint of this step; returns its metrics."""
         return self.saver.save(self.global_step)
 
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:

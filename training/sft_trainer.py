@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(config: SFTConfig) -> Path:
-    """Trains as `config` says; the Hugging Face directory of the result."""
+    """Trains as `config` says; returns the Hugging Face directory of the result."""
     from training.supervised import prepare
 
     with sole_run(config.trainer.default_local_dir):
@@ -51,7 +51,7 @@ def run(config: SFTConfig) -> Path:
 
 @users_line_noted()
 def train(config: SFTConfig, parts: "SFTParts") -> Path:
-    """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
+    """Starts the workers and runs the loop, in a folder that this run holds."""
     from training.supervised import SFTTrainer, files_to_come
     from workers.supervised import ROLE, RemoteSupervised, SFTWorker
     from workers.worker_group import start_group, worker_summary

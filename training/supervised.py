@@ -46,7 +46,7 @@ class SupervisedRole(Protocol):
 
 @dataclass(frozen=True)
 class SFTParts:
-    """What is built and checked before workers start."""
+    """The tokenizer and rows of a run, built and checked before workers start."""
 
     tokenizer: PreTrainedTokenizerBase
     train_loader: PromptLoader
@@ -76,7 +76,7 @@ def prepare(config: SFTConfig) -> SFTParts:
 
 
 class SFTTrainer(Run):
-    """Trains a model on what rows show.
+    """Trains a model on demonstrations.
 
     Args:
         config: the run's.

@@ -1,4 +1,4 @@
-"""The record of a run, and the views on it.
+"""Writes the metrics of a run to metrics.jsonl, and shows them in views.
 
 The record is `metrics.jsonl` in the run's folder, one line a step, and the source of truth: it is written first and
 needs no network. The views (a console line or progress bar, tensorboard, wandb, mlflow) are told the same numbers
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a view is told about the run when it opens."""
+class RunInfo:
+    """The facts of a run that a view opens with."""
 
     folder: Path
     project_name: str
@@ -81,14 +81,14 @@ class Tracking:
         total_steps: int,
     ) -> None:
         names = check_loggers(logger)
-        run = Run(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
+        run = RunInfo(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
         self.record = MetricsFile(run.folder, resume_step)
 
     @classmethod
     def of_run(cls, config: Config | SFTConfig, resume_step: int, total_steps: int) -> Self:
-        """The tracking of a run, in its folder, from `resume_step` on."""
+        """Opens the tracking of a run in its folder, from `resume_step` on."""
         settings = config.trainer
         return cls(
             settings.default_local_dir,
@@ -161,13 +161,13 @@ class MetricsFile:
                 logger.warning("metrics wait in memory from step %d on, until they can be written: %s", step, error)
 
     def write(self) -> None:
-        """Puts the lines that wait on disk, in their order; raises OSError at the first that it does not take."""
+        """Writes the waiting lines to disk, in order; raises OSError at the first that fails."""
         while self.waiting:
             append(self.path, self.waiting[0])
             del self.waiting[0]
 
     def close(self) -> None:
-        """Writes what still waits; raises OSError if that is lost."""
+        """Writes the lines that still wait; raises OSError if they are lost."""
         try:
             self.write()
         except OSError as error:
@@ -183,7 +183,7 @@ class ConsoleView:
 
     module = "rich"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self.run = run
         self.start = time.monotonic()
         self.last_line = -math.inf
@@ -227,7 +227,7 @@ class ConsoleView:
 
 
 def validation_headline(data: Mapping[str, float]) -> str | None:
-    """What a validation among the metrics of a step came to: "validation success 0.85"; None: there was none."""
+    """Summarises a validation among the metrics of a step: "validation success 0.85"; None: there was none."""
     if "val/loss" in data:
         return f"validation loss {short_number(data['val/loss'])}"
     means = {name: value for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name}
@@ -244,7 +244,7 @@ class TensorBoardView:
 
     module = "torch.utils.tensorboard"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         first_step = run.resume_step + 1 if run.resume_step else 0
         tensorboard = importlib.import_module(self.module)
         self.writer = tensorboard.SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
@@ -263,7 +263,7 @@ class WandbView:
 
     module = "wandb"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self.wandb_run = importlib.import_module(self.module).init(
             project=run.project_name, name=run.experiment_name, config=dict(run.config), dir=str(run.folder)
         )
@@ -281,7 +281,7 @@ class MlflowView:
 
     module = "mlflow"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         self.mlflow = importlib.import_module(self.module)
         self.mlflow.set_experiment(run.project_name)
         self.mlflow.start_run(run_name=run.experiment_name)
@@ -299,7 +299,7 @@ VIEWS = {"console": ConsoleView, "tensorboard": TensorBoardView, "wandb": WandbV
 
 
 def check_loggers(logger: str | Sequence[str] | None) -> list[str]:
-    """The names in `logger` once each, without "file"; checks that each is known and its package installed."""
+    """Checks that each name in `logger` is known and its package installed; returns them once each, without "file"."""
     names = dict.fromkeys([logger] if isinstance(logger, str) else logger or ())
     names.pop("file", None)
     for name in names:

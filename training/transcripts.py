@@ -44,7 +44,7 @@ IN_TURNS = ("step", "input", "output", "turns", "rows", "raw_prompt", "__num_tur
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
-    """A scored batch as readable rows: verl's keys (input, output, gts, score, step), and all that the reward said.
+    """Turns a scored batch into readable rows: verl's keys (input, output, gts, score, step), and the reward's fields.
 
     Of episodes, one row for each, with its tokens (`episode_records`).
     """
@@ -63,7 +63,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int)
 
 
 def episode_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
-    """The episodes of a scored batch: verl's keys (input, output, gts, score, step), turns as texts, rows as tokens."""
+    """Turns episodes into records: verl's keys (input, output, gts, score, step), turns as texts, rows as tokens."""
     episodes = EpisodeRows(batch)
     names = [name for name in (*ABOUT, *batch.meta_info.get("reward_extra_keys", ())) if name in batch]
     labels = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -87,7 +87,7 @@ def episode_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: 
 
 
 def token_lists(batch: DataProto, row: int) -> Record:
-    """One row of a batch without its padding: prompt_ids, and the lists of `TOKENS`."""
+    """Takes one row of a batch without its padding: prompt_ids, and the lists of `TOKENS`."""
     width = batch.batch["responses"].shape[1]
     attended = batch.batch["attention_mask"][row].bool()
     lists = {name: batch.batch[column][row][attended[-width:]].tolist() for name, column in TOKENS.items()}
@@ -95,7 +95,7 @@ def token_lists(batch: DataProto, row: int) -> Record:
 
 
 def turn_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Record]:
-    """What the policy was shown in each turn, what of its answer is trained, and what that earned.
+    """Decodes each turn: the prompt, the trained part of the answer, and its reward.
 
     What follows the last answer is a turn of its own, without an answer.
     """
@@ -115,7 +115,7 @@ def turn_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[R
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The lines of a file of rollouts, in order. Raises ValueError for one that is no JSON object."""
+    """Reads the lines of a file of rollouts, in order. Raises ValueError for one that is no JSON object."""
     records = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -129,7 +129,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def read_episodes(path: str | Path) -> list[list[Sample]]:
-    """The rows of each episode of a file, as they were sampled; what else its line says of it is in their `extras`.
+    """Reads the rows of each episode of a file, as they were sampled; the other fields of its line are their `extras`.
 
     Log-probs and rewards are those of the batch, to the bit; weight versions are not kept and read as 0.
 
@@ -150,14 +150,14 @@ def read_episodes(path: str | Path) -> list[list[Sample]]:
 
 
 def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
-    """A row of a record; asserts that its lists have one entry a token."""
+    """Builds the sample of a record's row; asserts that its lists have one entry a token."""
     versions = [0] * len(row["token_ids"])
     lists = {name: row[name] for name in TOKENS}
     return Sample(row["prompt_ids"], **lists, weight_versions=versions, end_reason=end_reason, extras=extras)
 
 
 def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
-    """Samples of the validation set and of whole episodes apart, under what they are called in print."""
+    """Separates samples of the validation set from whole episodes, under their names in print."""
     kinds = {
         "rows": [row for row in samples if "turns" not in row],
         "episodes": [row for row in samples if "turns" in row],
@@ -166,15 +166,15 @@ def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def print_rows(title: str, rows: Sequence[Record]) -> None:
-    """Prints rows of one of the kinds of `by_kind`; of what is in the dumped file, what is worth reading."""
+    """Prints the readable part of dumped rows, which are all of one of the kinds of `by_kind`."""
     if "turns" in rows[0]:
         print_records(title, rows, brief=True)
     else:
-        print_samples(title, [printed(row) for row in rows])
+        print_samples(title, [select_fields(row) for row in rows])
 
 
-def printed(row: Record) -> Record:
-    """What of an answer is worth reading in a terminal; chat messages each under its role."""
+def select_fields(row: Record) -> Record:
+    """Selects the fields of an answer for the terminal; chat messages each under its role."""
     shown = {name: value for name, value in row.items() if name not in ("step", "raw_prompt") and value is not None}
     if "raw_prompt" in row:
         del shown["input"]
@@ -187,13 +187,13 @@ def total_scores(batch: DataProto) -> list[float]:
 
 
 def spread(rows: Sequence[Record], count: int) -> list[Record]:
-    """`count` rows, evenly spaced from best to worst score."""
+    """Picks `count` rows, evenly spaced from best to worst score."""
     ordered = sorted(rows, key=lambda row: -row["score"])
     return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
 
 
 def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
-    """Prints each rollout in a box: `title`, which says what they are ("validation at step 3"), and what it holds.
+    """Prints each rollout in a box under `title`, for example "validation at step 3".
 
     If `brief`, long episodes and long texts lose their middle.
     """
@@ -201,12 +201,12 @@ def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
 
 
 def episode_view(record: Record, brief: bool) -> Group:
-    """The turns of an episode, and below them what else is known of it."""
+    """Lays out the turns of an episode, and its other fields below them."""
     turns = Table.grid(padding=(0, 2))
     turns.add_column(style="cyan", no_wrap=True)
     turns.add_column(overflow="fold")
     turns.add_column(style="green", no_wrap=True)
-    for number, turn in shortened(record["turns"], BRIEF_TURNS if brief else None):
+    for number, turn in leave_out_middle(record["turns"], BRIEF_TURNS if brief else None):
         if turn is None:
             turns.add_row("…", Text(f"{number} more turns", style="dim"), "")
         else:
@@ -222,15 +222,15 @@ def says_nothing(value: Any) -> bool:
 
 
 def turn_view(turn: Record, brief: bool) -> Group:
-    """Dim what the policy was shown, bold what it said; an answer that cannot be seen is quoted."""
+    """Styles a turn: the prompt dim, the answer bold; an answer that cannot be seen is quoted."""
     answer = turn["response"]
     styled = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
     texts = [(without_middle(text) if brief else text, style) for text, style in styled if text.strip()]
     return Group(*(Text.from_ansi(text, style=style) for text, style in texts))
 
 
-def shortened(turns: Sequence[Record], most: int | None) -> list[tuple[int, Record | None]]:
-    """(number, turn) of the first and the last, `most` in all; between them (how many were left out, None)."""
+def leave_out_middle(turns: Sequence[Record], most: int | None) -> list[tuple[int, Record | None]]:
+    """Numbers the turns; keeps the first and the last, `most` in all, and between them (number left out, None)."""
     numbered, left_out = [*enumerate(turns)], 0 if most is None else len(turns) - most
     if left_out <= 0:
         return numbered

@@ -1,4 +1,4 @@
-"""Measuring the policy: answers to held-out prompts, and whole episodes in the real environment."""
+"""Measures the policy by answers to held-out prompts, and by whole episodes in the real environment."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,7 +44,7 @@ class Validator:
         self.game = game
 
     def run(self, step: int) -> Metrics:
-        """Metrics of the present policy, under verl's names; a few samples are printed, all are dumped if asked."""
+        """Computes metrics of the present policy, under verl's names; prints a few samples, dumps all if asked."""
         metrics, samples = {}, []
         for part in (self.on_rows, self.on_episodes):
             part_metrics, part_samples = part(step)
@@ -62,10 +62,10 @@ class Validator:
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Record]]:
-        """val_kwargs.n answers to each row of the validation set, or as many episodes; failed ones count nowhere."""
+        """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
         if self.loader is None:
             return {}, []
-        batch = DataProto.concat([self.answered(number, rows) for number, rows in enumerate(self.loader)])
+        batch = DataProto.concat([self.answer_batch(number, rows) for number, rows in enumerate(self.loader)])
         check_failures(batch, self.config.env.max_failed_fraction)
         answers = valid_episodes(batch)
         columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
@@ -77,8 +77,8 @@ class Validator:
             row |= {"raw_prompt": messages} if isinstance(messages, list) else {}
         return flatten_validation_metrics(metrics), rows
 
-    def answered(self, number: int, rows: dict[str, Any]) -> DataProto:
-        """The number-th batch of the validation set with its scored answers."""
+    def answer_batch(self, number: int, rows: dict[str, Any]) -> DataProto:
+        """Generates and scores answers to the number-th batch of the validation set."""
         rollout = self.config.actor_rollout_ref.rollout
         prompts = DataProto.from_single_dict(rows)
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
@@ -87,7 +87,7 @@ class Validator:
         return scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Record]]:
-        """env.val_episodes whole episodes, from the reset seeds that count up from env.val_seed.
+        """Measures env.val_episodes whole episodes, with reset seeds that count up from env.val_seed.
 
         `return` is the sum of an episode's rewards, `acc` whether it was a success. Where nobody says what a success is
         there is no `acc`; where anyone does, an episode of which nothing was said is none. Those that failed count
@@ -106,7 +106,7 @@ class Validator:
         return flatten_validation_metrics(metrics, num_turns=turns), episode_records(batch, self.tokenizer, step)
 
     def generate(self, prompts: DataProto, number: int) -> DataProto:
-        """Responses as validation samples them; `number` counts the calls of one validation.
+        """Generates responses with the sampling of validation; `number` counts the calls of one validation.
 
         The draws do not depend on the step, so that steps are compared on equal terms.
         """
@@ -119,7 +119,7 @@ class Validator:
 
 
 def episode_prompts(game: EnvSetup, seeds: Iterable[int]) -> DataProto:
-    """The starts of the episodes of these reset seeds, but of those whose prompts are too long to be shown."""
+    """Starts the episodes of these reset seeds, except those whose prompts are too long to be shown."""
     states = [game.environment.start_state(seed) for seed in seeds]
     shown = [(state, ids) for state in states if (ids := game.dataset.encode_state(state)) is not None]
     if not shown:

@@ -1,4 +1,4 @@
-"""LoRA: small matrices beside a model's frozen ones, by the library peft.
+"""Adds LoRA's small matrices beside a model's frozen ones, by the library peft.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
@@ -52,7 +52,7 @@ def save_pretrained(model: PreTrainedModel, folder: Path, with_weights: bool) ->
 
 @torch.no_grad()
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes what `model` does, under the names that it has there."""
+    """Merges the adapters: returns the weights of the plain model that computes the same, under its names."""
     from peft.tuners.lora import LoraLayer
 
     weights = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
