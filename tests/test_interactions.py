@@ -15,6 +15,7 @@ from configs.schema import DataConfig, MultiTurnConfig
 from custom.tiny_model import build_tokenizer
 from data.concurrency import Overdue
 from data.files import dump_jsonl
+from data.http import RequestRefused
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
@@ -213,7 +214,7 @@ def test_another_model_plays_the_user(write):
         make = episodes(write("users.yaml", f"interaction: [{entry}]"))
         first, last = talk(make(row(name="user", persona="You are hungry.")), "soup?", "bread?")
         refused = EndpointInteraction({"base_url": url, "model": "none"})
-        with pytest.raises(RuntimeError, match="answered status 404"):
+        with pytest.raises(RequestRefused, match="chat/completions refused the request, status 404"):
             asyncio.run(refused.generate_response("1", []))
     finally:
         server.shutdown()

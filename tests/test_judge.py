@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from configs.schema import RewardConfig, RewardFunctionConfig
+from data import http
 from data.protocol import DataProto
 from tests.runs import ROOT
 from tests.servers import KEY
@@ -76,7 +77,7 @@ def asked_of(url: str, response: str = "good", **kwargs: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(module, "only_models", {})
 
 
@@ -150,7 +151,7 @@ def test_a_busy_or_failing_server_is_asked_again_and_then_no_more():
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ((401, "no"), r"refuses to judge, status 401: no\. Name the variable .* reward_kwargs\.api_key_env"),
+        ((401, "no"), r"refused the request, status 401: no\. Name the variable .* reward_kwargs\.api_key_env"),
         ((404, "no"), r"status 404: no\. Look at reward_kwargs\.base_url"),
         ((400, "no"), r"status 400"),
         ((200, "<html>"), r"answered what is not JSON: '<html>'"),

@@ -1,6 +1,7 @@
 """A server as the engine: what it is asked, and what may go wrong on the way. How it gets weights:
 tests/test_weight_transfer.py. What engines promise, with vLLM's server behind it: tests/test_engine_contract.py."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -15,14 +16,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
+from data import http
+from data.http import RequestRefused, ServerError, ask_once
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
 from tests.servers import KEY, answering
-from workers import openai_client
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
+from workers.openai import rollout as openai_rollout
 from workers.openai.rollout import OpenAIRollout
-from workers.openai_client import RequestRefused, Server, ServerError
 from workers.server.app import Served
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
@@ -61,7 +63,8 @@ def sure(body: dict) -> tuple[int, dict]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(openai_rollout, "RETRIES", 2)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +196,9 @@ def test_a_server_that_does_not_answer_in_time_is_named():
         return 200, body
 
     with scripted(complete) as url:
-        server = Server(url, api_key=None, connections=1, timeout=0.1)
         try:
             with pytest.raises(ServerError, match=rf"{url}/v1/completions gave no answer in 0\.1 seconds"):
-                server.run(server.ask("POST", "/v1/completions", {}))
+                asyncio.run(ask_once("POST", f"{url}/v1/completions", {}, timeout=0.1))
         finally:
             over.set()
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from data import http
 from tests import reward_cases as cases
 from training.reward_score import (
     KNOWN,
@@ -251,7 +252,7 @@ def test_code_is_run_on_a_sandbox_fusion_server_where_there_is_a_url():
 
 
 def test_a_gateway_that_gave_up_is_asked_again_and_other_errors_are_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox_fusion, "DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
     one = {"inputs": ["2"], "outputs": ["4"]}
     with fusion_server([(504, {}), (504, {}), (200, OK)]) as (url, asked):
         assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 1.0

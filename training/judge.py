@@ -6,11 +6,9 @@ Any server will do: a service, vLLM's, SGLang's, or `python -m training.main_ser
 An answer that grades nothing is no score: the row counts as one that could not be scored (reward.on_failure).
 """
 
-import asyncio
 import hashlib
 import json
 import os
-import random
 import re
 import sqlite3
 from collections.abc import Mapping
@@ -18,7 +16,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+from aiohttp import ClientSession
+
+from data.http import Json, RequestRefused, api_root, ask, open_session
 
 TEMPLATE = """You grade an answer.
 
@@ -32,13 +32,8 @@ Think briefly, then end with one line, Score: and a number from 0 (useless) to 1
 REFERENCE = "\nWhat is right:\n{ground_truth}\n"
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|reference)\}")
 GRADE = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
-BUSY, SERVER_ERROR = 429, 500  # statuses that are worth another try: this one, and this one and above
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before another try; it doubles each time
 MOST_SAID = 300  # characters of what a server answers that are passed on
 
-NO_LIMIT = aiohttp.ClientTimeout(total=None)  # reward.timeout is one
-
-Json = dict[str, Any]
 only_models: dict[str, str] = {}  # by address: the one model of a server
 
 
@@ -76,9 +71,9 @@ async def judge(
         ValueError: the server refuses the question, or its answer has no grade between worst and best.
         ConnectionError: it cannot be reached, or fails each time.
     """
-    url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+    url = f"{api_root(base_url)}/v1"
     question = filled(template_text(template), prompt, response, ground_truth)
-    async with aiohttp.ClientSession(headers=authorization(api_key_env), timeout=NO_LIMIT) as session:
+    async with await open_session(read_key(api_key_env)) as session:  # reward.timeout limits it
         if model is None:
             model = await only_model(session, url, retries)
         messages = [{"role": "user", "content": question}]
@@ -87,20 +82,20 @@ async def judge(
         said = recall(cache, key)
         is_new = said is None
         if is_new:
-            said = text_of(await ask(session, "POST", f"{url}/chat/completions", body, retries), url)
+            said = text_of(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
     score = (grade_in(said, pattern, worst, best) - worst) / (best - worst)
     if is_new:
         remember(cache, key, said)
     return {"score": score, "judge_said": said}
 
 
-def authorization(api_key_env: str | None) -> dict[str, str]:
-    """The header with the key that the variable `api_key_env` holds. Raises ValueError if it is not set."""
+def read_key(api_key_env: str | None) -> str | None:
+    """Returns the key that the variable `api_key_env` holds. Raises ValueError if it is not set."""
     if api_key_env is None:
-        return {}
+        return None
     if api_key_env not in os.environ:
         raise ValueError(f"reward_kwargs.api_key_env={api_key_env}: the environment has no such variable. Export it.")
-    return {"Authorization": f"Bearer {os.environ[api_key_env]}"}
+    return os.environ[api_key_env]
 
 
 def template_text(template: str) -> str:
@@ -137,10 +132,10 @@ def text_of(answer: Json, url: str) -> str:
     raise ValueError(f"{url}/chat/completions gave no choices[0].message.content: {str(answer)[:MOST_SAID]}")
 
 
-async def only_model(session: aiohttp.ClientSession, url: str, retries: int) -> str:
+async def only_model(session: ClientSession, url: str, retries: int) -> str:
     """The name of the server's model. Raises ValueError if it has none, or several."""
     if url not in only_models:
-        listed = (await ask(session, "GET", f"{url}/models", None, retries)).get("data", [])
+        listed = (await ask_judge(session, "GET", f"{url}/models", None, retries)).get("data", [])
         names = [card["id"] for card in listed]
         if len(names) != 1:
             raise ValueError(f"{url} has the models {', '.join(names)}: choose one in reward_kwargs.model.")
@@ -148,39 +143,14 @@ async def only_model(session: aiohttp.ClientSession, url: str, retries: int) -> 
     return only_models[url]
 
 
-async def ask(session: aiohttp.ClientSession, method: str, url: str, body: Json | None, retries: int) -> Json:
-    """The JSON that the server answers.
-
-    Raises:
-        ValueError: `url` is none, it refuses the request, or answers what is not JSON.
-        ConnectionError: it fails, or is busy, each time.
-    """
-    wait = FIRST_WAIT
-    for attempt in range(retries + 1):
-        try:
-            async with session.request(method, url, json=body) as answer:
-                status, text, later = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise ValueError(f"{url} is no address: reward_kwargs.base_url begins with http:// or https://.") from error
-        except aiohttp.ClientError as error:
-            problem, later = f"{type(error).__name__}: {error}", ""
-        else:
-            problem = f"status {status}: {text[:MOST_SAID]}"
-            if status < 400:
-                return parsed(text, url)
-            if status != BUSY and status < SERVER_ERROR:
-                raise ValueError(f"{url} refuses to judge, {problem}. {remedy(status)}")
-        if attempt < retries:
-            await asyncio.sleep(float(later) if later.isdigit() else wait * random.uniform(0.5, 1.5))
-            wait = min(2 * wait, LONGEST_WAIT)
-    raise ConnectionError(f"{url} failed {retries + 1} times, {problem}")
-
-
-def parsed(text: str, url: str) -> Json:
+async def ask_judge(session: ClientSession, method: str, url: str, body: Json | None, retries: int) -> Json:
+    """`ask`, with a remedy where the judge refuses."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{url} answered what is not JSON: {text[:MOST_SAID]!r}") from error
+        return await ask(session, method, url, body, retries=retries, setting="reward_kwargs.base_url")
+    except RequestRefused as error:
+        if error.status is None:
+            raise
+        raise ValueError(f"{error}. {remedy(error.status)}") from error
 
 
 def remedy(status: int) -> str:

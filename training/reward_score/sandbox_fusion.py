@@ -1,10 +1,8 @@
 """Programs by test cases on a sandbox-fusion server, over HTTP."""
 
+import asyncio
 import json
 import threading
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +11,7 @@ from training.reward_score.code_cases import TestCases, calling, first_block, pa
 
 FIRST = 10  # cases that count with `continuous`
 SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
-TRIES, DELAY_SECONDS = 3, 1.0  # of a request that the server's gateway gave up, the delay growing by as much
+GATEWAY_TIMEOUT, RETRIES = 504, 2
 SLACK_SECONDS = 10  # of a request beyond the time of compiling and running
 AT_ONCE = 16  # requests of one program
 
@@ -91,24 +89,18 @@ class Server:
         """The server's answer. A gateway that gave up (504) is asked again, twice.
 
         Raises:
-            OSError: it cannot be reached, or answers with another error.
-            ValueError: it does not answer in JSON.
+            ServerError: it cannot be reached, or the gateway gives up each time.
+            RequestRefused: it answers with another error, or not in JSON.
         """
+        from data.http import ask_once  # and with it aiohttp, which no other rule needs
+
         body = {
             **{"compile_timeout": self.timeout, "run_timeout": self.timeout, "code": code, "stdin": stdin},
             **{"memory_limit_MB": self.memory_limit_mb, "language": "python", "files": {}, "fetch_files": []},
         }
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        for attempt in range(1, TRIES + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=2 * self.timeout + SLACK_SECONDS) as response:
-                    return json.load(response)
-            except urllib.error.HTTPError as error:
-                if error.code != 504 or attempt == TRIES:
-                    raise
-            time.sleep(DELAY_SECONDS * attempt)
-        raise AssertionError("the last try returns or raises")
+        timeout = 2 * self.timeout + SLACK_SECONDS
+        asked = ask_once("POST", self.url, body, timeout=timeout, retries=RETRIES, may_pass=GATEWAY_TIMEOUT.__eq__)
+        return asyncio.run(asked)
 
 
 def judged(said: dict[str, Any], expected: str | None) -> bool | int:

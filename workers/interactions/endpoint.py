@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import aiohttp
-
+from data.http import ask_once
 from data.interactions import BaseInteraction
 
 END = "<end>"
@@ -11,7 +10,7 @@ INSTRUCTION = (
     "You play the user of an assistant, in whose place the other side of this conversation is. Say only what the user "
     f"says next. Write {END} when the user has what they came for, or gives up."
 )
-MESSAGE = 300  # characters of what a server answers, at most, that are passed on
+TIMEOUT = 300.0  # seconds
 
 
 class EndpointInteraction(BaseInteraction):
@@ -40,13 +39,8 @@ class EndpointInteraction(BaseInteraction):
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
         url = f"{self.config['base_url'].rstrip('/')}/chat/completions"
         body = {"model": self.config["model"], "messages": messages, **self.config.get("sampling", {})}
-        key = self.config.get("api_key")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as response:
-            if response.status >= 400:
-                problem = (await response.text())[:MESSAGE]
-                raise RuntimeError(f"{url} answered status {response.status}: {problem}")
-            return (await response.json(content_type=None))["choices"][0]["message"]["content"] or ""
+        answer = await ask_once("POST", url, body, api_key=self.config.get("api_key"), timeout=TIMEOUT)
+        return answer["choices"][0]["message"]["content"] or ""
 
 
 def swap_sides(messages: list[dict[str, Any]]) -> list[dict[str, str]]:

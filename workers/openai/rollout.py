@@ -5,21 +5,26 @@ would draw the same for all. The server's weights are a copy: `load_weights` han
 NCCL (workers/openai/weight_transfer.py).
 """
 
+import asyncio
+import resource
+import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+import aiohttp
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.engines import openai_settings
 from configs.schema import RolloutConfig
+from data.http import Json, RequestRefused, api_root, ask, open_session
 from data.types import Completion, Request, SamplingParams
 from workers.collectives import gather, rank
-from workers.openai.weight_transfer import weight_transfer
-from workers.openai_client import Json, RequestRefused, Server
+from workers.openai.weight_transfer import KEY, weight_transfer
 from workers.rollout import AsyncRollout, check_temperature, divergence
 
+RETRIES = 3  # within seconds, and no longer: a server that was started anew meanwhile has its first weights
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
 NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-prob is NaN
 
@@ -38,7 +43,10 @@ class OpenAIRollout(AsyncRollout):
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.settings = settings = openai_settings(config)
-        self.server = Server(settings.base_url, settings.api_key, config.max_num_seqs, settings.timeout)
+        self.url, self.runner = api_root(settings.base_url), asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        connections = min(config.max_num_seqs, files_allowed() // 2)
+        self.session = self.run(open_session(settings.api_key, settings.timeout, connections))
+        self.hang_up = weakref.finalize(self, hang_up, self.runner, self.session)
         self.transfer = weight_transfer(settings)
         self.model_name = self._choose_model()
         self.ignore_eos = True
@@ -50,12 +58,12 @@ class OpenAIRollout(AsyncRollout):
         super().add(request)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.server.run(work)
+        return self.runner.run(work)
 
     def close(self) -> None:
         """Hangs up. What is not asked to does it when the process ends."""
         self.transfer.close()
-        self.server.close()
+        self.hang_up()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hands `weights` over, named as in a checkpoint, tied ones under each of their names; caches are dropped.
@@ -76,7 +84,7 @@ class OpenAIRollout(AsyncRollout):
     async def answer(self, request: Request) -> Completion:
         """Returns the server's completion; raises ValueError if what one needs is not in its answer."""
         try:
-            answer = await self.server.ask("POST", "/v1/completions", self._body(request))
+            answer = await self._ask("POST", "/v1/completions", self._body(request))
         except RequestRefused as error:
             if NOT_IN_JSON in str(error):
                 raise divergence(self.weight_version, f"request {request.id}") from error
@@ -88,10 +96,14 @@ class OpenAIRollout(AsyncRollout):
                 return self._completion(request, ids, found, reason)
             case _:
                 raise ValueError(
-                    f"{self.server.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
+                    f"{self.url} answers /v1/completions without token_ids and logprobs.token_logprobs in each "
                     'of its choices, although the request says "return_token_ids": true, "logprobs": 0. It cannot be '
                     "trained with: vLLM's server can, from version 0.10.2 on, and `python -m training.main_server`."
                 )
+
+    async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Asks the server, again where that fails: requests have seeds, so a lost answer is given a second time."""
+        return await ask(self.session, method, self.url + path, body, retries=RETRIES, setting=f"{KEY}.base_url")
 
     def _body(self, request: Request) -> Json:
         fields = self._sampling_fields(request) | {"ignore_eos": self.ignore_eos}
@@ -103,16 +115,15 @@ class OpenAIRollout(AsyncRollout):
         Raises:
             ValueError: it has none of that name, or several and none is chosen, or its sequences are too short.
         """
-        key = "actor_rollout_ref.rollout.engine_kwargs.openai.model"
-        answer = self.run(self.server.ask("GET", "/v1/models"))
+        answer = self.run(self._ask("GET", "/v1/models"))
         cards = {card["id"]: card for card in answer.get("data", [])}
         name = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
         if name not in cards:
-            raise ValueError(f"{key}={name}: {self.server.url} has the models {', '.join(cards)}. Choose one of them.")
+            raise ValueError(f"{KEY}.model={name}: {self.url} has the models {', '.join(cards)}. Choose one of them.")
         room = cards[name].get("max_model_len")
         if room is not None and room < self.longest:
             raise ValueError(
-                f"{self.server.url} takes sequences of {room} tokens, and prompt and response have up to "
+                f"{self.url} takes sequences of {room} tokens, and prompt and response have up to "
                 f"{self.longest}: start it with --max-model-len {self.longest}, or shorten data.max_prompt_length or "
                 "data.max_response_length."
             )
@@ -135,7 +146,7 @@ class OpenAIRollout(AsyncRollout):
             return True
         if abs(self._try(temperature=0.5).log_probs[0] - plain) < SURE:
             raise ValueError(
-                f"the log-probs of {self.server.url} are those before temperature, top-k, top-p and min-p, and not of "
+                f"the log-probs of {self.url} are those before temperature, top-k, top-p and min-p, and not of "
                 "what it draws from: start vLLM's server with --logprobs-mode processed_logprobs."
             )
         return False
@@ -150,3 +161,14 @@ class OpenAIRollout(AsyncRollout):
             return len(self._try(max_tokens=2).token_ids) == 1
         finally:
             self.stop_ids = stop_ids
+
+
+def files_allowed() -> int:
+    """Files that this process may have open, sockets included."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+def hang_up(runner: asyncio.Runner, session: aiohttp.ClientSession) -> None:
+    runner.run(session.close())
+    runner.close()

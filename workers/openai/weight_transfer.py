@@ -27,8 +27,8 @@ from configs.engines import OpenAISettings, openai_settings
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.concurrency import in_thread
+from data.http import Json, RequestRefused, ServerError, api_root, ask_once
 from workers.openai.shared_weights import write_weights
-from workers.openai_client import Json, RequestRefused, Server, ServerError
 from workers.vllm_setup import vllm_process
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
@@ -79,11 +79,10 @@ class WeightTransfer(ABC):
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice."""
         settings = self.settings
-        server = Server(settings.base_url, settings.api_key, 1, settings.weights_timeout, retries=False)
-        try:
-            return server.run(server.ask(method, path, body))
-        finally:
-            server.close()
+        key, timeout = settings.api_key, settings.weights_timeout
+        asked = ask_once(method, api_root(settings.base_url) + path, body, api_key=key, timeout=timeout, retries=0)
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(asked)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.

@@ -1,0 +1,113 @@
+"""JSON over HTTP, asked for again where the server is busy or fails, or the connection drops."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before another try; it doubles each time
+CONNECT_SECONDS = 10
+BUSY, SERVER_ERROR = 429, 500  # statuses that are worth another try: this one, and this one and above
+MAX_MESSAGE = 500  # characters of what a server answers that are passed on
+
+Json = dict[str, Any]
+
+
+class ServerError(ConnectionError):
+    """The server cannot be reached, fails each time, or does not answer in time."""
+
+
+class RequestRefused(ValueError):
+    """The server refuses the request, with a `status`, or answers what is not JSON."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def may_pass(status: int) -> bool:
+    return status == BUSY or status >= SERVER_ERROR
+
+
+async def open_session(
+    api_key: str | None = None, timeout: float | None = None, connections: int = 100
+) -> aiohttp.ClientSession:
+    """Opens connections to servers, for a `async with`; each request has its own: to drop it is to hang up.
+
+    Args:
+        api_key: sent along as a bearer token; None: none.
+        timeout: seconds without a byte of an answer; None: any.
+        connections: at once, beyond which requests wait, without a limit of time.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
+    connector = aiohttp.TCPConnector(limit=max(connections, 1), force_close=True)
+    return aiohttp.ClientSession(headers=headers, connector=connector, timeout=limits)
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: Json | None = None,
+    *,
+    retries: int = 5,
+    may_pass: Callable[[int], bool] = may_pass,
+    setting: str = "base_url",
+) -> Json:
+    """Returns the JSON that the server answers.
+
+    Args:
+        retries: each after twice the time, or after the answer's Retry-After.
+        may_pass: whether a status is worth another try.
+        setting: named where `url` is no address.
+
+    Raises:
+        RequestRefused: it answered another status above 399, or what is not JSON.
+        ServerError: it cannot be reached or fails each time, or gives no answer in time.
+        ValueError: `url` is no address.
+    """
+    wait, tries = FIRST_WAIT, retries + 1
+    for attempt in range(1, tries + 1):
+        try:
+            async with session.request(method, url, json=body) as answer:
+                status, text, later = answer.status, await answer.text(), answer.headers.get("Retry-After", "")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ValueError(f"{url} is no address: {setting} begins with http:// or https://.") from error
+        except aiohttp.SocketTimeoutError as error:
+            raise ServerError(f"{url} gave no answer in {session.timeout.sock_read:g} seconds.") from error
+        except aiohttp.ClientError as error:
+            problem, later = f"{type(error).__name__}: {error}", ""
+        else:
+            problem = f"status {status}: {text[:MAX_MESSAGE]}"
+            if status < 400:
+                return parse(url, text)
+            if not may_pass(status):
+                raise RequestRefused(f"{url} refused the request, {problem}", status)
+        if attempt < tries:
+            await asyncio.sleep(float(later) if later.isdigit() else wait * random.uniform(0.5, 1.5))
+            wait = min(2 * wait, LONGEST_WAIT)
+    raise ServerError(f"{url} failed {tries} times, {problem}. Look whether the server runs, and into its log.")
+
+
+async def ask_once(
+    method: str, url: str, body: Json | None, api_key: str | None = None, timeout: float | None = None, **how: Any
+) -> Json:
+    """Calls `ask` with a session of its own."""
+    async with await open_session(api_key, timeout) as session:
+        return await ask(session, method, url, body, **how)
+
+
+def parse(url: str, text: str) -> Json:
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise RequestRefused(f"{url} answered what is not JSON: {text[:MAX_MESSAGE]!r}") from error
+
+
+def api_root(base_url: str) -> str:
+    """Returns the address of a server, of which users name that of its API, with /v1 at its end, or without."""
+    return base_url.rstrip("/").removesuffix("/v1")
