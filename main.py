@@ -10,7 +10,7 @@ from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
 from configs.rehearsal import rehearsal
 from configs.schema import Config
-from data.locking import sole_run
+from data.files import sole_run
 
 if TYPE_CHECKING:
     from training.preparation import Parts

@@ -1,20 +1,22 @@
-"""Files that a kill or a full disk leaves whole: replaced in one move, or added to line by line as JSON."""
+"""Files that a kill or a full disk leaves whole: replaced in one move, or added to line by line; one run a folder."""
 
 import errno
+import fcntl
 import itertools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-import numpy as np
-import torch
+from configs.errors import ConfigError
+from configs.loader import notice
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 
@@ -108,7 +110,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+    if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _to_json(item) for name, item in value.items()}
@@ -117,3 +119,106 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def lock(file: IO) -> bool:
+    """Locks an open file, and returns False if another process has it locked; the kernel unlocks it when it is closed,
+    however that happens."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        notice(f"{file.name} is on a file system without locks ({error.strerror}): let no other process use it.")
+    return True
+
+
+@contextmanager
+def sole_run(folder: str | Path) -> Iterator[None]:
+    """Keeps other runs out of `folder`, which is made. Its run.lock names the process that has it, or had it last.
+
+    Raises:
+        ConfigError: another run has it; names that run's process and host.
+    """
+    path = Path(folder) / "run.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        if not lock(file):
+            file.seek(0)
+            holder = file.read().strip() or "it has not said yet which"
+            raise ConfigError(
+                f"trainer.default_local_dir={folder} belongs to another run, which goes on: {holder}. Wait for it, "
+                "stop it, or name another folder (trainer.default_local_dir, or trainer.experiment_name)."
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+class UnfinishedTable:
+    """The rows so far of a .jsonl or .parquet file, which does not exist yet; made by `unfinished_table`.
+
+    Values are what JSON can hold: others become their `str`, NaN and infinities null.
+    """
+
+    def __init__(self, path: Path, partial: Path, rows: int) -> None:
+        self.path, self.partial, self.rows = path, partial, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds `rows`; they are on disk when this returns."""
+        append(self.partial, b"".join(map(json_line, rows)))
+        self.rows += len(rows)
+
+    def finish(self) -> None:
+        """Puts the table into its place, whole."""
+        lines = self.partial.read_bytes().split(b"\n")[1:-1]
+        with replacing(self.path) as file:
+            if self.path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                rows = [json.loads(line) for line in lines]
+                columns = dict.fromkeys(name for row in rows for name in row)
+                table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+                pyarrow.parquet.write_table(table, file)
+            else:
+                file.writelines(line + b"\n" for line in lines)
+        self.partial.unlink()
+
+
+@contextmanager
+def unfinished_table(path: str | Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedTable]:
+    """The table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
+
+    They lie in PATH.partial: the identity in its first line, then a row a line. A line that a kill tore is cut off.
+
+    Raises:
+        ConfigError: they are of another identity, whose differences it names, or another process is writing.
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("a+b") as file:
+        if not lock(file):
+            raise ConfigError(f"{partial} belongs to another process, which goes on: wait, or stop it.")
+        file.seek(0)
+        content = file.read()
+        whole, first = content[: content.rfind(b"\n") + 1], json_line(identity)
+        file.truncate(len(whole))
+        if not whole:
+            append(partial, first)
+        elif not whole.startswith(first):
+            changes = differences(json.loads(whole.partition(b"\n")[0]), json.loads(first))
+            raise ConfigError(
+                f"{partial} was begun with other settings ({'; '.join(changes)}): run it with those, or remove the "
+                "file to start afresh."
+            )
+        yield UnfinishedTable(path, partial, max(0, whole.count(b"\n") - 1))
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`name: old → new` for every entry that differs."""
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    return [f"{name}: {json.dumps(before.get(name))} → {json.dumps(now.get(name))}" for name in names]

@@ -26,7 +26,7 @@ from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.recipes import options
 from configs.schema import Config
-from data.locking import sole_run
+from data.files import sole_run
 from scripts.quickstart import SUCCESS, compose, warm_start
 from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command

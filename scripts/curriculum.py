@@ -28,7 +28,7 @@ from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
-from data.locking import sole_run
+from data.files import sole_run
 from scripts.multiturn import lesson_of
 from scripts.quickstart import Lesson, compose, imitate, safe_moves, wanderers_moves
 from training.reports import read_curve

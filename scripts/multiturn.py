@@ -37,7 +37,7 @@ from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv
 from custom.examples import calculator_task
-from data.locking import sole_run
+from data.files import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
 from scripts.quickstart import WANDERERS_LESSON, Lesson, compose, imitate, safe_moves, write_summary

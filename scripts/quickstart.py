@@ -33,8 +33,7 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config, SFTConfig
 from custom.env_wrapper import EnvState, TextEnv
 from custom.tiny_model import save_tiny_model
-from data.files import dump_jsonl, read_metrics
-from data.locking import sole_run
+from data.files import dump_jsonl, read_metrics, sole_run
 from data.seeding import derive_seed, numpy_generator
 from training import sft_trainer
 from training.environment import build_environment

@@ -37,7 +37,7 @@ from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
-from data.locking import sole_run
+from data.files import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
 from scripts.quickstart import SUCCESS, compose, warm_start, write_summary

@@ -32,8 +32,7 @@ from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.examples.arithmetic import TASKS, make_rows
-from data.files import dump_jsonl
-from data.locking import sole_run
+from data.files import dump_jsonl, sole_run
 from scripts import smollm2_model
 from scripts.quickstart import compose, write_summary
 from training.preparation import prepare

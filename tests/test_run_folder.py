@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import main
 from configs.errors import ConfigError
-from data.files import read_metrics
-from data.locking import sole_run
+from data.files import read_metrics, sole_run
 from scripts import quickstart
 from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
 from tests.test_sft_trainer import ROWS
@@ -94,7 +93,7 @@ def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypat
 def test_a_killed_run_gives_its_folder_back(tmp_path):
     program = f"""
 import signal
-from data.locking import sole_run
+from data.files import sole_run
 with sole_run({str(tmp_path)!r}):
     print("held", flush=True)
     signal.pause()

@@ -28,11 +28,11 @@ from configs.loader import load_config, parse_arguments
 from configs.schema import DataConfig
 from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
 from data.chat import Prompt, encode_prompt
+from data.files import unfinished_table
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
-from data.unfinished_table import unfinished_table
 from training.checkpoint import flatten
 from workers.load_rollout import StandaloneRollout, generate_batch
 

@@ -16,7 +16,7 @@ from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
 from configs.schema import SFTConfig
 from configs.sft_checks import check_sft
-from data.locking import sole_run
+from data.files import sole_run
 
 if TYPE_CHECKING:
     from training.supervised import SFTParts
