@@ -36,7 +36,7 @@ class ProcessEnded(Exception):
 
 
 class Child:
-    """A process that answers requests: started when it is needed, and anew after it has ended.
+    """Answers requests in a process, which is started when it is needed, and anew after it has ended.
 
     It ends with this process, and when this object does, and takes all with it that it started. Its methods belong to
     one event loop; code that is not asynchronous calls them by `run_in_background`.
@@ -235,7 +235,7 @@ def run_in_background(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:
-    """Results in order, at most `max_concurrent` under way at once, each for at most `timeout` seconds (None: any).
+    """Returns results in order: at most `max_concurrent` at once, each for at most `timeout` seconds (None: any).
 
     They run in an event loop in a thread of its own: a notebook already runs one in this thread. The first failure
     ends the wait, and so does Ctrl-C, at once; what is still under way is cancelled.
@@ -270,7 +270,7 @@ def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float
 
 @contextmanager
 def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own until the end of the block, and then cancels what it still does.
+    """Runs an event loop in a thread of its own until the end of the block, and then cancels what it still does.
 
     It gets STOP_SECONDS for that. A task that blocks instead of awaiting, and so cannot be cancelled, is left behind:
     it does not keep the process from ending.
@@ -283,7 +283,7 @@ def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def start_loop() -> tuple[asyncio.AbstractEventLoop, Thread]:
-    """An event loop that runs in a thread of its own."""
+    """Starts an event loop in a thread of its own."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
@@ -330,11 +330,11 @@ threads = DaemonThreads()
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any, deadline: float | None = None) -> Any:
-    """The result of `function(*arguments)`, computed in another thread while this event loop goes on.
+    """Returns the result of `function(*arguments)`, computed in another thread while this event loop goes on.
 
     Raises:
         Overdue: it took more than `deadline` seconds (None: any).
-        whatever `function` raises.
+        Exception: `function` raised it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -361,7 +361,7 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, deadline: flo
 
 
 def as_failure(error: BaseException) -> Exception:
-    """`error`, or, where an event loop would take it for its own (SystemExit, StopIteration), what names it."""
+    """Returns `error`, or an error that names it, where an event loop would take it for its own (SystemExit)."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     failure = RuntimeError(f"{type(error).__name__}: {error}")
@@ -370,11 +370,11 @@ def as_failure(error: BaseException) -> Exception:
 
 
 async def by_deadline(future: asyncio.Future[Any], deadline: float | None) -> Any:
-    """The result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
+    """Returns the result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
 
     Raises:
         Overdue: it was not.
-        whatever it raised, a TimeoutError of its own included.
+        Exception: the future did, with a TimeoutError of its own too.
     """
     try:
         done, _ = await asyncio.wait([future], timeout=deadline)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(path: str | PathLike) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` in one move when its body is through, and never if that raises.
+    """Opens a file that takes the place of `path` in one move when its body is through, and never if that raises.
 
     Its folder is made.
     """
@@ -74,7 +74,7 @@ def append(path: str | PathLike, content: bytes) -> None:
 
 @contextmanager
 def dispensable(what: str) -> Iterator[None]:
-    """Makes a full disk a warning; for files that a run can do without."""
+    """Warns, and goes on, if the disk is full; for files that a run can do without."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def dump_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """One JSON object in UTF-8, with its newline.
+    """Returns one JSON object in UTF-8, with its newline.
 
     Tensors, arrays and numpy scalars become numbers and lists, NaN and infinities null, other objects their `str`.
     """
@@ -101,7 +101,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's record, in order; [] if there is no file. A line that a kill tore is left out."""
+    """Returns the lines of a run's record, in order; [] if there is no file. A line that a kill tore is left out."""
     entries = []
     for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
         with suppress(ValueError):  # what json raises for a torn line
@@ -191,7 +191,7 @@ class UnfinishedTable:
 
 @contextmanager
 def unfinished_table(path: str | Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedTable]:
-    """The table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
+    """Opens the table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
 
     They lie in PATH.partial: the identity in its first line, then a row a line. A line that a kill tore is cut off.
 
@@ -219,6 +219,6 @@ def unfinished_table(path: str | Path, identity: Mapping[str, Any]) -> Iterator[
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`name: old → new` for every entry that differs."""
+    """Returns `name: old → new` for every entry that differs."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     return [f"{name}: {json.dumps(before.get(name))} → {json.dumps(now.get(name))}" for name in names]

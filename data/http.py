@@ -35,7 +35,7 @@ def may_pass(status: int) -> bool:
 async def open_session(
     api_key: str | None = None, timeout: float | None = None, connections: int = 100
 ) -> aiohttp.ClientSession:
-    """Opens connections to servers, for a `async with`; each request has its own: to drop it is to hang up.
+    """Opens connections to servers, for an `async with`; each request has its own: to drop it is to hang up.
 
     Args:
         api_key: sent along as a bearer token; None: none.

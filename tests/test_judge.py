@@ -19,7 +19,7 @@ from data.protocol import DataProto
 from tests.runs import ROOT
 from tests.servers import KEY
 from training import judge as module
-from training.judge import GRADE, REFERENCE, TEMPLATE, filled, grade_in, judge, recall, template_text
+from training.judge import GRADE, REFERENCE, TEMPLATE, fill_template, judge, read_grade, read_template, recall
 from training.reward import load_reward_manager
 from training.scorers import NotScored
 
@@ -91,7 +91,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_last_grade_counts(said, grade):
-    assert grade_in(said, GRADE, 0, 10) == grade
+    assert read_grade(said, GRADE, 0, 10) == grade
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,22 @@ def test_the_last_grade_counts(said, grade):
 )
 def test_what_is_no_grade_is_no_score(said, problem):
     with pytest.raises(ValueError, match=problem):
-        grade_in(said, GRADE, 0, 10)
+        read_grade(said, GRADE, 0, 10)
 
 
 def test_what_is_filled_in_is_not_filled_in_again():
-    assert filled("{prompt}|{response}|{ground_truth}", "{response}", "{ground_truth} {x}", "4") == (
+    assert fill_template("{prompt}|{response}|{ground_truth}", "{response}", "{ground_truth} {x}", "4") == (
         "{response}|{ground_truth} {x}|4"
     )
-    assert REFERENCE.replace("{ground_truth}", "4") in filled(TEMPLATE, "a", "b", "4")
-    assert "What is right" not in filled(TEMPLATE, "a", "b", None)
+    assert REFERENCE.replace("{ground_truth}", "4") in fill_template(TEMPLATE, "a", "b", "4")
+    assert "What is right" not in fill_template(TEMPLATE, "a", "b", None)
 
 
 def test_a_template_may_be_a_file_and_shows_the_response(tmp_path: Path):
     (tmp_path / "ask.txt").write_text("Grade {response}.")
-    assert template_text(str(tmp_path / "ask.txt")) == "Grade {response}."
+    assert read_template(str(tmp_path / "ask.txt")) == "Grade {response}."
     with pytest.raises(ValueError, match=r"has no \{response\}"):
-        template_text("Grade it.")
+        read_template("Grade it.")
 
 
 def test_the_question_and_the_score(monkeypatch: pytest.MonkeyPatch):

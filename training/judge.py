@@ -32,7 +32,7 @@ Think briefly, then end with one line, Score: and a number from 0 (useless) to 1
 REFERENCE = "\nWhat is right:\n{ground_truth}\n"
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|reference)\}")
 GRADE = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
-MOST_SAID = 300  # characters of what a server answers that are passed on
+MAX_MESSAGE = 300  # characters of what a server answers that are passed on
 
 only_models: dict[str, str] = {}  # by address: the one model of a server
 
@@ -54,7 +54,7 @@ async def judge(
     retries: int = 5,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """The grade of a response as a score from 0 to 1, and what the judge said.
+    """Returns the grade of a response as a score from 0 to 1, and what the judge said.
 
     Args:
         base_url: where the API begins, with /v1 at its end or without.
@@ -72,7 +72,7 @@ async def judge(
         ConnectionError: it cannot be reached, or fails each time.
     """
     url = f"{api_root(base_url)}/v1"
-    question = filled(template_text(template), prompt, response, ground_truth)
+    question = fill_template(read_template(template), prompt, response, ground_truth)
     async with await open_session(read_key(api_key_env)) as session:  # reward.timeout limits it
         if model is None:
             model = await only_model(session, url, retries)
@@ -82,8 +82,8 @@ async def judge(
         said = recall(cache, key)
         is_new = said is None
         if is_new:
-            said = text_of(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
-    score = (grade_in(said, pattern, worst, best) - worst) / (best - worst)
+            said = read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
+    score = (read_grade(said, pattern, worst, best) - worst) / (best - worst)
     if is_new:
         remember(cache, key, said)
     return {"score": score, "judge_said": said}
@@ -98,8 +98,8 @@ def read_key(api_key_env: str | None) -> str | None:
     return os.environ[api_key_env]
 
 
-def template_text(template: str) -> str:
-    """The template, read from its file if it is one's name. Raises ValueError if it has no place for the response."""
+def read_template(template: str) -> str:
+    """Reads the template, from its file if it is one's name. Raises ValueError if it has no place for the response."""
     named = "\n" not in template and Path(template).suffix in (".txt", ".md", ".j2")
     text = Path(template).read_text() if named else template
     if "{response}" not in text:
@@ -107,33 +107,34 @@ def template_text(template: str) -> str:
     return text
 
 
-def filled(template: str, prompt: str, response: str, ground_truth: str | None) -> str:
-    """The question; what is filled in is not looked through for places to fill."""
+def fill_template(template: str, prompt: str, response: str, ground_truth: str | None) -> str:
+    """Fills in the template, once: what is filled in is not looked through for places to fill."""
     texts: dict[str, str] = {"prompt": prompt, "response": response, "ground_truth": ""}
     texts["ground_truth"] = "" if ground_truth is None else str(ground_truth)
     texts["reference"] = "" if ground_truth is None else REFERENCE.replace("{ground_truth}", texts["ground_truth"])
     return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
 
 
-def grade_in(said: str, pattern: str, worst: float, best: float) -> float:
-    """The last grade in an answer. Raises ValueError if there is none, or one that is not between worst and best."""
+def read_grade(said: str, pattern: str, worst: float, best: float) -> float:
+    """Returns the last grade in an answer. Raises ValueError if it is missing, or not between worst and best."""
     grades = re.findall(pattern, said)
     if not grades:
-        raise ValueError(f"the judge's answer has no grade ({pattern!r} finds none): …{said[-MOST_SAID:]!r}")
+        raise ValueError(f"the judge's answer has no grade ({pattern!r} finds none): …{said[-MAX_MESSAGE:]!r}")
     if not worst <= float(grades[-1]) <= best:
         raise ValueError(f"the judge's grade {grades[-1]} is not from {worst:g} to {best:g}")
     return float(grades[-1])
 
 
-def text_of(answer: Json, url: str) -> str:
+def read_answer(answer: Json, url: str) -> str:
+    """Returns the text of an answer. Raises ValueError if there is none."""
     match answer:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             return text
-    raise ValueError(f"{url}/chat/completions gave no choices[0].message.content: {str(answer)[:MOST_SAID]}")
+    raise ValueError(f"{url}/chat/completions gave no choices[0].message.content: {str(answer)[:MAX_MESSAGE]}")
 
 
 async def only_model(session: ClientSession, url: str, retries: int) -> str:
-    """The name of the server's model. Raises ValueError if it has none, or several."""
+    """Returns the name of the server's model. Raises ValueError if it has none, or several."""
     if url not in only_models:
         listed = (await ask_judge(session, "GET", f"{url}/models", None, retries)).get("data", [])
         names = [card["id"] for card in listed]
@@ -144,7 +145,7 @@ async def only_model(session: ClientSession, url: str, retries: int) -> str:
 
 
 async def ask_judge(session: ClientSession, method: str, url: str, body: Json | None, retries: int) -> Json:
-    """`ask`, with a remedy where the judge refuses."""
+    """Calls `ask`, and names a remedy where the judge refuses."""
     try:
         return await ask(session, method, url, body, retries=retries, setting="reward_kwargs.base_url")
     except RequestRefused as error:
@@ -163,10 +164,10 @@ def remedy(status: int) -> str:
 
 
 def recall(cache: str | None, key: str) -> str | None:
-    """The answer that was kept under `key`."""
+    """Returns the answer that was kept under `key`, or None."""
     if cache is None or not Path(cache).exists():
         return None
-    with closing(opened(cache)) as kept:
+    with closing(open_cache(cache)) as kept:
         found = kept.execute("select said from answers where question = ?", (key,)).fetchone()
     return None if found is None else found[0]
 
@@ -174,11 +175,11 @@ def recall(cache: str | None, key: str) -> str | None:
 def remember(cache: str | None, key: str, said: str) -> None:
     """Keeps an answer; several processes may do so at once."""
     if cache is not None:
-        with closing(opened(cache)) as kept, kept:
+        with closing(open_cache(cache)) as kept, kept:
             kept.execute("insert or replace into answers values (?, ?)", (key, said))
 
 
-def opened(cache: str) -> sqlite3.Connection:
+def open_cache(cache: str) -> sqlite3.Connection:
     Path(cache).parent.mkdir(parents=True, exist_ok=True)
     kept = sqlite3.connect(cache, timeout=60)  # seconds to wait for another process that writes
     kept.execute("create table if not exists answers (question text primary key, said text)")

@@ -25,10 +25,10 @@ GRACE_SECONDS = 1  # of computing, beyond the time on the clock
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a program.
+    """The end of a program.
 
-    `status`: its exit status; below 0, the signal that ended it; None: it took too long. `output`, `errors`: what it
-    wrote, to the end or until it was ended.
+    `status`: its exit status; below 0, the signal that ended it; None: it took too long. `output`, `errors`: all
+    that it wrote until then.
     """
 
     status: int | None
@@ -75,9 +75,9 @@ def run_python(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return Finished(status, written(output), written(errors))
+        return Finished(status, read_back(output), read_back(errors))
 
 
-def written(file: IO[bytes]) -> str:
+def read_back(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What runs in the process of a sandbox: its fences, which it cannot climb back over, then the program.
+"""The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code.
 
 training/sandbox.py starts it by its path, as a script of the standard library alone.
 """
@@ -35,10 +35,10 @@ def main() -> None:
     ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
     if unshare():
         with suppress(OSError):
-            stay(ids)
+            keep_user(ids)
             make_rest_read_only(os.getcwd(), files_mb)
         become_first_process(ready)
-    limit(seconds, memory_mb << 20, files_mb << 20)
+    set_limits(seconds, memory_mb << 20, files_mb << 20)
     os.close(ready)  # the clock starts
     sys.argv = ["sandbox"]
     try:
@@ -47,7 +47,7 @@ def main() -> None:
         traceback.print_exception(error.with_traceback(None))
         sys.exit(COMPILE_ERROR)
     del globals()["libc"]  # it can do what the hook refuses
-    sys.addaudithook(refusal_outside(os.path.realpath(".")))
+    sys.addaudithook(make_hook(os.path.realpath(".")))
     try:
         exec(code, {"__name__": "__main__"})
     except Exception as error:
@@ -67,7 +67,7 @@ def unshare() -> bool:
     return libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC) == 0
 
 
-def stay(ids: dict[str, int]) -> None:
+def keep_user(ids: dict[str, int]) -> None:
     """Makes this process the user and the group that it was.
 
     Raises:
@@ -89,13 +89,13 @@ def make_rest_read_only(folder: str, size_mb: int) -> None:
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)  # set, clear, propagation, user namespace
     size = ctypes.sizeof(attributes)
     options = f"size={size_mb}m,nr_inodes={MOST_FILES},mode=700".encode()
-    succeed(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    succeed(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size))
-    succeed(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options))
+    check_returned(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    check_returned(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size))
+    check_returned(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options))
     os.chdir(folder)
 
 
-def succeed(returned: int) -> None:
+def check_returned(returned: int) -> None:
     if returned != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -115,8 +115,8 @@ def become_first_process(ready: int) -> None:
     os._exit(status)
 
 
-def limit(seconds: int, memory: int, size: int) -> None:
-    """Limits of computing, bytes of memory and bytes of a file, its output too, that cannot be raised again."""
+def set_limits(seconds: int, memory: int, size: int) -> None:
+    """Limits computing, bytes of memory and bytes of a file, its output too, for good."""
     for kind, most in (
         (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 0),
@@ -126,8 +126,8 @@ def limit(seconds: int, memory: int, size: int) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def refusal_outside(here: str) -> Any:
-    """A hook, which nothing can remove, that refuses processes, sockets, and changes of files outside `here`."""
+def make_hook(here: str) -> Any:
+    """Returns a hook, which stays for good, that refuses processes, sockets, and changes of files outside `here`."""
 
     def refuse(event: str, arguments: tuple) -> None:
         refused = event.startswith(REFUSED)

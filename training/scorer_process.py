@@ -1,4 +1,4 @@
-"""The life of a process that scores: the user's function is loaded once, and called for what the parent sends.
+"""The program of a process that scores: it loads the user's function once, and calls it for what the parent sends.
 
 It loads nothing but what that function needs, so that it starts fast. The parent (training/scorers.py) keeps the clock,
 and kills. What comes back to it is JSON, and never pickled: a function may run what a policy wrote.
@@ -22,12 +22,12 @@ from configs.errors import users_line
 from data.concurrency import Channel, frame, read_frame
 from data.import_utils import load_extern_object
 
-MOST_SAID = 4000  # characters of an exception and its traceback
+MAX_MESSAGE = 4000  # characters of an exception and its traceback
 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """What a scorer process is for: the function of a file, and its limits.
+    """Names the function that a scorer process calls, and its limits.
 
     `memory_mb`: that it may take beyond what loading the file took. `soft_seconds`: after which an async call is
     cancelled; null: any.
@@ -59,14 +59,14 @@ def serve(channel: Channel) -> None:
         try:
             arguments = pickle.loads(body)
             seed_generators(arguments)
-            outcome, value = "ok", finished(function(**arguments | spec.reward_kwargs))
+            outcome, value = "ok", await_result(function(**arguments | spec.reward_kwargs))
         except BaseException as error:  # SystemExit too: the row is counted, and the process lives on
             outcome, value = "error", format_exception(error)
         channel.write(number, encode(outcome, value))
 
 
 async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: socket.socket) -> None:
-    """`serve` for an async function: its calls run in one event loop."""
+    """Answers calls of an async function, which run in one event loop, until the parent is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     under_way: set[asyncio.Task] = set()
 
@@ -92,8 +92,8 @@ def is_async(function: Callable) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
-def finished(result: Any) -> Any:
-    """`result`, awaited if a plain function returned something to await."""
+def await_result(result: Any) -> Any:
+    """Returns `result`, awaited if a plain function returned something to await."""
     if not inspect.isawaitable(result):
         return result
 
@@ -106,7 +106,7 @@ def finished(result: Any) -> Any:
 def seed_generators(arguments: dict[str, Any]) -> None:
     """Seeds the global generators that the function may draw from by the texts that it scores: equal runs are equal,
     whichever process a row comes to."""
-    texts = [part for name in sorted(arguments) for part in texts_of(arguments[name])]
+    texts = [part for name in sorted(arguments) for part in list_texts(arguments[name])]
     seed = zlib.crc32("\0".join(texts).encode("utf-8", "replace"))
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -115,7 +115,7 @@ def seed_generators(arguments: dict[str, Any]) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def texts_of(value: Any) -> list[str]:
+def list_texts(value: Any) -> list[str]:
     return [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)]
 
 
@@ -133,15 +133,15 @@ def limit_memory(memory_mb: int | None) -> None:
 
 
 def encode(outcome: str, value: Any) -> bytes:
-    """The body of an answer; a value that JSON cannot hold is an error of the call."""
+    """Returns the body of an answer; a value that JSON cannot hold is an error of the call."""
     try:
-        return json.dumps([outcome, value], default=plain).encode()
+        return json.dumps([outcome, value], default=to_plain).encode()
     except (TypeError, ValueError) as error:
         return json.dumps(["error", format_exception(error)]).encode()
 
 
-def plain(value: Any) -> Any:
-    """Numbers and lists of an array, a tensor or a number of numpy's."""
+def to_plain(value: Any) -> Any:
+    """Returns the numbers and lists of an array, a tensor or a number of numpy's."""
     try:
         return value.tolist()
     except AttributeError:
@@ -151,10 +151,10 @@ def plain(value: Any) -> Any:
 
 
 def format_exception(error: BaseException) -> dict[str, Any]:
-    """An exception as the parent tells it: one line, the user's line, the traceback."""
+    """Returns the message, the user's line and the traceback of an exception."""
     trace = "".join(traceback.format_exception(error))
     return {
-        "said": f"{type(error).__name__}: {error}"[:MOST_SAID],
+        "said": f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
         "place": users_line(error),
-        "trace": trace[-MOST_SAID:],
+        "trace": trace[-MAX_MESSAGE:],
     }

@@ -87,7 +87,7 @@ class ScorerProcess:
 
 
 class Scorers:
-    """Processes that call one function of the user's.
+    """Calls one function of the user's, in processes.
 
     A plain function is called by up to `num_workers` of them, one call each; another is started when calls wait for
     longer than a start takes. An async one is in one process, with up to `max_concurrent` calls under way.
@@ -107,7 +107,7 @@ class Scorers:
         self.lock = threading.Lock()
 
     def submit(self, arguments: dict[str, Any], rows: int = 1) -> Future:
-        """Calls the function with `arguments`, of so many rows; the future has what it returned, or NotScored.
+        """Calls the function with `arguments`, of so many rows; the future has its result, or NotScored.
 
         Raises:
             ValueError: an argument cannot be sent to a process.
@@ -175,6 +175,6 @@ def end_all(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes
     stop_loop(loop, thread)
 
 
-def one_line(told: dict[str, Any]) -> str:
-    """One line of an exception in a process: what it said, and the user's line."""
-    return told["said"] + (f" (at {told['place']})" if told["place"] else "")
+def one_line(error: dict[str, Any]) -> str:
+    """Returns one line for an exception of a process: its message, and the user's line."""
+    return error["said"] + (f" (at {error['place']})" if error["place"] else "")

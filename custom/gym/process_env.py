@@ -112,7 +112,7 @@ class ProcessEnv:
 
 
 class Process:
-    """A process that plays episodes. `lock` is to be held around `start` and `call`; `life` counts the starts."""
+    """Plays episodes in a process. `lock` is to be held around `start` and `call`; `life` counts the starts."""
 
     def __init__(self, environment: TextEnv, timeout: float | None) -> None:
         self.environment, self.timeout, self.lock = environment, timeout, threading.Lock()
@@ -127,14 +127,14 @@ class Process:
         self._forgotten.append(number)
 
     def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, EnvState]:
-        """Plays on in the episode `number`: what the last of the chapters returned, and the state now.
+        """Plays on in the episode `number`; returns the result of the last of the chapters, and the state now.
 
         Raises as `ProcessEnv` says, naming the chapters, those before included.
         """
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         seconds = None if self.timeout is None else self.timeout * len(chapters)
         asked = self._child.ask(pickle.dumps((number, chapters, forgotten)), seconds)
-        result, error, trace = pickle.loads(self._wait(asked, seconds, told((*before, *chapters))))
+        result, error, trace = pickle.loads(self._wait(asked, seconds, describe((*before, *chapters))))
         if error is not None:
             error.add_note(f"in the environment's process:\n{trace}")
             raise error
@@ -155,20 +155,20 @@ class Process:
             raise RuntimeError(f"{what}: {ended}") from None
 
 
-def told(story: Story) -> str:
-    """`story` in words: its reset, and the actions since."""
+def describe(story: Story) -> str:
+    """Names the reset of a story, and the actions since."""
     (_, (seed, start)), *acts = story
     return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
 
 
 def pack(environment: TextEnv) -> bytes:
-    """The first request to a process: the user's module, and the environment."""
+    """Returns the first request to a process: the user's module, and the environment."""
     module, _, _ = split_id(environment.env_id)
     return pickle.dumps((module, cloudpickle.dumps(environment)))
 
 
 def serve(channel: Channel) -> None:
-    """The life of a process: plays on in one episode at each call; answers result, exception and traceback.
+    """Plays on in one episode at each call, until the parent is gone; answers result, exception and traceback.
 
     An exception that is not one of those that a `TextEnv` raises ends the process.
     """
@@ -187,11 +187,11 @@ def serve(channel: Channel) -> None:
                 episodes.pop(old).close()
         if number not in episodes:
             episodes[number] = environment.clone()
-        channel.write(request, pickle.dumps(played(episodes[number], chapters)))
+        channel.write(request, pickle.dumps(play(episodes[number], chapters)))
 
 
-def played(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]:
-    """(what the last chapter returned, the state), exception or None, its traceback."""
+def play(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]:
+    """Returns (result of the last chapter, state), exception or None, its traceback."""
     try:
         for method, arguments in chapters:
             moved = getattr(episode, method)(*arguments)

@@ -26,7 +26,7 @@ def compute_score(
     continuous: bool = False,
     timeout: int = 10,
 ) -> tuple[float, list[dict[str, Any]]]:
-    """(share of the test cases that the program in `completion` passes, what became of each).
+    """Returns the share of the test cases that the program in `completion` passes, and the result of each.
 
     The program is the last python block, else the first block; without one, or without test cases, the score is 0.0.
     `semaphore` limits the requests under way, of `timeout` seconds for compiling and for running; `continuous` runs and
@@ -52,7 +52,7 @@ def compute_score(
 
 
 def mark_no_program(results: list[dict[str, Any]]) -> None:
-    """A program that does not compile for one case is none for the cases after it."""
+    """Marks the cases after one for which the program does not compile: it is no program for them either."""
     broken = False
     for result in results:
         broken = broken or result["result"] == NO_PROGRAM
@@ -80,13 +80,13 @@ class Server:
                 said = self.post(program, stdin)
         except (OSError, ValueError) as error:  # no server, an error of its, or no JSON
             return {"case": place, "result": SERVER_ERROR, "said": f"{type(error).__name__}: {error}"}
-        result = judged(said, cases.outputs[place])
+        result = read_result(said, cases.outputs[place])
         if result == NO_PROGRAM:
             self.broken.set()
         return {"case": place, "result": result, "said": said}
 
     def post(self, code: str, stdin: str) -> dict[str, Any]:
-        """The server's answer. A gateway that gave up (504) is asked again, twice.
+        """Returns the server's answer. A gateway that gave up (504) is asked again, twice.
 
         Raises:
             ServerError: it cannot be reached, or the gateway gives up each time.
@@ -103,8 +103,8 @@ class Server:
         return asyncio.run(asked)
 
 
-def judged(said: dict[str, Any], expected: str | None) -> bool | int:
-    """One case's result, from the server's answer."""
+def read_result(said: dict[str, Any], expected: str | None) -> bool | int:
+    """Reads one case's result off the server's answer."""
     compiled, ran = said.get("compile_result") or {}, said.get("run_result") or {}
     match said.get("status"):
         case "Success" if ran.get("status") == "Finished":

@@ -1,4 +1,4 @@
-"""Whether two formulas are equal by algebra: the package math-verify, in a process of its own.
+"""Compares two formulas by algebra: the package math-verify, in a process of its own.
 
 Algebra may take for ever, inside C too. So the process ends itself, by a timer that nothing can catch, once a question
 has taken SECONDS of computing; the next question starts another.
@@ -21,7 +21,7 @@ WORDS = re.compile(r"[A-Za-z\s]*")
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether two LaTeX formulas are equal by algebra; False for words, very long ones, and what takes too long.
+    """Tells whether two LaTeX formulas are equal by algebra; False for words, long ones, and what takes too long.
 
     Raises:
         ModuleNotFoundError: math-verify is not installed.

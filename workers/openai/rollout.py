@@ -164,7 +164,7 @@ class OpenAIRollout(AsyncRollout):
 
 
 def files_allowed() -> int:
-    """Files that this process may have open, sockets included."""
+    """Returns how many files this process may have open, sockets included."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
