@@ -144,7 +144,7 @@ def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path
 
     with scripted(complete) as url:
         engine = engine_for(url, tiny_model)
-        with pytest.raises(ServerError, match=rf"{url}/v1/completions failed 3 times .*status 500: .*out of memory"):
+        with pytest.raises(ServerError, match=rf"{url}/v1/completions failed 3 times, .*status 500: .*out of memory"):
             engine.generate([Request(row, [20], PLAIN, row) for row in range(4)])
         assert not engine.has_unfinished_requests()
 
@@ -181,10 +181,10 @@ def test_a_server_that_is_killed_while_it_generates_is_named(tiny_model: Path, i
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times .*Connect"):
+        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times, .*Connect"):
             while engine.has_unfinished_requests():
                 engine.step()
-    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times .*Look whether the server runs"):
+    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Look whether the server runs"):
         engine_for(url, tiny_model)
 
 
