@@ -110,7 +110,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _to_json(value: Any) -> Any:
-    if hasattr(value, "tolist"):
+    with suppress(AttributeError):  # only tensors, arrays and numpy's numbers have it
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _to_json(item) for name, item in value.items()}
