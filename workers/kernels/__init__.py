@@ -1,4 +1,4 @@
-"""Whatever only makes a CPU or a GPU faster, and may be left out (`actor_rollout_ref.model.kernels=off`).
+"""Makes a CPU or a GPU faster, and does nothing else: it may be left out (`actor_rollout_ref.model.kernels=off`).
 
 The functions named here are its door: nothing outside imports a module of it. Classes are exchanged, hooks set and
 functions registered with transformers in here alone, and only when `prepare` or `start_process` is called.

@@ -1,4 +1,4 @@
-"""The narrow work of generation: a step has one token a row, so its matrices are a few rows high.
+"""Makes generation faster, whose matrices are a few rows high: a step has one token a row.
 
 Attention reads a prompt's keys and values once for all rows that answer it, and each key head once for the query heads
 that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products. Both stand in for the
@@ -89,7 +89,7 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface, of one token a row to its prompt and its own: query [b, heads, 1, d], key
+    """Attends, by transformers' interface, from one token a row to its prompt and its own: query [b, heads, 1, d], key
     and value of own tokens [b, key heads, k, d]. Returns ([b, 1, heads, d], None).
 
     The queries that answer a prompt are the rows of one product with its keys. Without `rows` it is plain SDPA.

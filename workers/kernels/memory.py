@@ -1,4 +1,4 @@
-"""The process: its threads, and the memory it keeps from step to step."""
+"""Sets up the process: its threads, and the memory that it keeps from step to step."""
 
 import ctypes
 import os
@@ -62,5 +62,5 @@ class KeptMemory:
 
 
 def resident_bytes() -> int:
-    """Bytes of memory resident in this process, on Linux."""
+    """Reads the bytes of memory resident in this process, on Linux."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The packed forward: the rows of a micro-batch without padding, and each distinct prompt once, whatever its samples.
+"""Forwards the rows of a micro-batch packed: without padding, and each distinct prompt once, whatever its samples.
 
 All prompts and then all responses stand in one long row of T tokens. Everything in a transformer but attention looks at
 one token at a time and needs to know nothing of it. Attention is given the layout: a prompt's tokens attend to their
@@ -89,7 +89,7 @@ class Packed:
         return self.prompts.ranks[self.prompt_of_row[self.responses.order]]
 
     def for_rows(self, values: Tensor) -> Tensor:
-        """[d, …] → [b, …], each row's prompt's, both padded."""
+        """Repeats each prompt's values for the rows that answer it: [d, …] → [b, …], both padded."""
         rows = values.index_select(0, self.answered)
         if rows.requires_grad:
             rows.register_hook(Tensor.contiguous)  # they are added row by row, much faster so
@@ -108,8 +108,8 @@ class Packed:
         return {}
 
     def masked_blocks(self, window: int | None, dtype: torch.dtype) -> list[list[MaskedBlock]]:
-        """Blocks of the padded prompts, and of the padded responses: 0 for the keys that a token attends to within a
-        sliding window, −∞ for the others."""
+        """Cuts the masks of the padded prompts and responses: 0 for the keys that a token attends to within a sliding
+        window, −∞ for the others."""
         if (window, dtype) not in self.masked:
             (_, prompt_width), (_, width) = self.prompts.shape, self.responses.shape
             columns = torch.arange(prompt_width, device=self.input_ids.device).unsqueeze(0)
@@ -148,7 +148,7 @@ class Packed:
 
 
 def within(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Causal, and no further back than the window: positions [b, Q] and [b, K] → [b, Q, K] bool."""
+    """Masks keys that come later or are further back than the window: positions [b, Q] and [b, K] → [b, Q, K] bool."""
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
@@ -164,7 +164,7 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface: query [1, heads, T, d], key and value [1, key heads, T, d].
+    """Attends by transformers' interface: query [1, heads, T, d], key and value [1, key heads, T, d].
 
     Returns ([1, T, heads, d], None).
     """
@@ -197,7 +197,7 @@ def packed_attention(
 
 
 def layer_window(module: nn.Module, given: dict[str, Any]) -> int | None:
-    """How far back the attention layer `module` sees, itself included; None: as far as there is anything.
+    """Finds how far back the attention layer `module` sees, itself included; None: as far as there is anything.
 
     As it says in what it was `given`, else as its config does: some layers leave their window to the mask.
 
@@ -235,7 +235,7 @@ def is_packed(model: PreTrainedModel) -> bool:
 def packed_scores(
     model: PreTrainedModel, micro: MicroBatch, temperature: float, ask: Collection[str] = ("log_probs",)
 ) -> TokenScores:
-    """Scores of a micro-batch's responses, as `workers.scoring_model.padded_scores` has them.
+    """Scores a micro-batch's responses, as `workers.scoring_model.padded_scores` has them.
 
     Raises:
         AttributeError: a value model whose head is not called `score`.
@@ -262,7 +262,7 @@ def packed_scores(
 
 
 def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """The last hidden states of all tokens, [T, d]; the attention of `model` is the packed one."""
+    """Computes the last hidden states of all tokens, [T, d]; the attention of `model` is the packed one."""
     output = model.base_model(
         input_ids=packed.input_ids.unsqueeze(0),
         position_ids=packed.position_ids.unsqueeze(0),

@@ -1,4 +1,4 @@
-"""Products of float32 matrices on a CPU, by oneDNN.
+"""Multiplies float32 matrices on a CPU by oneDNN.
 
 `F.linear` hands its products to the BLAS that torch was built with, MKL, which leaves the AVX-512 of other makers' CPUs
 unused. oneDNN comes with torch as well and picks its kernels by what the CPU can do: 390 against 180 GFLOP/s on two
@@ -22,7 +22,7 @@ IS_FASTER = HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class Linear(nn.Linear):
-    """nn.Linear by way of oneDNN: the same weight and bias, under the same names."""
+    """Does what nn.Linear does by way of oneDNN: the same weight and bias, under the same names."""
 
     stand_in: Callable[[Tensor], Tensor] | None = None  # computes the same, where there is one
 
@@ -38,7 +38,7 @@ def use_onednn(module: nn.Module) -> None:
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
+    """Computes values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
     if not gains(values, weight):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, weight, bias)):
@@ -53,7 +53,7 @@ def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
 
 
 def gains(values: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN should have the product of these as they are, without a copy of the weight laid out for it."""
+    """Says whether oneDNN should have the product of these as they are."""
     return IS_FASTER and is_for_onednn(values, weight)
 
 
@@ -71,7 +71,7 @@ def is_plain(values: Tensor, weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, rows: int) -> Tensor:
-    """A copy of `weight` [out, in], laid out for products with `rows` rows; opaque to all but `onednn_linear`."""
+    """Copies `weight` [out, in], laid out for products with `rows` rows; opaque to all but `onednn_linear`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
 
 
@@ -80,7 +80,7 @@ def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
-    """gradientᵀ @ values: [rows, out] and [rows, in] → [out, in], as `weight` is."""
+    """Computes gradientᵀ @ values: [rows, out] and [rows, in] → [out, in], as `weight` is."""
     if not gains(values, weight):
         return gradient.T @ values
     d_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values.to_mkldnn(), weight, False)

@@ -1,4 +1,4 @@
-"""Sequences of several lengths as padded batches, and causal attention to them by PyTorch's SDPA.
+"""Lays out sequences of several lengths as padded batches, and attends to them causally by PyTorch's SDPA.
 
 A batch is cut into blocks of columns. A block has only the sequences that reach it and attends only to the keys up to
 it, so neither a few long sequences nor the upper half of the score matrix cost what they would as one rectangle.
@@ -47,11 +47,11 @@ class Ragged:
         ]
 
     def each(self, values: Tensor) -> Tensor:
-        """[n] → [total], each sequence's for all its tokens."""
+        """Repeats each sequence's value for all its tokens: [n] → [total]."""
         return values.repeat_interleave(self.lengths, output_size=self.total)
 
     def pad(self, values: Tensor) -> Tensor:
-        """[heads, total, d] → [n, heads, width, d], 0 where there is no token."""
+        """Pads [heads, total, d] to [n, heads, width, d], 0 where there is no token."""
         if not self.is_full:
             rows, columns = self._cells
             padded = values.new_zeros(len(values), self.shape[0] * self.shape[1], values.shape[-1])
@@ -87,7 +87,7 @@ class MaskedBlock(NamedTuple):
 
 
 def masked_blocks(ragged: Ragged, mask: Tensor) -> list[MaskedBlock]:
-    """`mask` [n or 1, 1, width, P + width], cut."""
+    """Cuts `mask` [n or 1, 1, width, P + width] into those of the blocks."""
     before = mask.shape[3] - mask.shape[2]
     return [
         MaskedBlock(block, mask[: block.rows, :, block.start : block.end, : before + block.end])
@@ -96,7 +96,7 @@ def masked_blocks(ragged: Ragged, mask: Tensor) -> list[MaskedBlock]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: list[MaskedBlock], options: dict[str, Any]) -> Tensor:
-    """Attention of padded queries [n, heads, S, d] to keys and values [n, key heads, P + S, d], of which those from P
+    """Attends from padded queries [n, heads, S, d] to keys and values [n, key heads, P + S, d], of which those from P
     on are the queries' own. `options` are SDPA's.
 
     Returns the elements of all blocks, one block after another: [heads, Σ rows·columns, d].
@@ -111,13 +111,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: list[MaskedBlock],
 
 
 def views_of(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of a block, and the keys and values that they see."""
+    """Cuts out the queries of a block, and the keys and values that they see."""
     rows, seen = slice(block.rows), slice(key.shape[2] - query.shape[2] + block.end)
     return query[rows, :, block.start : block.end], key[rows, :, seen], value[rows, :, seen]
 
 
 def in_a_row(outputs: list[Tensor]) -> Tensor:
-    """[rows, heads, columns, d] each → [heads, Σ rows·columns, d]."""
+    """Puts blocks [rows, heads, columns, d] one after another: [heads, Σ rows·columns, d]."""
     flat = [output.transpose(0, 1).flatten(1, 2) for output in outputs]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 

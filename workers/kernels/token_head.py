@@ -1,4 +1,4 @@
-"""A language model's head and what the losses want of it, without the logits of all tokens in memory.
+"""Scores tokens by a language model's head, without the logits of all tokens in memory.
 
 From the final hidden states of N tokens to log-probs, entropy and Σπ². The head is walked in blocks of its vocabulary:
 a tile of logits [N, block] stays in cache, and a softmax is the softmax over blocks of the softmaxes within them. So
@@ -85,7 +85,7 @@ class _Head:
         return [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
 
     def tile(self, states: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:
-        """One block's logits, capped and divided by the temperature: [N, block]."""
+        """Computes one block's logits, capped and divided by the temperature: [N, block]."""
         bias = None if bias is None else bias[block].to(self.compute_dtype)
         logits = linear(states, weight[block].to(self.compute_dtype), bias).to(self.dtype)
         if self.softcap is not None:
@@ -93,13 +93,13 @@ class _Head:
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | None:
-        """The derivative of a tile's `z` by the logits, times the temperature; None for 1."""
+        """Derives a tile's `z` by the logits, times the temperature; None for 1."""
         if self.softcap is None:
             return None
         return 1 - (z * (self.temperature / self.softcap)).square_()
 
     def statistics(self, z: Tensor) -> Tensor:
-        """Log-normalizer, entropy and sum of squares of each row's softmax, [3, N]; 0 for what is not asked for."""
+        """Computes log-normalizer, entropy and sum of squares of each row's softmax, [3, N]; 0 where not asked for."""
         log_pi = z.log_softmax(1)  # one pass for what would be four
         normalizer = z.amax(1) - log_pi.amax(1)  # any column would do; these are the least rounded
         entropy = squares = torch.zeros_like(normalizer)
@@ -191,6 +191,6 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 def _find(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which labels lie in the block, [N] bool, and their columns in it, [N, 1] (any column for the others)."""
+    """Finds which labels lie in the block, [N] bool, and their columns in it, [N, 1] (any column for the others)."""
     column = (labels - block.start).clamp(0, block.stop - block.start - 1)
     return column + block.start == labels, column.unsqueeze(1)
