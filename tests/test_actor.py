@@ -308,7 +308,7 @@ def test_a_loss_over_the_mini_batch_is_the_same_in_any_cut(policy: PreTrainedMod
     reports = []
     for cut_name, size in CUTS.items():
         metrics, gradient, _ = update(make_actor(policy, config, size), ragged_batch())
-        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5), cut_name
+        assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-7), cut_name
         assert metrics["actor/pg_loss"] == pytest.approx(policy_loss.item(), rel=1e-5), cut_name
         assert relative_distance(gradient, wanted) < 1e-5, cut_name
         reports.append(metrics)
