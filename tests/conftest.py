@@ -28,6 +28,58 @@ def pytest_configure() -> None:
         settings.load_profile("any machine")
 
 
+# In two processes, the longest first: what needs vLLM or Ray is one group, so that each is started once.
+GROUPS = ("engines", "test_docs", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts every test into the group of its process, and what uses the Ray cluster together at the end of its group."""
+    from tests.runs import needs_vllm
+
+    place = {name: number for number, name in enumerate(GROUPS)}
+    groups = {}
+    for item in items:
+        starts = on_ray(item) or any(mark == needs_vllm.mark for mark in item.iter_markers())
+        groups[item] = "engines" if starts else Path(item.path).stem
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: (place.get(groups[item], len(place)), groups[item] == "engines" and on_ray(item)))
+
+
+def on_ray(item: pytest.Item | None) -> bool:
+    return "cluster" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture
+def cluster() -> None:
+    """Ray as a caller of ours started it, with 2 CPUs: once for all tests in a row that use it."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if on_ray(item) and not on_ray(nextitem):
+        import ray
+
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def vllm_address(wide_headed_model: Path) -> Iterator[str]:
+    """vLLM's own server of `wide_headed_model`, as our command starts it. It asks for a key, takes weights by shared
+    memory or by the stand-in for NCCL, and has those that it was sent last."""
+    from tests.runs import vllm_server
+    from tests.servers import KEY
+
+    settings = [f"server.api_key={KEY}", "server.served_model_name=tiny"]
+    settings += ["+rollout.engine_kwargs.vllm.worker_extension_cls=tests.store_transfer.WorkerExtension"]
+    with vllm_server(wide_headed_model, 40, 24, *settings) as url:
+        yield url
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: character tokenizer, random Llama of one narrow layer."""

@@ -66,9 +66,9 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @contextmanager
-def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """vLLM's own server, which takes weights, for prompts and responses of so many tokens: its address and the process
-    that leads its group. About 30 seconds to start."""
+def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[str]:
+    """The address of vLLM's own server, which takes weights, for prompts and responses of so many tokens. About 30
+    seconds to start."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +85,7 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
                     log.seek(0)
                     raise RuntimeError(f"vLLM's server ended: {log.read()[-3000:]}")
                 sleep(0.2)
-            yield f"{url}/v1", process
+            yield f"{url}/v1"
         finally:
             os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
             process.wait()

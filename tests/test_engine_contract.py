@@ -8,7 +8,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
-from tests.runs import compose, needs_vllm, vllm_server
+from tests.runs import compose, needs_vllm
+from tests.servers import KEY
 from training.environment import EnvSetup
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
@@ -101,14 +101,12 @@ def built(
     request: pytest.FixtureRequest, wide_headed_model: Path, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Bench]:
     policy, name, own = load_policy(wide_headed_model), request.param, {}
-    with ExitStack() as held:
-        if name == "openai":
-            url, _ = held.enter_context(vllm_server(wide_headed_model, P, R))
-            own = {name: {"base_url": url}}
-        config = RolloutConfig(name=name, engine_kwargs=own, **CONFIG)
-        engine = build_rollout(load_rollout_class(name), config, tokenizer, policy.module)
-        held.callback(engine.close)
-        yield Bench(engine, policy)
+    if name == "openai":
+        own = {name: {"base_url": request.getfixturevalue("vllm_address"), "api_key": KEY}}
+    config = RolloutConfig(name=name, engine_kwargs=own, **CONFIG)
+    engine = build_rollout(load_rollout_class(name), config, tokenizer, policy.module)
+    yield Bench(engine, policy)
+    engine.close()
 
 
 @pytest.fixture

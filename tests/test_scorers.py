@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import ScoringConfig
+from tests.forked import python
 from tests.runs import ROOT
 from training.scorers import NotScored, Scorers
 
@@ -141,7 +142,7 @@ def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_pat
             "import json; from pathlib import Path; from tests.test_scorers import outcomes; "
             f"said = json.dumps({call}); Path({str(tmp_path / 'said')!r}).write_text(said)"
         )
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = python("-c", program, check=True)
         found = json.loads((tmp_path / "said").read_text())
         assert len(done.stdout) < 20_000  # of 100 MB
     elif place == "thread":
@@ -154,18 +155,15 @@ def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_pat
 
 
 @pytest.mark.slow
-def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path):
+def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path, cluster):
     import ray
 
     from tests import test_scorers  # under a name that the actor can import
 
     marker = tmp_path / "pids"
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
-    try:
-        asked = ray.remote(test_scorers.outcomes).remote(file, marker)
-        check(ray.get(asked), file, marker)
-    finally:
-        ray.shutdown()
+    on_path = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    asked = ray.remote(test_scorers.outcomes).options(runtime_env=on_path).remote(file, marker)
+    check(ray.get(asked), file, marker)
 
 
 def test_a_call_ends_within_a_second_of_its_limit(file):

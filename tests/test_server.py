@@ -19,15 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from configs.engines import OpenAISettings
 from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
 from data.types import Completion, Request, SamplingParams
-from tests.runs import ROOT, needs_vllm, vllm_server
+from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
 from workers.engine_pump import AsyncEngine
 from workers.models import load_causal_lm
 from workers.openai.shared_weights import BACKEND
+from workers.openai.weight_transfer import weight_transfer
 from workers.rollout import Rollout
 from workers.server.app import Served
 from workers.server.text import TokenText, count_held_back
@@ -418,14 +420,13 @@ def test_vllms_own_server_can_take_a_trainers_weights(wide_headed_model, monkeyp
         assert int(options["--kv-cache-memory-bytes"]) < 1 << 30 and variables["TORCHDYNAMO_DISABLE"] == "1"
 
 
-@pytest.fixture(scope="module")
-def vllm_client(wide_headed_model: Path) -> Iterator[openai.OpenAI]:
-    """A stock client of vLLM's own server, as our command starts it."""
-    settings = [f"server.api_key={KEY}", "server.served_model_name=tiny"]
-    with (
-        vllm_server(wide_headed_model, 40, 24, *settings) as (url, _),
-        openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client,
-    ):
+@pytest.fixture
+def vllm_client(vllm_address: str, wide_headed_model: Path) -> Iterator[openai.OpenAI]:
+    """A stock client of vLLM's own server, which has the weights of the model's folder again."""
+    weights = load_causal_lm(ModelConfig(path=str(wide_headed_model))).state_dict()
+    settings = OpenAISettings(base_url=vllm_address, api_key=KEY)
+    weight_transfer(settings).send(weights.items(), 0)
+    with openai.OpenAI(base_url=vllm_address, api_key=KEY, max_retries=0) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ import main
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.types import Request, SamplingParams
-from tests.runs import compose, learning_metrics, needs_vllm, run_main, short_run
+from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.model_worker import check_weights, probe_distance
@@ -153,25 +153,23 @@ def vllm_run(model: Path, run: Path, *more: str) -> list[str]:
 
 @needs_vllm
 @pytest.mark.slow
-def test_a_run_on_vllm_samples_by_the_probabilities_that_it_trains(wide_headed_model: Path, tmp_path: Path):
-    done = run_main(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.save_freq=2"))
-    assert done.returncode == 0, done.stderr
+def test_a_run_on_vllm_samples_by_the_probabilities_that_it_trains(wide_headed_model: Path, tmp_path: Path, capsys):
+    main.run(compose(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.save_freq=2")))
     steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [step for step in steps if "timing_s/update_weights" in step]
     assert len(trained) == 4
     for step in trained:
         assert abs(step["rollout_corr/kl"]) < 1e-5
-    again = run_main(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.total_training_steps=5"))
-    assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stdout and abs(learning_metrics(tmp_path / "run")[5]["rollout_corr/kl"]) < 1e-5
+    main.run(compose(*vllm_run(wide_headed_model, tmp_path / "run", "trainer.total_training_steps=5")))
+    assert "resuming from" in capsys.readouterr().out
+    assert abs(learning_metrics(tmp_path / "run")[5]["rollout_corr/kl"]) < 1e-5
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_path: Path):
+def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_path: Path, cluster: None):
     for count in (1, 2):
-        done = run_main(*vllm_run(wide_headed_model, tmp_path / str(count), f"trainer.n_workers_per_node={count}"))
-        assert done.returncode == 0, done.stderr
+        main.run(compose(*vllm_run(wide_headed_model, tmp_path / str(count), f"trainer.n_workers_per_node={count}")))
     one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
     assert one.keys() == two.keys()
     for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
@@ -180,7 +178,7 @@ def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_
 
 @needs_vllm
 @pytest.mark.slow
-def test_an_engine_split_over_two_workers_equals_one_in_one_also_in_whole_episodes(tmp_path: Path):
+def test_an_engine_split_over_two_workers_equals_one_in_one_also_in_whole_episodes(tmp_path: Path, cluster: None):
     model = tmp_path / "model"
     save_tiny_model(model, hidden_size=256, layers=1)
 
@@ -193,8 +191,7 @@ def test_an_engine_split_over_two_workers_equals_one_in_one_also_in_whole_episod
         # No episode is won in two turns: without the entropy, AdamW would step by the rounding of a gradient of 0.
         signal = ["actor_rollout_ref.actor.entropy_coeff=0.01"]
         short = [*split, *signal, "trainer.total_training_steps=2", "env.max_turns=2"]
-        done = run_main(*vllm_run(model, tmp_path / str(count), *short), name="frozenlake_multiturn")
-        assert done.returncode == 0, done.stderr
+        main.run(compose(*vllm_run(model, tmp_path / str(count), *short), name="frozenlake_multiturn"))
     one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
     assert one.keys() == two.keys() == {0, 1, 2}
     for step in one:
@@ -240,7 +237,9 @@ ENDS = [
 
 @needs_vllm
 @pytest.mark.slow
-def test_a_run_whose_engine_breaks_in_a_step_says_why_and_is_resumed(wide_headed_model: Path, tmp_path: Path):
+def test_a_run_whose_engine_breaks_in_a_step_says_why_and_is_resumed(
+    wide_headed_model: Path, tmp_path: Path, cluster: None
+):
     """Killed in a worker of Ray's, then by an error in this process, it ends as one that was never stopped."""
 
     def run(folder: str, *more: str) -> None:

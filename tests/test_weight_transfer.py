@@ -2,7 +2,7 @@
 (tests/store_transfer.py); then both with vLLM's server behind them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from configs.engines import OpenAISettings
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run, vllm_server
+from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
 from tests.servers import KEY, answering
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout
@@ -315,29 +315,28 @@ def engine_for(url: str, folder: Path, policy: TrainEngine, **settings: Any) -> 
 
 @needs_vllm
 @pytest.mark.slow
-def test_one_server_takes_weights_either_way(stand_in: None, wide_headed_model: Path, tmp_path: Path, monkeypatch):
+def test_one_server_takes_weights_either_way(
+    stand_in: None, vllm_address: str, wide_headed_model: Path, tmp_path: Path, monkeypatch
+):
     """By vLLM's transfer, from one trainer after another, then from a whole run by shared memory. With two updates a
     step, so that the trainer's log-probs of what was sampled are computed: they are those of the server."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100_000)
-    stand_in_there = "+rollout.engine_kwargs.vllm.worker_extension_cls=tests.store_transfer.WorkerExtension"
-    policy = policy_of(wide_headed_model)
-    with ExitStack() as held:
-        url, _ = held.enter_context(vllm_server(wide_headed_model, 40, 24, stand_in_there))
-        for change in (1.5, 0.8):
-            engine = engine_for(url, wide_headed_model, policy, weight_transfer="nccl", weights_timeout=60.0)
-            with torch.no_grad():
-                policy.module.model.embed_tokens.weight.mul_(change)
-            assert probe_distance(engine, policy) > 1e-3
-            engine.load_weights(policy.weights(), 1)
-            check_weights(engine, policy)
-            engine.close()
-        engine = engine_for(url, wide_headed_model, policy, weight_transfer="nccl", weights_timeout=60.0)
-        with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):
-            engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 2)
+    policy, nccl = policy_of(wide_headed_model), {"api_key": KEY, "weight_transfer": "nccl", "weights_timeout": 60.0}
+    for change in (1.5, 0.8):
+        engine = engine_for(vllm_address, wide_headed_model, policy, **nccl)
+        with torch.no_grad():
+            policy.module.model.embed_tokens.weight.mul_(change)
+        assert probe_distance(engine, policy) > 1e-3
+        engine.load_weights(policy.weights(), 1)
+        check_weights(engine, policy)
         engine.close()
-        own = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url={url}"]
-        two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
-        done = run_main(*short_run(wide_headed_model, tmp_path / "run", *own, two_updates))
+    engine = engine_for(vllm_address, wide_headed_model, policy, **nccl)
+    with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):
+        engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 2)
+    engine.close()
+    own = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url={vllm_address}", f"{OWN}.api_key='{KEY}'"]
+    two_updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    done = run_main(*short_run(wide_headed_model, tmp_path / "run", *own, two_updates))
     assert done.returncode == 0, done.stderr
     steps = learning_metrics(tmp_path / "run")
     for number in range(1, 5):

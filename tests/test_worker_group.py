@@ -1,6 +1,5 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,14 +66,6 @@ def fails(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, co
     factors = {}
     return log_probs.sum() * factors["missing"], {}
 """
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray as a caller of ours started it, with 2 CPUs."""
-    ray.init(num_cpus=2, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
