@@ -324,6 +324,9 @@ def test_what_cannot_be_answered_is_refused_by_name_and_others_go_on(bench: Benc
     with pytest.raises(ValueError, match=message):
         bench.engine.add(Request(3, prompt, sampling(max_tokens), seed=0))
     assert list(drain(bench.engine)) == [0]
+    with pytest.raises(ValueError, match=message):  # with a good one before it, which must not linger
+        bench.engine.generate([Request(1, PROMPTS[0], GREEDY, 0), Request(3, prompt, sampling(max_tokens), 0)])
+    assert not bench.engine.has_unfinished_requests()
 
 
 def test_prompts_up_to_the_limit_of_the_context_are_answered(bench: Bench):

@@ -112,55 +112,6 @@ def test_greedy_equals_transformers_generate_token_for_token(
     assert len({len(done.token_ids) for done in found}) > 2, "rows must end at different times for this to say much"
 
 
-def test_rows_that_end_do_not_change_those_that_go_on(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    """…nor does the batch's size: each prompt alone, all at once, and two at a time."""
-    stops = reachable_stops(model, tokenizer)
-    together = generate(make_rollout(model, tokenizer, stops), PROMPTS, GREEDY)
-    alone = [generate(make_rollout(model, tokenizer, stops), [prompt], GREEDY)[0] for prompt in PROMPTS]
-    in_pairs = generate(make_rollout(model, tokenizer, stops, max_num_seqs=2), PROMPTS, GREEDY)
-    for one, others in ((together, alone), (together, in_pairs)):
-        assert ids(one) == ids(others)
-        assert [done.finish_reason for done in one] == [done.finish_reason for done in others]
-        for a, b in zip(one, others, strict=True):
-            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
-
-
-def test_samples_of_a_shared_prompt_have_the_log_probs_of_a_forward_pass_of_their_own(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-):
-    """4 samples of each prompt, shuffled, with early ends; T = 0.7 enters by plain division before log_softmax."""
-    prompts = [PROMPTS[place % len(PROMPTS)] for place in range(20)]
-    rollout = make_rollout(model, tokenizer, reachable_stops(model, tokenizer))
-    completions = generate(rollout, prompts, sampling(temperature=0.7), seed=1)
-    assert len(set(map(tuple, ids(completions)))) > 15, "samples of one prompt must differ"
-    for prompt, done in zip(prompts, completions, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
-        wanted = (logits / 0.7).log_softmax(-1)[range(len(done.token_ids)), done.token_ids]
-        assert done.log_probs == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
-def test_the_seed_alone_decides_the_draws(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    def draw(seed: int, max_num_seqs: int = 1024) -> list[list[int]]:
-        torch.manual_seed(seed + max_num_seqs)  # must not matter
-        return ids(generate(make_rollout(model, tokenizer, max_num_seqs=max_num_seqs), PROMPTS * 2, sampling(), seed))
-
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-    assert draw(1, max_num_seqs=3) == draw(1)
-    assert draw(1, max_num_seqs=8) == draw(1)
-    torch.manual_seed(0)
-    expected_draw = torch.rand(3)
-    torch.manual_seed(0)
-    generate(make_rollout(model, tokenizer), PROMPTS, sampling(), 1)
-    assert torch.equal(torch.rand(3), expected_draw)
-
-
-def test_generation_leaves_the_model_in_training_mode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    generate(make_rollout(model.train(), tokenizer), PROMPTS, GREEDY)
-    assert model.training
-
-
 FAMILIES = {
     "Llama, 2 query heads a key head": LlamaConfig(num_key_value_heads=2),
     "Llama, untied": LlamaConfig(num_key_value_heads=4, tie_word_embeddings=False),
@@ -494,36 +445,6 @@ def fail_at_call(number: int) -> Callable:
         return sample_rows(*args)
 
     return failing
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "message"),
-    [
-        ([], 5, "request 7 has an empty prompt"),
-        ([5], 0, "request 7 asks for max_tokens=0"),
-        ([5, 300], 5, "request 7 has token ids from 5 to 300, but the model's are 0 to 299"),
-        ([5, -1], 5, "token ids from -1 to 5"),
-        ([5] * 60, 5, r"60 tokens of prompt and max_tokens=5 are more than 64, the model's positions: shorten"),
-    ],
-)
-def test_a_request_that_the_model_cannot_answer_is_refused(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[int], max_tokens: int, message: str
-):
-    rollout = make_rollout(random_model("GPT-2", "padded"), tokenizer)
-    with pytest.raises(ValueError, match=message):
-        rollout.add(Request(7, prompt, sampling(max_tokens), 0))
-    with pytest.raises(ValueError, match=message):  # with a good one before it, which must not linger
-        rollout.generate([Request(1, [5], GREEDY, 0), Request(7, prompt, sampling(max_tokens), 0)])
-    assert not rollout.has_unfinished_requests()
-
-
-def test_generation_follows_the_weights(tokenizer: PreTrainedTokenizerBase):
-    model = random_model("Llama, untied", "padded")
-    rollout = make_rollout(model, tokenizer)
-    before = ids(generate(rollout, PROMPTS, GREEDY))
-    with torch.no_grad():
-        model.lm_head.weight.neg_()
-    assert ids(generate(rollout, PROMPTS, GREEDY)) != before
 
 
 def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: PreTrainedTokenizerBase):
