@@ -17,11 +17,14 @@ from data.sft_dataset import SFTDataset
 from data.types import Sample
 from tests.forked import python
 from tests.runs import learning_metrics
-from training.sft_trainer import main, run
+from training.sft_trainer import main, run, worker_config
 from training.supervised import SFTTrainer, prepare
 from training.tracking import Tracking
+from workers.dp_actor import DataParallelPPOActor
 from workers.local_group import LocalWorkerGroup
-from workers.supervised import ROLE, RemoteSupervised, SFTWorker, SupervisedModel
+from workers.micro_batches import PooledMetrics
+from workers.model_worker import ModelWorker
+from workers.remote_roles import RemoteActor
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -52,11 +55,11 @@ def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFT
     return load_config(Arguments("sft", CONFIG_DIR, settings, print_config=False), SFTConfig)
 
 
-def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, SupervisedModel]:
+def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, DataParallelPPOActor]:
     """Before its first step, and the model that it trains, in this process."""
     parts = prepare(config)
-    group = LocalWorkerGroup(1, SFTWorker, config, parts.total_steps)
-    return SFTTrainer(config, parts, RemoteSupervised(group, ROLE)), group.worker.roles[ROLE]
+    group = LocalWorkerGroup(1, ModelWorker, worker_config(config), parts.total_steps, ["actor"])
+    return SFTTrainer(config, parts, RemoteActor(group, "actor")), group.worker.roles["actor"]
 
 
 def talk(*said: str) -> dict:
@@ -132,7 +135,7 @@ def test_the_gradient_is_at_the_positions_that_predict_learnt_tokens_and_nowhere
 
     model.engine.module.model.norm.register_forward_hook(keep)  # what logits are made of, position by position
     [micro] = model.micro_batches(batch)
-    model.negative_log_likelihood(micro).backward()
+    model.micro_batch_loss(micro, trainer.update_by(1), PooledMetrics()).backward()
     [kept] = hidden
     prompt_width = batch.prompts.shape[1]
     start = prompt_width - (micro.columns["input_ids"].shape[1] - micro.response_width)  # the micro-batch is trimmed

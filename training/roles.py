@@ -49,6 +49,9 @@ class Actor(Scorer, Trained, Protocol):
     def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
         """Makes one optimiser step; returns its metrics."""
 
+    def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
+        """The metrics of the loss that `update_policy` would step on; nothing changes."""
+
 
 class Critic(Trained, Protocol):
     """The value model in training."""

@@ -14,7 +14,16 @@ if __name__ == "__main__":
 from configs.errors import late_refusals, refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
-from configs.schema import SFTConfig
+from configs.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    Config,
+    DataConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from configs.sft_checks import check_sft
 from data.files import sole_run
 
@@ -33,11 +42,11 @@ def main(argv: list[str] | None = None) -> None:
         from training.supervised import prepare
         from workers.worker_group import check_machine, start_command
 
-        check_machine(config)
+        check_machine(worker_config(config))
     with late_refusals(), sole_run(config.trainer.default_local_dir):
         with refusals():
             parts = prepare(config)
-        start_command(config)
+        start_command(worker_config(config))
         train(config, parts)
 
 
@@ -49,21 +58,42 @@ def run(config: SFTConfig) -> Path:
         return train(config, prepare(config))
 
 
+def worker_config(config: SFTConfig) -> Config:
+    """The settings by which an ordinary worker plays the actor: the loss is the plain policy gradient."""
+    rows, tokens = config.data.micro_batch_size_per_gpu, config.data.max_token_len_per_gpu
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=rows,
+        ppo_max_token_len_per_gpu=tokens,
+        policy_loss=PolicyLossConfig(loss_mode="gpg"),
+        optim=config.optim,
+        fsdp_config=config.fsdp_config,
+        checkpoint=config.checkpoint,
+    )
+    rollout = RolloutConfig(
+        response_length=0, log_prob_micro_batch_size_per_gpu=rows, log_prob_max_token_len_per_gpu=tokens
+    )
+    return Config(
+        data=DataConfig(max_prompt_length=config.data.max_length),  # of the whole row: nothing is generated
+        actor_rollout_ref=ActorRolloutRefConfig(model=config.model, actor=actor, rollout=rollout),
+        trainer=TrainerConfig(**vars(config.trainer)),
+    )
+
+
 @users_line_noted()
 def train(config: SFTConfig, parts: "SFTParts") -> Path:
     """Starts the workers and runs the loop, in a folder that this run holds."""
     from training.supervised import SFTTrainer, files_to_come
-    from workers.supervised import ROLE, RemoteSupervised, SFTWorker
-    from workers.worker_group import start_group, worker_summary
+    from workers.remote_roles import RemoteActor
+    from workers.worker_group import start_pools, worker_summary
 
     print(worker_summary(config.trainer), files_to_come(config.trainer, parts.total_steps), sep="\n")
-    group = start_group(config, SFTWorker, config, parts.total_steps)
+    pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
     try:
-        trainer = SFTTrainer(config, parts, RemoteSupervised(group, ROLE))
+        trainer = SFTTrainer(config, parts, RemoteActor(pools["actor"], "actor"))
         trainer.fit()
         return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
     finally:
-        group.close()
+        pools["actor"].close()
 
 
 if __name__ == "__main__":

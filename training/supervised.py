@@ -1,14 +1,12 @@
-"""The loop of supervised training: `step` is what is learnt, `fit` is everything around it.
+"""Supervised training: a step is a policy update in which every learnt token has an advantage of 1.
 
-As the loop of reinforcement learning (training/ray_trainer.py), it drives a role and knows neither where it runs nor
-what runs there.
+The policy loss is the plain policy gradient (`gpg` in training/core_algos.py), which is then the mean negative
+log-likelihood of the learnt tokens; workers and role are those of reinforcement learning.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import SFTConfig, SFTTrainerConfig
@@ -25,23 +23,10 @@ from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
 from training.reports import METRICS_FILE
+from training.roles import Actor
 from training.run import Metrics, Run
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
-
-
-class SupervisedRole(Protocol):
-    """What the loop asks of workers (workers/supervised.py)."""
-
-    def update(self, batch: DataProto, update: Update) -> Metrics:
-        """One optimiser step on the tokens of response_mask."""
-
-    def loss_sum(self, batch: DataProto) -> float:
-        """Σ −log p over the tokens of response_mask."""
-
-    def save(self, folder: Path, contents: Sequence[str]) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,23 +66,23 @@ class SFTTrainer(Run):
     Args:
         config: the run's.
         parts: tokenizer and rows.
-        model: the workers' role.
+        actor: the workers' role, with the loss and the sizes of `sft_trainer.worker_config`.
     """
 
     acts_after_last_step = True
 
-    def __init__(self, config: SFTConfig, parts: SFTParts, model: SupervisedRole) -> None:
+    def __init__(self, config: SFTConfig, parts: SFTParts, actor: Actor) -> None:
         super().__init__(
             config,
             tokenizer=parts.tokenizer,
             train_loader=parts.train_loader,
             total_steps=parts.total_steps,
-            models={".": model},
+            models={".": actor},
             contents=config.checkpoint.save_contents,
             can_validate=parts.val_loader is not None,
         )
         self.val_loader = parts.val_loader
-        self.model = model
+        self.actor = actor
         remedy = "Often: a learning rate too high (optim.lr), or weights that are already broken."
         self.watches = [SkippedUpdates(MAX_SKIPPED_UPDATES, None, remedy)]
 
@@ -106,11 +91,11 @@ class SFTTrainer(Run):
         timing: dict[str, float] = {}
         with timer("step", timing):
             batch = self.pad(self.train_loader.next_batch())
-            counts = {"batch_num_tokens": int(batch.batch["response_mask"].sum())}
-            seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
-            learnt = self.model.update(batch, Update(self.global_step - 1, seed, 1.0, counts))
-        return batch, learnt | {
-            "train/tokens": counts["batch_num_tokens"],
+            tokens = int(batch.batch["response_mask"].sum())
+            learnt = self.actor.update_policy(batch, self.update_by(tokens))
+        renamed = {name.replace("actor/", "train/"): value for name, value in learnt.items() if name != "actor/pg_loss"}
+        return batch, renamed | {
+            "train/tokens": tokens,
             "train/epoch": self.train_loader.epoch,
             "timing_s/step": timing["step"],
         }
@@ -123,16 +108,23 @@ class SFTTrainer(Run):
             for rows in self.val_loader:
                 batch = self.pad(rows)
                 tokens += int(batch.batch["response_mask"].sum())
-                total += self.model.loss_sum(batch)
+                total += self.actor.compute_loss(batch, self.update_by(1))["actor/loss"]
         self.validation = {"val/loss": total / tokens, "timing_s/testing": timing["testing"]}
         return self.validation
 
+    def update_by(self, tokens: int) -> Update:
+        """The facts of this step's update, whose loss is a sum over tokens divided by `tokens`."""
+        seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
+        return Update(self.global_step - 1, seed, 1.0, {"batch_num_tokens": tokens})
+
     def pad(self, rows: dict) -> DataProto:
-        """Rows of ids as the padded columns that the forward pass takes."""
+        """Rows of ids as the padded columns that the actor takes: every learnt token has an advantage of 1."""
         samples: list[Sample] = list(rows["sample"])
         longest_prompt = max(len(sample.prompt_ids) for sample in samples)
         longest_response = max(len(sample.token_ids) for sample in samples)
-        return collate(samples, longest_prompt, longest_response, self.tokenizer.pad_token_id)
+        batch = collate(samples, longest_prompt, longest_response, self.tokenizer.pad_token_id)
+        batch.batch["advantages"] = torch.ones_like(batch.batch.pop("rollout_log_probs"))
+        return batch
 
 
 def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:

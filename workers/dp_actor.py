@@ -1,6 +1,6 @@
 """Trains the policy, and scores by it and by the frozen reference policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,22 @@ class DataParallelPPOActor:
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
                 batch = DataProto(batch.batch.copy()).union(gradient)
-            wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
-            columns = [name for name in wanted if name in batch.batch]
-            micro_batches = cut_share(batch, self.update_size, columns, self.engine.module)
-            losses = (self.micro_batch_loss(micro, update, metrics) for micro in micro_batches)
+            losses = (self.micro_batch_loss(micro, update, metrics) for micro in self.micro_batches(batch))
             stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"actor/{name}": value for name, value in stepped.items()}
+
+    @torch.no_grad()
+    def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
+        """The metrics that `update_policy` would have of its loss, for a loss that is a sum over tokens; no update."""
+        metrics = PooledMetrics()
+        for micro in self.micro_batches(batch):
+            self.micro_batch_loss(micro, update, metrics)
+        return metrics.reduce()
+
+    def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
+        wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
+        columns = [name for name in wanted if name in batch.batch]
+        return cut_share(batch, self.update_size, columns, self.engine.module)
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the parts of the policy named in `contents`."""

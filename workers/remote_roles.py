@@ -93,6 +93,9 @@ class RemoteActor(RemoteScorer, RemoteTrained):
     def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
         return self.share_out("update_policy", mini_batch, update)[0]
 
+    def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
+        return self.share_out("compute_loss", batch, update)[0]
+
 
 class RemoteCritic(RemoteTrained):
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.process import VARIABLES
-from configs.schema import Config, RunConfig, SFTConfig
+from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
@@ -140,7 +140,7 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
     return dict.fromkeys(roles, start_group(config, ModelWorker, config, total_steps, tuple(roles)))
 
 
-def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> WorkerGroup:
+def start_group(config: Config, worker_class: type, *args: Any) -> WorkerGroup:
     """Starts as many `worker_class(*args)` as the run has workers, where trainer.executor says."""
     check_machine(config)
     resources = Resources.from_config(config.trainer)
@@ -149,21 +149,20 @@ def start_group(config: Config | SFTConfig, worker_class: type, *args: Any) -> W
     return LocalWorkerGroup(resources.threads, worker_class, *args)
 
 
-def kernels(config: Config | SFTConfig) -> str:
+def kernels(config: Config) -> str:
     """Reads off which kernels the run's models have."""
-    return (config.model if isinstance(config, SFTConfig) else config.actor_rollout_ref.model).kernels
+    return config.actor_rollout_ref.model.kernels
 
 
-def check_machine(config: Config | SFTConfig) -> None:
+def check_machine(config: Config) -> None:
     """Raises ValueError where there are fewer GPUs than `config` asks for, here or in the Ray cluster, or none for a
     way to hand weights over that needs one."""
     resources = Resources.from_config(config.trainer)
     check_gpus(resources.workers * resources.gpus, uses_ray(config.trainer))
-    if isinstance(config, Config):
-        check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
+    check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
 
 
-def start_command(config: Config | SFTConfig) -> None:
+def start_command(config: Config) -> None:
     """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
     if not uses_ray(config.trainer):
         start_process(Resources.from_config(config.trainer).threads, kernels(config))
