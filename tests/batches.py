@@ -69,12 +69,12 @@ def padded(
 
 
 def update_of(batch: DataProto, config: ActorConfig | CriticConfig) -> Update:
-    """What an update is told for which `batch` is one mini-batch."""
+    """The arguments of an update for which `batch` is one mini-batch."""
     return Update(step=0, seed=0, temperature=TEMPERATURE, counts=global_batch_info(batch, config))
 
 
 def recorded(engine: TrainEngine, update: Callable[[], dict[str, float]]) -> Recorded:
-    """What `update`, one step of the engine's optimiser, did."""
+    """Returns what `update`, one step of the engine's optimiser, did."""
     gradient: list[Tensor] = []
     parameters = list(engine.module.parameters())
     engine.optimizer.register_step_pre_hook(

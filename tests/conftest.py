@@ -92,7 +92,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def restored_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers, by hand or by a user's file, is forgotten after it."""
+    """Forgets after the test what it registers, by hand or by a user's file."""
     from training import core_algos
 
     for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
@@ -138,7 +138,7 @@ def served(tiny_model: Path) -> "Served":
 
 @pytest.fixture(scope="module")
 def address(served: "Served", tiny_model: Path) -> Iterator[str]:
-    """Where it is served."""
+    """The address of that server."""
     from tests.servers import compose, serving
 
     with serving(served, compose(tiny_model)) as url:

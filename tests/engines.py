@@ -1,4 +1,4 @@
-"""What tests of rollout engines share."""
+"""Shared by the tests of rollout engines: a scripted engine, and episodes that are played on any engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

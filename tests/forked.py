@@ -36,7 +36,7 @@ MOST = 1 << 20  # bytes of a request
 def python(
     *arguments: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None, check: bool = False
 ) -> subprocess.CompletedProcess:
-    """What `python arguments…` writes and how it ends; `arguments`: as for Python, a file or -c or -m first.
+    """Runs `python arguments…`, a file or -c or -m first, and returns its output and exit status.
 
     Raises:
         subprocess.CalledProcessError: with `check`, if it fails.
@@ -63,7 +63,7 @@ def python(
 
 @cache
 def prepared_process() -> socket.socket:
-    """Where the process that is forked takes requests; it ends when this one does."""
+    """Starts the process that is forked, which ends when this one does; returns the socket that takes its requests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MOST)
     with theirs:
@@ -102,7 +102,7 @@ def next_run(requests: socket.socket) -> tuple[list[str], str, dict[str, str]]:
 
 
 def run(arguments: list[str], cwd: str, env: dict[str, str]) -> None:
-    """What Python does with its arguments, in this process."""
+    """Does what Python does with its arguments, in this process."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

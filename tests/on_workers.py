@@ -19,7 +19,7 @@ class Echo:
         self.heard: list[str] = []
 
     def hear(self, text: str) -> list[str]:
-        """What it has heard so far."""
+        """Adds `text`, and returns all that it has heard."""
         self.heard.append(text)
         return self.heard
 

@@ -11,7 +11,7 @@ needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN for this CPU
 
 
 class Operations(TorchDispatchMode):
-    """How often each was called while this mode was entered."""
+    """Counts the calls of each while this mode is entered."""
 
     def __init__(self) -> None:
         super().__init__()

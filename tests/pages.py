@@ -1,4 +1,4 @@
-"""What the pages hold for a reader to do: files to write, commands to run.
+"""Finds in the pages what a reader is to do: files to write, commands to run.
 
 In a page, a paragraph that is only a path in backticks and a colon names the fenced block below it as a file, and a
 fenced block under `<!-- run -->` is run. SHIPPED says which files of custom/ are ours.
@@ -27,7 +27,7 @@ def runs_of_main(text: str) -> list[list[str]]:
 
 
 def without_users(files: list[str]) -> list[str]:
-    """Those of `files`, paths from the root, that are ours: of custom/, which users fill, what SHIPPED names."""
+    """Returns our own among `files`, paths from the root: of custom/, which users fill, what SHIPPED names."""
     return [file for file in files if not file.startswith("custom/") or file.startswith(SHIPPED)]
 
 

@@ -16,7 +16,7 @@ from workers.openai import vllm_weights
 
 
 class StoreGroup:
-    """What vLLM's engines hold as their PyNcclCommunicator."""
+    """Stands where vLLM's engines have their PyNcclCommunicator."""
 
     def __init__(self, info: Any, rank: int) -> None:
         self.group = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)

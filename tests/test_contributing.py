@@ -77,7 +77,7 @@ def test_the_estimator_by_hand(users_folder: Path):
 
 
 def said(argv: list[str], capsys: pytest.CaptureFixture) -> str:
-    """What main.py says as it ends with an error."""
+    """Returns what main.py says as it ends with an error."""
     with pytest.raises((SystemExit, ValueError, AssertionError, RuntimeError)) as ended:
         main.main(argv)
     return capsys.readouterr().err + "".join(traceback.format_exception_only(ended.value))

@@ -62,7 +62,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_command(command: str, folder: Path) -> str:
-    """What a command of a page prints; one that trains stops where it would start to."""
+    """Runs a command of a page and returns its output; a command that trains stops where it would start to."""
     arguments = shlex.split(command)[1:]
     if any(name in arguments for name in READS_A_RUN):
         return ""
@@ -137,7 +137,7 @@ def test_the_python_of_a_page_compiles(page: Path):
 
 
 def refusals(copy: Path, overrides: list[str]) -> list[str]:
-    """What `python main.py --config-name treasure override` says as it refuses; all overrides in one process."""
+    """Returns how `python main.py --config-name treasure override` refuses each; all overrides in one process."""
     program = """
 import contextlib, io, json, sys
 import main

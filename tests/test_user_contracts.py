@@ -1,4 +1,4 @@
-"""What users of verl and its guides already write, each form as a file of theirs, in short real runs; and, in MISSING,
+"""The forms that users of verl and its guides write, each as a file of theirs, in short real runs; and, in MISSING,
 what is not there yet, which has to be refused or absent, so that the list stays true.
 
 Forms with a module of their own: commands and old spellings (test_config.py), rows of other shapes
