@@ -886,6 +886,7 @@ CURATED = {
         "config": frozenset({"ActorConfig", "AlgorithmConfig"}),
         "kl_ctrl": frozenset({"KLControlConfig"}),
     },
+    "ray_trainer.py": {"self.config": frozenset({"Config"})},  # set in Run
     "rollout.py": {"self.config": frozenset({"RolloutConfig"})},
     "dynamic_dataset.py": {"self.config": frozenset({"DataConfig"})},
 }
