@@ -4,11 +4,10 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from configs.checks import batch_arithmetic, check_config, sampling_summary
+from configs.checks import batch_arithmetic, check_config, rehearsal, sampling_summary
 from configs.errors import late_refusals, refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
-from configs.rehearsal import rehearsal
 from configs.schema import Config
 from data.files import sole_run
 

@@ -1,33 +1,50 @@
-"""What several settings must agree on, checked before torch is imported, and the batch arithmetic in one sentence."""
+"""What several settings must agree on, checked before torch is imported, and what follows from them.
 
-from configs.engines import check_engine
+`check_config` and `check_sft` refuse settings that contradict each other; each message names a way out. Below them:
+the batch arithmetic and the sampling in one sentence, and the small step of a dry run.
+"""
+
+import tempfile
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
-from configs.multi_turn import check_episodes, check_multi_turn
-from configs.paths import is_named_source, source_files
-from configs.reward_checks import check_rewards
-from configs.rollout_correction import RolloutCorrectionConfig, parse_band, parse_rejection
-from configs.run_checks import check_output_folder, check_resume, check_save_contents, check_workers
+from configs.paths import find_path, is_named_source, source_files
+from configs.rollout_correction import RolloutCorrectionConfig, check_rollout_correction
 from configs.schema import (
     ActorConfig,
+    CheckpointConfig,
     Config,
     CriticConfig,
+    MultiTurnConfig,
     PolicyLossConfig,
     RolloutConfig,
+    RunConfig,
     SamplingConfig,
+    ScoringConfig,
+    SFTConfig,
+    openai_settings,
 )
+from configs.settings import with_settings
+from configs.threads import worker_threads
 
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other; each message names a way out."""
     check_data(config)
     check_batches(config)
-    check_workers(config.trainer)
+    check_run(config.trainer, config.actor_rollout_ref.actor.checkpoint, "actor_rollout_ref.actor.checkpoint")
     check_engine(config.actor_rollout_ref.rollout, workers_asked_for(config.trainer))
     check_multi_turn(config.actor_rollout_ref.rollout.multi_turn, config.env.id)
     check_episodes(config)
     check_policy(config)
-    check_trainer(config)
+    if not has_validation(config) and (config.trainer.test_freq > 0 or config.trainer.val_only):
+        raise ConfigError(
+            "validation is asked for (trainer.test_freq or trainer.val_only), but there is nothing to validate on: set "
+            "data.val_files, or with an environment env.val_episodes or env.val_size."
+        )
     if not config.trainer.val_only:  # which only reads there
         check_output_folder(config.trainer.default_local_dir)
 
@@ -77,6 +94,9 @@ def check_batches(config: Config) -> None:
                 f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, the sequences of a forward "
                 f"pass (try {min(8, prompts * rollout.n)}); or leave use_dynamic_bsz null to cut by tokens."
             )
+        betas = actor.optim.betas
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{key}.optim.betas={betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
     if rollout.prompt_length < config.data.max_prompt_length:
         raise ConfigError(
             f"actor_rollout_ref.rollout.prompt_length={rollout.prompt_length} is below data.max_prompt_length="
@@ -91,41 +111,42 @@ def check_batches(config: Config) -> None:
 
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
-    policy = config.actor_rollout_ref
+    policy, critic = config.actor_rollout_ref, config.critic
     longest = config.data.max_prompt_length + policy.rollout.response_length
-    actor, ref, rollout, critic = policy.actor, policy.ref, policy.rollout, config.critic
-    scores_by_tokens = rollout.log_prob_micro_batch_size_per_gpu is None
-    ref_by_tokens = with_ref and ref.log_prob_micro_batch_size_per_gpu is None
-    critic_by_tokens = with_critic and cuts_by_tokens(critic)
-    for applies, key, budget in (
-        (cuts_by_tokens(actor), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
-        (
-            scores_by_tokens,
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-            rollout.log_prob_max_token_len_per_gpu,
-        ),
-        (ref_by_tokens, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu),
-        (critic_by_tokens, "critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
+    rollout_by_tokens = policy.rollout.log_prob_micro_batch_size_per_gpu is None
+    ref_by_tokens = with_ref and policy.ref.log_prob_micro_batch_size_per_gpu is None
+    for applies, key, section, name in (
+        (cuts_by_tokens(policy.actor), "actor_rollout_ref.actor", policy.actor, "ppo_max_token_len_per_gpu"),
+        (rollout_by_tokens, "actor_rollout_ref.rollout", policy.rollout, "log_prob_max_token_len_per_gpu"),
+        (ref_by_tokens, "actor_rollout_ref.ref", policy.ref, "log_prob_max_token_len_per_gpu"),
+        (with_critic and cuts_by_tokens(critic), "critic", critic, "ppo_max_token_len_per_gpu"),
     ):
-        if applies and budget < longest:
+        if applies and section[name] < longest:
             raise ConfigError(
-                f"{key}={budget} is below data.max_prompt_length + response_length = {longest}: one sequence may not "
-                f"fit a forward pass. Raise it to at least {longest}."
+                f"{key}.{name}={section[name]} is below data.max_prompt_length + response_length = {longest}: one "
+                f"sequence may not fit a forward pass. Raise it to at least {longest}."
             )
 
 
 def check_policy(config: Config) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    for key, optim in (
-        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
-        ("critic", config.critic.optim),
-    ):
-        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-            raise ConfigError(f"{key}.optim.betas={optim.betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
-    check_policy_loss(config.actor_rollout_ref.actor.policy_loss)
-    check_rollout_correction(config)
+    rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
+    key = "actor_rollout_ref.actor.policy_loss"
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        raise ConfigError(
+            f"{key}.clip_cov_lb={loss.clip_cov_lb} must be below {key}.clip_cov_ub={loss.clip_cov_ub}: tokens "
+            "are drawn from those of a covariance between the two."
+        )
+    check_rollout_correction(config.algorithm.rollout_correction, loss.loss_mode)
     check_rewards(config)
-    check_validation_sampling(rollout.val_kwargs)
+    key, validation = "actor_rollout_ref.rollout.val_kwargs", rollout.val_kwargs
+    if (n := validation.n) > 1 and is_greedy(validation):
+        raise ConfigError(
+            f"{key}.n={n} with do_sample={str(validation.do_sample).lower()} and temperature={validation.temperature} "
+            f"asks for {n} greedy answers to a prompt, which are all the same: best@{n} would be mean@1. Set "
+            f"{key}.do_sample=true with a temperature above 0, or {key}.n=1."
+        )
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "
@@ -133,71 +154,223 @@ def check_policy(config: Config) -> None:
         )
 
 
-def check_validation_sampling(settings: SamplingConfig) -> None:
-    if settings.n > 1 and is_greedy(settings):
-        key = "actor_rollout_ref.rollout.val_kwargs"
-        raise ConfigError(
-            f"{key}.n={settings.n} with do_sample={str(settings.do_sample).lower()} and temperature="
-            f"{settings.temperature} asks for {settings.n} greedy answers to a prompt, which are all the same: "
-            f"best@{settings.n} would be mean@1. Set {key}.do_sample=true with a temperature above 0, or {key}.n=1."
-        )
-
-
-def check_policy_loss(settings: PolicyLossConfig) -> None:
-    key = "actor_rollout_ref.actor.policy_loss"
-    if settings.loss_mode == "dro" and settings.dro_beta is None:
-        raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
-    if settings.clip_cov_lb >= settings.clip_cov_ub:
-        raise ConfigError(
-            f"{key}.clip_cov_lb={settings.clip_cov_lb} must be below {key}.clip_cov_ub={settings.clip_cov_ub}: tokens "
-            "are drawn from those of a covariance between the two."
-        )
-
-
-def check_rollout_correction(config: Config) -> None:
-    key, settings = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    try:
-        parse_band("rollout_is_threshold", settings.rollout_is_threshold)
-        if settings.rollout_rs is not None:
-            parse_rejection(settings.rollout_rs, settings.rollout_rs_threshold)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{key}.{error}.") from error
-    if settings.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
-        raise ConfigError(
-            f"{key}.bypass_mode=true brings a policy loss of its own, and actor_rollout_ref.actor.policy_loss."
-            f"loss_mode={loss_mode} asks for another: take one of the two back."
-        )
-    if loss_mode == "bypass_mode" and not settings.bypass_mode:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode is chosen by {key}.bypass_mode=true: set that."
-        )
-    if settings.bypass_mode and settings.rollout_is_batch_normalize:
-        raise ConfigError(
-            f"{key}.rollout_is_batch_normalize=true needs all weights of a batch at once, which bypass_mode=true, "
-            "where each forward pass makes its own, does not have: take one of the two back."
-        )
-
-
 def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionConfig) -> str:
     return "bypass_mode" if correction.bypass_mode else settings.loss_mode
-
-
-def check_trainer(config: Config) -> None:
-    trainer = config.trainer
-    check_resume(trainer)
-    if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
-        raise ConfigError(
-            "validation is asked for (trainer.test_freq or trainer.val_only), but there is nothing to validate on: set "
-            "data.val_files, or with an environment env.val_episodes or env.val_size."
-        )
-    check_save_contents("actor_rollout_ref.actor.checkpoint.save_contents", config.actor_rollout_ref.actor.checkpoint)
 
 
 def has_validation(config: Config) -> bool:
     if config.env.id is not None:
         return config.env.val_episodes > 0 or config.env.val_size > 0
     return bool(config.data.val_files)
+
+
+def check_run(trainer: RunConfig, checkpoint: CheckpointConfig, checkpoint_key: str) -> None:
+    """Raises ConfigError for settings of every run that trains, by reinforcement or by examples."""
+    asked = workers_asked_for(trainer)
+    if asked > 1 and trainer.executor == "local":
+        raise ConfigError(
+            f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
+            f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
+            "null (Ray then hosts them), or set each of the three to 1."
+        )
+    worker_threads(trainer.n_threads)
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N.")
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path:
+        raise ConfigError(
+            f"trainer.resume_from_path={trainer.resume_from_path} is only read with trainer.resume_mode=resume_path."
+        )
+    if unknown := set(checkpoint.save_contents) - {"model", "optimizer", "extra", "hf_model"}:
+        raise ConfigError(
+            f"{checkpoint_key}.save_contents holds {sorted(unknown)}: it can hold model, optimizer, extra and "
+            "hf_model; resuming needs the first three."
+        )
+
+
+def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk takes a file, but nothing into it")
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
+
+
+ENGINES = ("hf", "vllm", "sglang", "openai")
+ENGINES_ELSEWHERE = ("trtllm",)
+VLLM_SETTINGS = (
+    "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
+    "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
+)  # fmt: skip
+
+
+def check_engine(rollout: RolloutConfig, workers: int) -> None:
+    """Raises ConfigError for an engine that there is not, or that cannot do what is set; `workers`: of the run."""
+    key, name = "actor_rollout_ref.rollout", rollout.name
+    if name in ENGINES_ELSEWHERE:
+        raise ConfigError(
+            f"{key}.name={name}: that engine is not part of this version. Use hf (the model itself generates), vllm, "
+            "sglang, openai (a server), or the path of a file with a Rollout subclass of yours."
+        )
+    if name not in ENGINES and not find_path(name).is_file() and "." not in name:
+        raise ConfigError(
+            f"{key}.name={name} is none of {', '.join(ENGINES)}, nor a file, nor a dotted module with a Rollout "
+            "subclass."
+        )
+    if name == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            f"{key}.name=vllm: vLLM is not installed here. `make setup-vllm` installs it, for the GPU if there is one, "
+            f"else for the CPU; or set {key}.name=hf: the model itself generates."
+        )
+    if name == "sglang" and find_spec("sglang") is None:
+        raise ConfigError(
+            f"{key}.name=sglang: SGLang is not installed here. It brings a torch of its own: give it an environment "
+            f"(docs/engines.md), or set {key}.name=hf or vllm."
+        )
+    if name == "openai":
+        openai_settings(rollout)
+    if name == "vllm" and workers % rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            f"{key}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the {workers} "
+            "workers of the run (trainer.nnodes × n_gpus_per_node, or × n_workers_per_node): each engine is split over "
+            "so many of them. Set it to 1, or to a number that does."
+        )
+    longest = rollout.prompt_length + rollout.response_length
+    if name in ("vllm", "sglang", "openai") and rollout.max_model_len is not None and rollout.max_model_len < longest:
+        raise ConfigError(
+            f"{key}.max_model_len={rollout.max_model_len} is below prompt_length + response_length = {longest}: leave "
+            "it null to follow them, or lower data.max_prompt_length or data.max_response_length."
+        )
+    plain = {field.name: field.default for field in fields(RolloutConfig)}
+    ours = {"hf": VLLM_SETTINGS, "openai": [one for one in VLLM_SETTINGS if one != "max_model_len"]}
+    if idle := [one for one in ours.get(name, ()) if rollout[one] != plain[one]]:
+        notice(f"{key} sets {', '.join(idle)}, which the vllm engine reads, and name={name} does not.")
+
+
+def check_multi_turn(settings: MultiTurnConfig, env_id: str | None) -> None:
+    key = "actor_rollout_ref.rollout.multi_turn"
+    named = {
+        "tool_config_path": settings.tool_config_path,
+        "function_tool_path": settings.function_tool_path,
+        "interaction_config_path": settings.interaction_config_path,
+    }
+    files = {name: file for name, file in named.items() if file}
+    for name, file in files.items():
+        if not find_path(file).is_file():
+            raise ConfigError(f"{key}.{name}={file}: there is no such file (looked in {Path.cwd()}).")
+    if files and not settings.enable:
+        raise ConfigError(
+            f"{key} names {', '.join(files)}, and {key}.enable=false: rows would be answered once, without them. Set "
+            f"{key}.enable=true, or take them back."
+        )
+    if settings.enable and not files and env_id is None:
+        raise ConfigError(
+            f"{key}.enable=true, and there is nobody to talk to: name tools ({key}.tool_config_path or "
+            f"function_tool_path), simulated users ({key}.interaction_config_path), or an environment (env.id)."
+        )
+    if files and env_id is not None:
+        raise ConfigError(
+            f"{key} names {', '.join(files)}, and env.id={env_id}: tools and simulated users go with rows of "
+            "data.train_files. Take one of the two back."
+        )
+
+
+def check_episodes(config: Config) -> None:
+    """Raises ConfigError for settings that whole episodes of an environment would pass over."""
+    if config.env.mode != "episode":
+        return
+    if config.env.id is None:
+        raise ConfigError("env.mode=episode: there is no environment to play. Set env.id, e.g. env.id=FrozenLake-v1.")
+    if source := config.reward.source():
+        raise ConfigError(
+            f"{source}, and env.mode=episode: the environment pays for its episodes. Have it pay otherwise (a "
+            "gymnasium wrapper), or train on single states: env.mode=step."
+        )
+    if config.env.val_size:
+        raise ConfigError(
+            f"env.val_size={config.env.val_size}, and env.mode=episode: there are no single states to validate on. Set "
+            "env.val_episodes, and env.val_size=0."
+        )
+
+
+def check_rewards(config: Config) -> None:
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    if groups.enable and rollout.n < 2:
+        raise ConfigError(
+            f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
+            "differ from itself. Set n to at least 2 (8 is usual)."
+        )
+    check_functions(config.reward)
+    if config.reward.reward_model.enable and config.env.id and config.env.history == "turns":
+        raise ConfigError(
+            f"reward.reward_model.enable=true with env.id={config.env.id}, env.history=turns: a reward model scores "
+            "whole responses, and here an episode is many rows. Set env.history=transcript."
+        )
+    source, manager = config.reward.source(), config.reward.reward_manager
+    if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
+        raise ConfigError(
+            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, and {source} scores "
+            "them: take one of the two back. Of verl's names, naive, batch, dapo, gdpo, prime, remote and rate_limited "
+            "are accepted."
+        )
+    key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
+    buffer = shaping.overlong_buffer_cfg
+    if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:
+        raise ConfigError(
+            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: so many "
+            "tokens before the longest length the penalty begins. Leave it null for a fifth of that length."
+        )
+
+
+def check_functions(reward: ScoringConfig) -> None:
+    """Raises ConfigError for an entry of reward.functions without a file, and for functions in two places."""
+    if reward.functions and reward.custom_reward_function.path:
+        raise ConfigError(
+            f"{reward.source()} and reward.custom_reward_function.path={reward.custom_reward_function.path}: set one "
+            "of the two; reward.functions may name a single function as well."
+        )
+    if reward.in_process and (reward.max_rpm or reward.max_tpm):
+        raise ConfigError(
+            f"reward.max_rpm={reward.max_rpm}, reward.max_tpm={reward.max_tpm} and reward.in_process=true: calls in "
+            "this process are not counted by the minute. Set reward.in_process=false."
+        )
+    for place, entry in enumerate(reward.functions):
+        if not entry.path:
+            raise ConfigError(f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function.")
+
+
+def check_sft(config: SFTConfig) -> None:
+    """Raises ConfigError for settings that contradict each other; each message names a way out."""
+    data = config.data
+    if not data.train_files:
+        raise ConfigError(
+            "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses, or of "
+            "conversations (column messages)."
+        )
+    for key, files in (("train_files", data.train_files), ("val_files", data.val_files or [])):
+        for file in [files] if isinstance(files, str) else files:
+            if not find_path(file).is_file():
+                raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+    if not data.val_files and config.trainer.test_freq > 0:
+        raise ConfigError(
+            f"trainer.test_freq={config.trainer.test_freq} asks for validation, but there is nothing to validate on: "
+            "set data.val_files."
+        )
+    if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < data.max_length:
+        raise ConfigError(
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is below data.max_length={data.max_length}: one "
+            f"row may not fit a forward pass. Raise it to at least {data.max_length}."
+        )
+    if not data.roles_to_train:
+        raise ConfigError("data.roles_to_train=[] leaves nothing to learn: name roles, as in [assistant].")
+    if config.model.lora_rank and find_spec("peft") is None:
+        raise ConfigError(
+            f"model.lora_rank={config.model.lora_rank} needs the package peft, which is not installed: pip install "
+            "peft, or train all weights with model.lora_rank=0."
+        )
+    check_run(config.trainer, config.checkpoint, "checkpoint")
+    check_output_folder(config.trainer.default_local_dir)
 
 
 def batch_arithmetic(config: Config) -> str:
@@ -208,20 +381,16 @@ def batch_arithmetic(config: Config) -> str:
     updates = -(-prompts // mini)
     epochs = f", {actor.ppo_epochs} times" if actor.ppo_epochs > 1 else ""
     each = f"{counted(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
+    by_tokens = cuts_by_tokens(actor)
+    size = actor.ppo_max_token_len_per_gpu if by_tokens else actor.ppo_micro_batch_size_per_gpu
     return (
         f"{counted(prompts, 'prompt')} × {counted(samples, 'sample')} = {prompts * samples} sequences a step → "
-        f"{each}{epochs} → forward passes of at most {forward_size(actor)}."
+        f"{each}{epochs} → forward passes of at most {size} {'tokens' if by_tokens else 'sequences'}."
     )
 
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def forward_size(config: ActorConfig | CriticConfig) -> str:
-    if cuts_by_tokens(config):
-        return f"{config.ppo_max_token_len_per_gpu} tokens"
-    return f"{config.ppo_micro_batch_size_per_gpu} sequences"
 
 
 def cuts_by_tokens(config: ActorConfig | CriticConfig) -> bool:
@@ -247,3 +416,31 @@ def sampling(config: RolloutConfig | SamplingConfig) -> str:
 
 def is_greedy(config: RolloutConfig | SamplingConfig) -> bool:
     return not config.do_sample or config.temperature == 0
+
+
+PROMPTS = 2
+
+
+def rehearsal(config: Config) -> Config:
+    """The config of one step on two prompts (more only if its samples could not be dealt out to all workers otherwise)
+    at a learning rate of 0; a config without trainer.dry_run as it is."""
+    if not config.trainer.dry_run:
+        return config
+    workers, samples = workers_asked_for(config.trainer), config.actor_rollout_ref.rollout.n
+    prompts = next(count for count in range(PROMPTS, PROMPTS + workers) if count * samples % workers == 0)
+    return with_settings(
+        config,
+        {
+            "data.train_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_epochs": 1,
+            "actor_rollout_ref.actor.optim.lr": 0.0,
+            "critic.ppo_mini_batch_size": prompts,
+            "critic.ppo_epochs": 1,
+            "critic.optim.lr": 0.0,
+            "algorithm.filter_groups.max_num_gen_batches": 1,
+            "trainer.critic_warmup": 0,
+            "trainer.total_training_steps": 1,
+            "trainer.resume_mode": "disable",
+        },
+    )

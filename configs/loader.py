@@ -9,13 +9,14 @@ import argparse
 import copy
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -24,12 +25,16 @@ from yaml import YAMLError
 
 from configs import legacy
 from configs.errors import ConfigError, did_you_mean, first_line
-from configs.overrides import ONE_RUN, parse_override
 from configs.paths import home_spelt_out
-from configs.recipes import CONFIG_DIR, check_choices, choice, expand_presets, options
+from configs.rollout_correction import expand_presets
 from configs.settings import assign
 
+CONFIG_DIR = Path(__file__).parent
 ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
+ONE_RUN = (
+    "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "
+    "trainer.seed=$seed trainer.experiment_name=seed_$seed; done"
+)
 
 
 @dataclass
@@ -141,6 +146,59 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra", None)
     return composed
+
+
+def parse_override(text: str) -> Override:
+    """One `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path …) is a plain text.
+
+    Raises:
+        ConfigError: no key=value, a list or mapping that is not one, a sweep, or a setting of Hydra's own.
+    """
+    key, equals, value = text.partition("=")
+    if not equals and not text.startswith("~"):
+        raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
+    if key.lstrip("+~").startswith(("hydra.", "hydra/")):
+        raise ConfigError(f"{text}: {legacy.HYDRA}")
+    parser = OverridesParser.create()
+    try:
+        override = parser.parse_override(text)
+    except HydraException as error:
+        if value.startswith(("[", "{", "'", '"')):
+            raise ConfigError(
+                f"cannot read {text}: {first_line(error)}. In a list or mapping, a text with ~, (, ), = or a comma "
+                "stands in quotes, and all of it in others for the shell: 'data.train_files=[\"a (1).jsonl\"]'."
+            ) from error
+        override = read_as_text(parser, key, value)
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: {ONE_RUN}. A text with a comma stands in quotes: '{key}=\"{value}\"'.")
+    return override
+
+
+def read_as_text(parser: OverridesParser, key: str, value: str) -> Override:
+    quoted = value.replace("'", r"\'")
+    try:
+        return parser.parse_override(f"{key}='{quoted}'")
+    except HydraException as error:
+        raise ConfigError(f"cannot read {key}={value}: {first_line(error)}.") from error
+
+
+def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
+    """The yaml files of a group: those in the folder of its name, in `folder` and among the shipped configs."""
+    return sorted({path.stem for place in (folder, CONFIG_DIR) for path in (place / kind).glob("*.yaml")})
+
+
+def check_choices(chosen: dict[str, Any], folder: Path) -> None:
+    """Raises ConfigError where what is `chosen` of a group (recipe: dapo; None: nothing) is not there."""
+    for kind, option in chosen.items():
+        if option is not None and option not in (known := options(kind, folder)):
+            raise ConfigError(f"{kind}={option}: no such {kind}.{did_you_mean(str(option), known)} {', '.join(known)}.")
+
+
+def choice(kind: str, option: str | None, present: Mapping[str, str]) -> str:
+    """Hydra's spelling for one file of a group, or none: exchanged or removed in a defaults list, or added to it."""
+    if option is None:
+        return f"~{kind}" if kind in present else ""
+    return f"{'' if kind in present else '+'}{kind}={option}"
 
 
 def apply_override(given: DictConfig, override: Override) -> None:

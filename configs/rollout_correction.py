@@ -8,6 +8,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from omegaconf import DictConfig, OmegaConf
+
+from configs.errors import ConfigError, did_you_mean
 from configs.settings import Frozen, setting
 
 Threshold = float | str
@@ -194,3 +197,45 @@ PRESETS = tuple(name for name, value in vars(RolloutCorrectionConfig).items() if
 def preset(name: str) -> dict[str, Any]:
     """The settings of the preset of this name, one of `PRESETS`."""
     return asdict(getattr(RolloutCorrectionConfig, name)())
+
+
+def expand_presets(given: DictConfig) -> None:
+    """`algorithm.rollout_correction: NAME` becomes the settings of that preset, each of which can then be changed.
+
+    null is the preset "disabled". In a mapping, which yaml files can inherit in parts, `preset: NAME` does the same.
+    """
+    section, key = OmegaConf.select(given, "algorithm"), "rollout_correction"
+    if not OmegaConf.is_dict(section) or key not in section:
+        return
+    settings = dict(section[key]) if OmegaConf.is_dict(section[key]) else {"preset": section[key] or "disabled"}
+    if (name := settings.pop("preset", None)) is None:
+        return
+    if name not in PRESETS:
+        near = did_you_mean(str(name), list(PRESETS))
+        raise ConfigError(f"algorithm.{key}={name}: no such preset.{near} {', '.join(PRESETS)}.")
+    section[key] = preset(name) | settings
+
+
+def check_rollout_correction(settings: RolloutCorrectionConfig, loss_mode: str) -> None:
+    """Raises ConfigError for thresholds that mean nothing, or two policy losses: bypass mode has one."""
+    key = "algorithm.rollout_correction"
+    try:
+        parse_band("rollout_is_threshold", settings.rollout_is_threshold)
+        if settings.rollout_rs is not None:
+            parse_rejection(settings.rollout_rs, settings.rollout_rs_threshold)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}.{error}.") from error
+    if settings.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
+        raise ConfigError(
+            f"{key}.bypass_mode=true brings a policy loss of its own, and actor_rollout_ref.actor.policy_loss."
+            f"loss_mode={loss_mode} asks for another: take one of the two back."
+        )
+    if loss_mode == "bypass_mode" and not settings.bypass_mode:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode is chosen by {key}.bypass_mode=true: set that."
+        )
+    if settings.bypass_mode and settings.rollout_is_batch_normalize:
+        raise ConfigError(
+            f"{key}.rollout_is_batch_normalize=true needs all weights of a batch at once, which bypass_mode=true, "
+            "where each forward pass makes its own, does not have: take one of the two back."
+        )

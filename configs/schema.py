@@ -4,14 +4,17 @@ verl's key names and nesting where verl has the key. Yaml files hold only what d
 composes, checks (the rules stand beside each default) and freezes. Nothing writes to a config after that.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import II
 
+from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.settings import Frozen, group, setting
 
+WEIGHT_TRANSFERS = ("shared_memory", "nccl")
 AGGREGATION_MODES = (
     "token-mean",
     "seq-mean-token-sum",
@@ -347,6 +350,52 @@ class RolloutConfig(Frozen):
     )
     val_kwargs: SamplingConfig = group(SamplingConfig, "Sampling at validation, spelt out; nothing is inherited.")
     multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Episodes: several answers, each followed by what it led to.")
+
+
+@dataclass(frozen=True)
+class OpenAISettings:
+    """Which server answers, and how it is asked: actor_rollout_ref.rollout.engine_kwargs.openai.
+
+    Attributes:
+        base_url: where its API begins, e.g. http://127.0.0.1:8000/v1.
+        api_key: what it asks for; None: nothing.
+        model: which of its models; None: its only one.
+        timeout: seconds that a response may take.
+        weights_folder: where weights are handed over: in memory that this node's processes share.
+        weight_transfer: how weights get to the server: shared_memory on one node; nccl: from GPU to GPU, by vLLM.
+        weights_address: with nccl, where the server's workers reach this node; null: whence it asks the server.
+        weights_timeout: seconds that the server may take for a part of the weights, and to connect.
+    """
+
+    base_url: str
+    api_key: str | None = None
+    model: str | None = None
+    timeout: float = 3600.0
+    weights_folder: str = "/dev/shm"
+    weight_transfer: str = "shared_memory"
+    weights_address: str | None = None
+    weights_timeout: float = 600.0
+
+
+def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
+    """Raises ConfigError if base_url is missing or no address, or weight_transfer is unknown, or something else set."""
+    key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}
+    names = [field.name for field in fields(OpenAISettings)]
+    if not isinstance(given, Mapping) or not set(given) <= set(names):
+        shown = [*given] if isinstance(given, Mapping) else given  # not the key, if there is one
+        raise ConfigError(f"{key}={shown}: it holds {', '.join(names)}, and nothing else.")
+    if not str(given.get("base_url")).startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{key}.base_url={given.get('base_url')}: rollout.name=openai asks a server, whose address this is, with "
+            "http:// or https://. `python -m training.main_server` starts one (docs/engines.md)."
+        )
+    settings = OpenAISettings(**given)
+    if settings.weight_transfer not in WEIGHT_TRANSFERS:
+        raise ConfigError(
+            f"{key}.weight_transfer={settings.weight_transfer} is none of {', '.join(WEIGHT_TRANSFERS)}: shared_memory "
+            "for a server on the trainer's node, nccl for one on other GPUs."
+        )
+    return settings
 
 
 @dataclass

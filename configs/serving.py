@@ -10,10 +10,8 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import is_greedy
+from configs.checks import check_functions, check_output_folder, is_greedy
 from configs.errors import ConfigError
-from configs.reward_checks import check_functions
-from configs.run_checks import check_output_folder
 from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
 

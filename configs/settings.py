@@ -1,7 +1,7 @@
 """How a setting is declared: its default, its rules and its meaning in one line; and sections that are set once."""
 
 from collections.abc import Iterator, KeysView
-from dataclasses import FrozenInstanceError, field
+from dataclasses import FrozenInstanceError, field, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -68,3 +68,13 @@ class Frozen(Readable):
         if name in self.__dict__:
             raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
         super().__setattr__(name, value)
+
+
+def with_settings(section: Any, settings: dict[str, Any]) -> Any:
+    """`section` (a dataclass of the config) with other values under these dotted keys."""
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        below.setdefault(name, {})[rest] = value
+    changed = {name: found[""] if "" in found else with_settings(section[name], found) for name, found in below.items()}
+    return replace(section, **changed)

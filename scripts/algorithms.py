@@ -24,7 +24,7 @@ from typing import Any
 import main as rl
 from configs.checks import check_config
 from configs.errors import late_refusals, refusals
-from configs.recipes import options
+from configs.loader import options
 from configs.schema import Config
 from data.files import sole_run
 from scripts.quickstart import SUCCESS, compose, warm_start

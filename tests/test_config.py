@@ -17,9 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import engines, schema, serving
-from configs.checks import batch_arithmetic, check_config, check_rollout_correction, sampling_summary
-from configs.engines import check_engine
+from configs import checks, schema, serving
+from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
 from configs.errors import ConfigError
 from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
 from configs.loader import (
@@ -266,7 +265,7 @@ def test_a_preset_of_rollout_correction_goes_by_its_name(name, tmp_path):
     wanted = getattr(RolloutCorrectionConfig, name)()
     named, written = compose(f"algorithm.rollout_correction={name}"), load(tmp_path, "mine")
     assert named.algorithm.rollout_correction == written.algorithm.rollout_correction == wanted
-    check_rollout_correction(named)
+    check_config(named)
 
 
 def test_single_keys_of_a_preset_are_changed_after_it_and_a_preset_replaces_all_before_it(tmp_path):
@@ -496,19 +495,19 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
         check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
         check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout, 1)
-    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
     check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
         check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout, 1)
 
 
 def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
     split = compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2").actor_rollout_ref.rollout
     for workers in (2, 4):
         check_engine(split, workers)

@@ -22,8 +22,7 @@ from omegaconf import OmegaConf
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
 from configs.legacy import RENAMED
-from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, renamed_key
-from configs.recipes import options
+from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, options, renamed_key
 from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import main
-from configs.rehearsal import rehearsal, with_settings
+from configs.checks import rehearsal
+from configs.settings import with_settings
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.batches import padded

@@ -15,11 +15,11 @@ from time import sleep
 import openai
 import pytest
 import torch
+from configs.engines import OpenAISettings
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from configs.engines import OpenAISettings
 from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
 from data.types import Completion, Request, SamplingParams

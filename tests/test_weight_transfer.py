@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from configs.engines import OpenAISettings
 from configs.errors import ConfigError
-from configs.schema import ModelConfig, OptimConfig, RolloutConfig
+from configs.schema import ModelConfig, OpenAISettings, OptimConfig, RolloutConfig
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
 from tests.servers import KEY, answering
 from workers.engine import TrainEngine

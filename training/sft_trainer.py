@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
 
+from configs.checks import check_sft
 from configs.errors import late_refusals, refusals, users_line_noted
 from configs.loader import load_config, parse_arguments
 from configs.process import end_on_interrupt, set_environment
@@ -24,7 +25,6 @@ from configs.schema import (
     SFTConfig,
     TrainerConfig,
 )
-from configs.sft_checks import check_sft
 from data.files import sole_run
 
 if TYPE_CHECKING:

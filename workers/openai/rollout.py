@@ -16,8 +16,7 @@ import aiohttp
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.engines import openai_settings
-from configs.schema import RolloutConfig
+from configs.schema import RolloutConfig, openai_settings
 from data.http import Json, RequestRefused, api_root, ask, open_session
 from data.types import Completion, Request, SamplingParams
 from workers.collectives import gather, rank
@@ -30,7 +29,7 @@ NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-pro
 
 
 class OpenAIRollout(AsyncRollout):
-    """Samples by a server; its address is in engine_kwargs.openai (configs/engines.py: OpenAISettings).
+    """Samples by a server; its address is in engine_kwargs.openai (configs/schema.py: OpenAISettings).
 
     Raises:
         ValueError: a setting is missing or unknown, or the server does not answer as is needed.

@@ -23,9 +23,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configs.engines import OpenAISettings, openai_settings
 from configs.errors import ConfigError
-from configs.schema import RolloutConfig
+from configs.schema import OpenAISettings, RolloutConfig, openai_settings
 from data.concurrency import in_thread
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
 from workers.openai.shared_weights import write_weights
