@@ -1,35 +1,35 @@
 """Trains a language model by reinforcement learning: python main.py --config-name frozenlake key=value …"""
 
-import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
-
 from configs.checks import batch_arithmetic, check_config, rehearsal, sampling_summary
-from configs.errors import late_refusals, refusals, users_line_noted
-from configs.loader import load_config, parse_arguments
-from configs.process import end_on_interrupt, set_environment
+from configs.loader import command
 from configs.schema import Config
+
+main = command("ppo_trainer", Config, check_config, __doc__, "main.start")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+from contextlib import AbstractContextManager, nullcontext
+
+from configs.errors import refusals, users_line_noted
 from data.files import sole_run
+from training.dry_run import dry_run
+from training.preparation import Parts, needed_roles, prepare
+from training.ray_trainer import RayPPOTrainer
+from training.reports import files_to_come
+from training.validation import Validator
+from workers.load_rollout import load_rollout_class
+from workers.local_group import distinct_groups
+from workers.memory_needs import memory_report
+from workers.remote_roles import remote_roles
+from workers.worker_group import check_machine, start_command, start_pools, worker_summary
 
-if TYPE_CHECKING:
-    from training.preparation import Parts
 
-# torch, transformers and ray are imported inside functions: --help, --cfg job and config errors answer at once.
-
-
-def main(argv: list[str] | None = None) -> None:
-    set_environment()
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "ppo_trainer", __doc__)
+def start(config: Config) -> None:
+    """Trains as a command does: refuses first, in one line, what cannot work."""
     with refusals():
-        config = load_config(arguments, Config)
-        check_config(config)
         config = rehearsal(config)
-        from training.preparation import prepare
-        from workers.load_rollout import load_rollout_class
-        from workers.worker_group import check_machine, start_command
-
         check_machine(config)
-    with late_refusals(), own_folder(config):
+    with own_folder(config):
         with refusals():
             parts = prepare(config)
             load_rollout_class(config.actor_rollout_ref.rollout.name)
@@ -39,8 +39,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(config: Config) -> dict[str, float]:
     """Trains as `config` says; the metrics of the last validation."""
-    from training.preparation import prepare
-
     config = rehearsal(config)
     with own_folder(config):
         return train(config, prepare(config))
@@ -53,18 +51,8 @@ def own_folder(config: Config) -> AbstractContextManager[None]:
 
 
 @users_line_noted()
-def train(config: Config, parts: "Parts") -> dict[str, float]:
+def train(config: Config, parts: Parts) -> dict[str, float]:
     """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
-    from training.dry_run import dry_run
-    from training.preparation import needed_roles
-    from training.ray_trainer import RayPPOTrainer
-    from training.reports import files_to_come
-    from training.validation import Validator
-    from workers.local_group import distinct_groups
-    from workers.memory_needs import memory_report
-    from workers.remote_roles import remote_roles
-    from workers.worker_group import start_pools, worker_summary
-
     print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     if memory := memory_report(config):
@@ -86,8 +74,3 @@ def train(config: Config, parts: "Parts") -> dict[str, float]:
     finally:
         for group in distinct_groups(pools):
             group.close()
-
-
-if __name__ == "__main__":
-    end_on_interrupt()
-    main()

@@ -9,9 +9,10 @@ import argparse
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from configs import legacy
-from configs.errors import ConfigError, did_you_mean, first_line
+from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, refusals
 from configs.paths import home_spelt_out
+from configs.process import end_on_interrupt, set_environment
 from configs.rollout_correction import expand_presets
 from configs.settings import assign
 
@@ -35,6 +37,35 @@ ONE_RUN = (
     "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "
     "trainer.seed=$seed trainer.experiment_name=seed_$seed; done"
 )
+
+
+def command(
+    name: str, schema: type, check: Callable[[Any], None], description: str | None, run: str
+) -> Callable[..., None]:
+    """The `main` of an entry point: it composes and checks a config, then imports the function `run` and calls it.
+
+    Mistakes in the settings end it in one line, whenever they are found; those in the config alone before torch, which
+    takes seconds, is imported.
+
+    Args:
+        name: the yaml file of a command line that names none.
+        check: refuses settings that contradict each other.
+        run: a function of the config, as "module.function".
+    """
+
+    def main(argv: list[str] | None = None) -> None:
+        if argv is None:
+            end_on_interrupt()
+        set_environment()
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description)
+        with refusals():
+            config = load_config(arguments, schema)
+            check(config)
+        with late_refusals():
+            module, _, function = run.rpartition(".")
+            getattr(import_module(module), function)(config)
+
+    return main
 
 
 @dataclass
@@ -47,7 +78,7 @@ class Arguments:
     print_config: bool
 
 
-def parse_arguments(argv: list[str], default_config: str, description: str) -> Arguments:
+def parse_arguments(argv: list[str], default_config: str, description: str | None) -> Arguments:
     """Hydra's everyday flags, without its working-directory changes and log folders.
 
     The help offers what goes with `default_config`: the yaml files of its entry point.

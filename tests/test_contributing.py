@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import main
-import workers.worker_group
 from custom.env_wrapper import ENVIRONMENTS
 from tests.pages import SECTION, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
@@ -35,7 +34,7 @@ def users_folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "outputs/tiny_model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(workers.worker_group, "start_command", lambda config: None)  # this process is pytest's
+    monkeypatch.setattr(main, "start_command", lambda config: None)  # this process is pytest's
     modules, registered = set(sys.modules), [dict(registry) for registry in REGISTRIES]
     yield tmp_path
     for name in set(sys.modules) - modules:

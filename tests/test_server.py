@@ -15,12 +15,11 @@ from time import sleep
 import openai
 import pytest
 import torch
-from configs.engines import OpenAISettings
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from configs.schema import ModelConfig, RolloutConfig
+from configs.schema import ModelConfig, OpenAISettings, RolloutConfig
 from configs.serving import ServerConfig
 from data.types import Completion, Request, SamplingParams
 from tests.runs import ROOT, needs_vllm

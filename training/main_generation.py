@@ -4,17 +4,20 @@ The rows come out as they went in, with a list of responses each. What is genera
 the same command, run again, goes on where it was stopped, and gives the same responses as if it had not been.
 """
 
-import hashlib
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+from configs.loader import command
+from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
 
+main = command("generation", GenerationConfig, check_generation, __doc__, "training.main_generation.answer_prompts")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+import hashlib
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -23,10 +26,8 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import counted, sampling
-from configs.errors import late_refusals, refusals
-from configs.loader import load_config, parse_arguments
+from configs.errors import refusals
 from configs.schema import DataConfig
-from configs.serving import GenerationConfig, GenerationDataConfig, check_generation
 from data.chat import Prompt, encode_prompt
 from data.files import unfinished_table
 from data.pretrained import load_tokenizer
@@ -39,15 +40,11 @@ from workers.load_rollout import StandaloneRollout, generate_batch
 DECISIVE = ("model.", "rollout.", "trainer.seed")  # keys that decide what is generated
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "generation", __doc__)
+def answer_prompts(config: GenerationConfig) -> None:
     with refusals():
-        config = load_config(arguments, GenerationConfig)
-        check_generation(config)
         tokenizer = load_tokenizer(config.model, "model")
         dataset = load_prompts(config.data, tokenizer)
-    with late_refusals():
-        run(config, tokenizer, dataset)
+    run(config, tokenizer, dataset)
 
 
 class ChatDataset(RLHFDataset):
@@ -130,7 +127,3 @@ def answered_rows(
             "response_lengths": [len(one) for one in tokens[own]],
         })  # fmt: skip
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -8,10 +8,13 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+from configs.loader import command
+from configs.serving import ServerConfig, ServerSettings, check_server
+
+main = command("server", ServerConfig, check_server, __doc__, "training.main_server.serve")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
 
 import json
 import os
@@ -23,9 +26,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from configs.errors import ConfigError, refusals
-from configs.loader import load_config, parse_arguments
 from configs.paths import ROOT
-from configs.serving import ServerConfig, ServerSettings, check_server
 from configs.threads import worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
 from workers.engine import compute_dtype
@@ -43,11 +44,8 @@ TAKES_WEIGHTS = {
 PATIENCE = 5  # seconds that open requests get when the server is stopped
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "server", __doc__)
+def serve(config: ServerConfig) -> None:
     with refusals():
-        config = load_config(arguments, ServerConfig)
-        check_server(config)
         listener = bound_socket(config.server)
         if config.rollout.name == "vllm":
             become_vllm(config, listener)
@@ -161,7 +159,3 @@ def server_environment(config: ServerConfig) -> dict[str, str]:
         paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
         variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return variables
-
-
-if __name__ == "__main__":
-    main()
