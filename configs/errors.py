@@ -9,7 +9,7 @@ import difflib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +19,7 @@ from configs.process import shows_tracebacks
 
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+noticed: set[Hashable] = set()
 
 
 class ConfigError(ValueError):
@@ -99,6 +100,17 @@ def is_users(file: str) -> bool:
 def is_library(file: str) -> bool:
     path = Path(file)
     return file.startswith("<") or "site-packages" in path.parts or path.is_relative_to(STDLIB)
+
+
+def notice(text: str) -> None:
+    print(f"notice: {text}", file=sys.stderr)
+
+
+def notice_once(text: str, about: Hashable = None) -> None:
+    """A notice, unless this process has given one `about` the same (None: in the same words)."""
+    if (key := about or text) not in noticed:
+        noticed.add(key)
+        notice(text)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

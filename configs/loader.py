@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from configs import legacy
-from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, refusals
+from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.paths import home_spelt_out
 from configs.process import end_on_interrupt, set_environment
 from configs.rollout_correction import expand_presets
@@ -382,7 +382,3 @@ def check_rules(config: Any, prefix: str = "") -> None:
                 bound = item.metadata[rule]
                 bound = ", ".join(map(str, bound)) if isinstance(bound, tuple) else bound
                 raise ConfigError(f"{key}={value!r} {words.format(bound)}. {key}: {item.metadata['help']}")
-
-
-def notice(text: str) -> None:
-    print(f"notice: {text}", file=sys.stderr)

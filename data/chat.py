@@ -4,19 +4,16 @@ A policy's answer is never encoded again: its ids stay as they were sampled, and
 it and the next answer is appended to them.
 """
 
-import logging
 import reprlib
-from functools import cache
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import notice_once
 from data.pretrained import template_terminator
 from data.types import Message
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | list[Message]
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
@@ -59,19 +56,14 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **template
 
 def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
     """`role: content` lines, for tokenizers without a chat template."""
-    _warn_of_plain_chat()
+    notice_once(
+        "the tokenizer has no chat template: messages are written as 'role: content' lines. "
+        "Set actor_rollout_ref.model.custom_chat_template for another format, or give prompts as plain strings."
+    )
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise ValueError("messages with parts or tool calls need a tokenizer with a chat template.")
     lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
     return lines + ("assistant:" if generation_prompt else "")
-
-
-@cache
-def _warn_of_plain_chat() -> None:
-    logger.warning(
-        "the tokenizer has no chat template: messages are written as 'role: content' lines. "
-        "Set actor_rollout_ref.model.custom_chat_template for another format, or give prompts as plain strings."
-    )
 
 
 class ChatFormat:

@@ -15,7 +15,6 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from configs.loader import notice
+from configs.errors import notice_once
 from configs.paths import find_path, is_named_source, source_files
 from data.file_formats import BadRow, Found, Origin, read_file
 from data.types import Row
@@ -94,13 +93,10 @@ def own_names(row: Row) -> Row:
     """`row` with those of its columns that are called like one of `RUN_COLUMNS` under the name dataset_…."""
     taken = row.keys() & RUN_COLUMNS
     for name in sorted(taken):
-        _say_renamed(name)
+        notice_once(
+            f"the run has a column {name!r} of its own: that of the data is called 'dataset_{name}' in batches."
+        )
     return {f"dataset_{name}" if name in taken else name: value for name, value in row.items()} if taken else row
-
-
-@cache
-def _say_renamed(name: str) -> None:
-    notice(f"the run has a column {name!r} of its own: that of the data is called 'dataset_{name}' in batches.")
 
 
 def with_labels(row: Row, origin: Origin) -> Row:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import counted
-from configs.loader import notice
+from configs.errors import notice_once
 from configs.schema import SFTDataConfig
 from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
 from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
@@ -173,7 +173,6 @@ class ConversationFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, end_id: int) -> None:
         self.tokenizer, self.config, self.end_id = tokenizer, config, end_id
         self.formats = {"": ChatFormat(tokenizer, config.apply_chat_template_kwargs)}  # by the tools they describe
-        self.ends_are_checked = False
         marks = GENERATION_MARKER.search(tokenizer.chat_template or "") is not None
         self.uses_markers = marks and set(config.roles_to_train) <= {"assistant"}
 
@@ -287,12 +286,11 @@ class ConversationFormat:
     def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
         """Prints a notice, once, if an answer's end is not learnt."""
         for part, following in pairwise(parts):
-            if part.learnt and following.ids[0] == chat.terminator and not self.ends_are_checked:
-                notice(
+            if part.learnt and following.ids[0] == chat.terminator:
+                notice_once(
                     "the chat template's generation markers leave out the token that ends an answer: the model will "
                     "not learn to stop. Put the end of an answer before {% endgeneration %}."
                 )
-                self.ends_are_checked = True
 
 
 def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[bool]:

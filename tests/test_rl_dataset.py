@@ -14,8 +14,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from configs import errors
 from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
-from data import chat, rl_dataset
+from data import rl_dataset
 from data.chat import encode_prompt, parse_prompt
 from data.data_report import shared_prompts
 from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_dataset_class, truncate
@@ -52,7 +53,7 @@ def tokenizer():
 @pytest.fixture
 def untemplated(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    chat._warn_of_plain_chat.cache_clear()
+    errors.noticed.clear()
     return tokenizer
 
 
@@ -162,11 +163,11 @@ def test_template_arguments_are_passed_on(tmp_path, tokenizer):
     assert text(tokenizer, row["raw_prompt_ids"]).endswith("a:<no>")
 
 
-def test_messages_without_a_template_become_lines_with_one_warning(untemplated, caplog):
+def test_messages_without_a_template_become_lines_with_one_notice(untemplated, capsys):
     expected = "system: Add.\nuser: 1+1?\nassistant:"
     assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
     assert text(untemplated, encode_prompt(QUESTION, untemplated)) == expected
-    assert [record.name for record in caplog.records] == ["data.chat"]
+    assert capsys.readouterr().err.count("the tokenizer has no chat template") == 1
     with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
         encode_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], untemplated)
 

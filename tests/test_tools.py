@@ -416,7 +416,7 @@ def test_parallel_calls_run_side_by_side_and_answer_in_order():
     assert replies.counts == {"calls": 50}
 
 
-def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(caplog):
+def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(capsys):
     box = toolbox(WEATHER, FunctionTool(broken), FunctionTool(slow), max_parallel_calls=5, tool_timeout=0.1)
     answer = called("weather", city="Rome") + called("nothing") + called("weather") + called("broken", x=3)
     replies = respond(box, answer + called("slow", seconds=9) + "<tool_call>{</tool_call>" + called("slow", seconds=0))
@@ -431,7 +431,7 @@ def test_whatever_goes_wrong_is_told_to_the_policy_and_counted(caplog):
     failures = ("unknown_tool", "bad_arguments", "raised", "timeout", "malformed", "not_run")
     assert replies.counts == {"calls": 7, **dict.fromkeys(failures, 1)}
     assert {message["role"] for message in replies.messages} == {"tool"}
-    assert re.search(r"the tool broken raised RuntimeError: no 3 \(.*test_tools.py:\d+\)", caplog.text)
+    assert re.search(r"the tool broken raised RuntimeError: no 3 \(.*test_tools.py:\d+\)", capsys.readouterr().err)
 
 
 def test_a_blocking_function_that_hangs_is_given_up():

@@ -1,21 +1,17 @@
 """The calls of one episode's answers: run side by side, each by its deadline, and told to the policy."""
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.errors import users_line
+from configs.errors import notice_once, users_line
 from configs.schema import MultiTurnConfig
 from data.concurrency import Overdue, by_deadline, in_thread
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import BaseTool, ToolResponse, as_response, checked_arguments
 
-logger = logging.getLogger(__name__)
-
-warned: set[tuple[str, str | None]] = set()
 FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
 
 
@@ -165,7 +161,5 @@ def truncate(text: str, limit: int, side: str) -> str:
 def warn_once(name: str, error: Exception) -> None:
     """Warns of what a tool raised, once for each line: the policy, which is told, is not who can mend it."""
     place = users_line(error)
-    if (name, place) not in warned:
-        warned.add((name, place))
-        where = f" ({place})" if place else ""
-        logger.warning("the tool %s raised %s: %s%s", name, type(error).__name__, error, where)
+    where = f" ({place})" if place else ""
+    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{where}", about=(name, place))
