@@ -7,6 +7,9 @@ one value that says what is so here; any other asks for something this version d
 same for single values of a key that means more than those here.
 """
 
+import re
+from itertools import product
+
 RENAMED = {
     "algorithm.policy_loss_fn": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "custom_reward_function": "reward.custom_reward_function",
@@ -20,14 +23,13 @@ RENAMED = {
     "reward.reward_model.model_path": "reward.reward_model.model.path",
     "reward_manager.module.path": "reward.reward_manager.path",
     "reward_manager": "reward.reward_manager",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "reward_model.max_concurrent": "reward.max_concurrent",
-    "reward_model.sandbox_fusion": "reward.sandbox_fusion",
-    "reward_model.timeout": "reward.timeout",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.max_rpm": "reward.max_rpm",
-    "reward_model.max_tpm": "reward.max_tpm",
-    "reward_model.estimated_tokens_per_request": "reward.estimated_tokens_per_request",
+    **{
+        f"reward_model.{name}": f"reward.{name}"
+        for name in (
+            *("reward_kwargs", "max_concurrent", "sandbox_fusion", "timeout", "num_workers", "max_rpm", "max_tpm"),
+            "estimated_tokens_per_request",
+        )
+    },
     "reward.reward_manager.module.path": "reward.reward_manager.path",
     "reward_model.reward_loop_module_path": "reward.reward_manager.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.name",
@@ -75,160 +77,118 @@ RENAMED_VALUES = {
     },
 }
 
-_WHOLE_MODEL = "every worker holds the whole model: nothing is sharded or offloaded"
-_WHOLE_ENGINE = "every worker has an engine of its own, of the whole model"
-_BY_DESIGN = "it is always so here"
-_LOG_PROBS = "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
-_VALUES = "values are computed in forward passes of the size of the critic's updates"
-_FLOAT32 = "weights are always float32; fsdp_config.dtype chooses what is computed in"
-_HEAD = "the logits of all tokens are never in memory at once (workers/kernels/token_head.py)"
-_TEXT = "prompts are text"
-_ENGINES = "engines decide it for themselves"
-_AS_ACTOR = "the critic does as actor_rollout_ref.model says"
-
-_FSDP_SECTIONS = (
-    "actor_rollout_ref.actor.fsdp_config",
-    "reward.reward_model.fsdp_config",
-    "actor_rollout_ref.ref.fsdp_config",
-    "critic.model.fsdp_config",
-    "critic.fsdp",
+_FSDP = (
+    "{actor_rollout_ref.actor.fsdp_config,actor_rollout_ref.ref.fsdp_config,reward.reward_model.fsdp_config,"
+    "critic.model.fsdp_config,critic.fsdp}"
 )
-_RM = "reward.reward_model"
-_REWARD_MODEL = {
-    "strategy": _WHOLE_MODEL,
-    "ulysses_sequence_parallel_size": _WHOLE_MODEL,
-    "use_dynamic_bsz": "where micro_batch_size_per_gpu is null, forward_max_token_len_per_gpu counts tokens",
-    **dict.fromkeys(
-        ("enable_resource_pool", "n_gpus_per_node", "nnodes"), "every worker has the reward model beside the policy"
+
+_NO_EFFECT = {
+    "actor_rollout_ref.{actor,ref}.{strategy,ulysses_sequence_parallel_size} actor_rollout_ref.rollout.layered_summon "
+    "{critic,reward_model,reward.reward_model}.{strategy,ulysses_sequence_parallel_size} "
+    f"{_FSDP}.{{param_offload,optimizer_offload,offload_policy,reshard_after_forward,fsdp_size,forward_prefetch,"
+    "wrap_policy.min_num_params,use_orig_params,forward_only}": (
+        "every worker holds the whole model: nothing is sharded or offloaded"
     ),
-    **{
-        f"rollout.{name}": "a reward model scores by a forward pass of its worker, without an engine"
-        for name in (
-            *("name", "dtype", "gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format"),
-            *("tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size", "max_num_batched_tokens"),
-            *("max_model_len", "max_num_seqs", "prompt_length", "response_length", "skip_tokenizer_init"),
-        )
-    },
-}
-_SHARDING = (
-    "param_offload",
-    "optimizer_offload",
-    "offload_policy",
-    "reshard_after_forward",
-    "fsdp_size",
-    "forward_prefetch",
-    "wrap_policy.min_num_params",
-    "use_orig_params",
-    "forward_only",
-)
-
-NO_EFFECT = {
-    "actor_rollout_ref.actor.strategy": _WHOLE_MODEL,
-    "actor_rollout_ref.ref.strategy": _WHOLE_MODEL,
-    "critic.strategy": _WHOLE_MODEL,
-    **{f"{section}.{name}": _WHOLE_MODEL for section in _FSDP_SECTIONS for name in _SHARDING},
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _WHOLE_MODEL,
-    "trainer.balance_batch": "workers always get shares of about equal work",
-    "actor_rollout_ref.rollout.data_parallel_size": _WHOLE_ENGINE,
-    "actor_rollout_ref.rollout.mode": "engines live in the process of their worker",
-    "actor_rollout_ref.hybrid_engine": _BY_DESIGN,
-    "critic.model.use_remove_padding": "the critic does as actor_rollout_ref.model.use_remove_padding says",
+    f"{_FSDP}.model_dtype": "weights are always float32; fsdp_config.dtype chooses what is computed in",
+    "actor_rollout_ref.ref.fsdp_config.dtype critic.{model.fsdp_config,fsdp}.dtype": (
+        "it is that of actor_rollout_ref.actor.fsdp_config"
+    ),
+    "actor_rollout_ref.{model.use_fused_kernels,model.fused_kernel_options.impl_backend,actor.use_fused_kernels,"
+    "actor.sum_pi_squared_checkpointing} actor_rollout_ref.{actor,ref}.{entropy_from_logits_with_chunking,"
+    "entropy_from_logits_chunk_size,entropy_checkpointing}": (
+        "the logits of all tokens are never in memory at once (workers/kernels/token_head.py)"
+    ),
+    "actor_rollout_ref.{hybrid_engine,rollout.calculate_log_probs} "
+    "data.{return_raw_chat,return_raw_input_ids,return_full_prompt}": "it is always so here",
+    "actor_rollout_ref.model.{lora_alpha,target_modules,exclude_modules}": (
+        "there is no LoRA, so all weights are trained"
+    ),
+    "actor_rollout_ref.model.use_liger": "actor_rollout_ref.model.kernels chooses what makes it faster",
+    "actor_rollout_ref.model.enable_activation_offload": (
+        "activations stay where they are computed; gradient checkpointing (enable_gradient_checkpointing) saves most "
+        "of them"
+    ),
+    "actor_rollout_ref.model.tiled_mlp.{enabled,num_shards}": "layers take a micro-batch whole; its size is a setting",
+    "{data,actor_rollout_ref.model}.use_shm": "models and rows are read where they lie",
+    "actor_rollout_ref.{actor,ref}.use_torch_compile": "nothing is compiled",
+    "{actor_rollout_ref.actor,critic}.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
+    "{actor_rollout_ref.actor,critic}.rollout_n": "it is actor_rollout_ref.rollout.n",
+    "{actor_rollout_ref.actor,critic}.checkpoint.load_contents": "what was saved is loaded",
+    "{actor_rollout_ref.actor,critic}.optim.total_training_steps": "a schedule is as long as the run",
     "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
-    "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
-    "actor_rollout_ref.actor.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
-    **{f"{section}.model_dtype": _FLOAT32 for section in _FSDP_SECTIONS},
-    **{f"{section}.dtype": "it is that of actor_rollout_ref.actor.fsdp_config" for section in _FSDP_SECTIONS[2:]},
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _LOG_PROBS,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _LOG_PROBS,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": ("it is computed where the estimator asks for sum_pi_squared"),
+    "actor_rollout_ref.actor.checkpoint.async_save": "a step begins when the last checkpoint is whole",
+    "actor_rollout_ref.nccl_timeout": "workers wait for each other until one of them fails",
+    "actor_rollout_ref.{ref,rollout}.log_prob_use_dynamic_bsz": (
+        "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
+    ),
+    "actor_rollout_ref.rollout.data_parallel_size": "every worker has an engine of its own, of the whole model",
+    "actor_rollout_ref.rollout.mode": "engines live in the process of their worker",
     "actor_rollout_ref.rollout.dtype": "engines compute in the trainer's precision, actor.fsdp_config.dtype",
     "actor_rollout_ref.rollout.disable_log_stats": "engines' own statistics are not logged",
-    "actor_rollout_ref.rollout.calculate_log_probs": _BY_DESIGN,
-    "critic.ulysses_sequence_parallel_size": _WHOLE_MODEL,
-    "critic.model.enable_gradient_checkpointing": _AS_ACTOR,
-    "critic.model.enable_activation_offload": _AS_ACTOR,
-    "critic.model.trust_remote_code": _AS_ACTOR,
-    "critic.model.external_lib": _AS_ACTOR,
-    "critic.model.tokenizer_path": "the critic reads the same tokens as the policy",
-    "critic.forward_micro_batch_size": _VALUES,
-    "critic.forward_micro_batch_size_per_gpu": _VALUES,
-    "critic.forward_max_token_len_per_gpu": _VALUES,
-    "data.validation_shuffle": "validation sees every row, so their order does not matter",
-    "data.return_raw_chat": _BY_DESIGN,
-    "data.dataloader_num_workers": "rows are read in the driver, whose position in the data is part of a checkpoint",
-    "data.filter_overlong_prompts_workers": "prompts are measured in this process",
-    **{f"data.{name}": _TEXT for name in ("image_key", "video_key", "audio_key", "image_patch_size")},
-    "data.return_multi_modal_inputs": _TEXT,
-    "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
-    "data.return_raw_input_ids": _BY_DESIGN,
-    "data.return_full_prompt": _BY_DESIGN,
-    "actor_rollout_ref.actor.calculate_sum_pi_squared": "it is computed where the estimator asks for sum_pi_squared",
-    "reward.reward_kwargs.overlong_buffer_cfg.log": "reward/overlong_reward is logged wherever there is a penalty",
-    "trainer.device": "the device is the GPU if there is one, else the CPU",
-    "data.gen_batch_size": "a draw is data.train_batch_size prompts; where groups are filtered, more draws follow",
-    "data.use_shm": "models and rows are read where they lie",
-    "actor_rollout_ref.model.use_shm": "models and rows are read where they lie",
-    "actor_rollout_ref.model.use_fused_kernels": _HEAD,
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend": _HEAD,
-    "actor_rollout_ref.actor.use_fused_kernels": _HEAD,
-    "actor_rollout_ref.model.use_liger": "actor_rollout_ref.model.kernels chooses what makes it faster",
-    "actor_rollout_ref.model.enable_activation_offload": "activations stay where they are computed; gradient "
-    "checkpointing (enable_gradient_checkpointing) saves most of them",
-    "actor_rollout_ref.model.tiled_mlp.enabled": "layers take a micro-batch whole; its size is a setting",
-    "actor_rollout_ref.model.tiled_mlp.num_shards": "layers take a micro-batch whole; its size is a setting",
-    "actor_rollout_ref.model.lora_alpha": "there is no LoRA, so all weights are trained",
-    "actor_rollout_ref.model.target_modules": "there is no LoRA, so all weights are trained",
-    "actor_rollout_ref.model.exclude_modules": "there is no LoRA, so all weights are trained",
-    "actor_rollout_ref.nccl_timeout": "workers wait for each other until one of them fails",
-    "actor_rollout_ref.actor.rollout_n": "it is actor_rollout_ref.rollout.n",
-    "critic.rollout_n": "it is actor_rollout_ref.rollout.n",
-    **{
-        f"actor_rollout_ref.{role}.{name}": _HEAD
-        for role in ("actor", "ref")
-        for name in ("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing")
-    },
-    "actor_rollout_ref.actor.sum_pi_squared_checkpointing": _HEAD,
-    "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _WHOLE_MODEL,
-    "actor_rollout_ref.actor.checkpoint.load_contents": "what was saved is loaded",
-    "actor_rollout_ref.actor.checkpoint.async_save": "a step begins when the last checkpoint is whole",
-    "critic.checkpoint.save_contents": "the critic's checkpoint holds what the actor's does",
-    "critic.checkpoint.load_contents": "what was saved is loaded",
-    "critic.data_loader_seed": "the order of mini-batches is derived from trainer.seed",
-    "actor_rollout_ref.actor.optim.total_training_steps": "a schedule is as long as the run",
-    "critic.optim.total_training_steps": "a schedule is as long as the run",
-    "actor_rollout_ref.rollout.layered_summon": _WHOLE_MODEL,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": _ENGINES,
-    "actor_rollout_ref.rollout.scheduling_policy": _ENGINES,
-    "actor_rollout_ref.rollout.cudagraph_capture_sizes": _ENGINES,
+    "actor_rollout_ref.rollout.{multi_stage_wake_up,scheduling_policy,cudagraph_capture_sizes}": (
+        "engines decide it for themselves"
+    ),
     "actor_rollout_ref.rollout.skip_tokenizer_init": "engines take and return token ids",
     f"{_MULTI_TURN}.use_inference_chat_template": "what follows an answer is appended, and never rendered anew",
     f"{_MULTI_TURN}.tokenization_sanity_check_mode": "an answer's tokens are never encoded anew",
     f"{_MULTI_TURN}.num_repeat_rollouts": "actor_rollout_ref.rollout.n says how often a row is played",
-    "data.need_tools_kwargs": "rows may say something about each tool, or nothing",
     "actor_rollout_ref.rollout.agent.num_workers": "the samples of a prompt are asked for together, in one loop",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "weights go over one by one",
+    "critic.model.use_remove_padding": "the critic does as actor_rollout_ref.model.use_remove_padding says",
+    "critic.model.{enable_gradient_checkpointing,enable_activation_offload,trust_remote_code,external_lib}": (
+        "the critic does as actor_rollout_ref.model says"
+    ),
+    "critic.model.tokenizer_path": "the critic reads the same tokens as the policy",
+    "critic.{forward_micro_batch_size,forward_micro_batch_size_per_gpu,forward_max_token_len_per_gpu}": (
+        "values are computed in forward passes of the size of the critic's updates"
+    ),
+    "critic.checkpoint.save_contents": "the critic's checkpoint holds what the actor's does",
+    "data.validation_shuffle": "validation sees every row, so their order does not matter",
+    "data.dataloader_num_workers": "rows are read in the driver, whose position in the data is part of a checkpoint",
+    "data.filter_overlong_prompts_workers": "prompts are measured in this process",
+    "data.{image_key,video_key,audio_key,image_patch_size,return_multi_modal_inputs} "
+    "actor_rollout_ref.actor.freeze_vision_tower": "prompts are text",
+    "data.gen_batch_size": "a draw is data.train_batch_size prompts; where groups are filtered, more draws follow",
+    "data.need_tools_kwargs": "rows may say something about each tool, or nothing",
     "algorithm.filter_groups.max_inflight_gen_batches": "draws follow one another",
-    **{
-        key: "a registered name goes before a class in reward.reward_manager.path, and the class says how it is called"
-        for key in (
-            "reward.reward_manager.source",
-            "reward.reward_manager.module.name",
-            "reward_model.reward_loop_source",
-        )
-    },
+    "reward.reward_kwargs.overlong_buffer_cfg.log": "reward/overlong_reward is logged wherever there is a penalty",
+    "reward.reward_manager.{source,module.name} reward_model.reward_loop_source": (
+        "a registered name goes before a class in reward.reward_manager.path, and the class says how it is called"
+    ),
     "reward_model.launch_reward_fn_async": "rows are scored while others are generated",
     "reward_model.use_reward_loop": "reward functions are called while responses are generated, in processes",
-    **{f"{section}.{name}": why for section in ("reward_model", _RM) for name, why in _REWARD_MODEL.items()},
-    f"{_RM}.model.use_remove_padding": "a reward model's batches are padded",
-    f"{_RM}.model.input_tokenizer": "the reward model's tokenizer is compared with the policy's",
-    f"{_RM}.model.external_lib": "it is actor_rollout_ref.model.external_lib",
+    "{reward_model,reward.reward_model}.use_dynamic_bsz": (
+        "where micro_batch_size_per_gpu is null, forward_max_token_len_per_gpu counts tokens"
+    ),
+    "{reward_model,reward.reward_model}.{enable_resource_pool,n_gpus_per_node,nnodes}": (
+        "every worker has the reward model beside the policy"
+    ),
+    "{reward_model,reward.reward_model}.rollout.{name,dtype,gpu_memory_utilization,enforce_eager,free_cache_engine,"
+    "load_format,tensor_model_parallel_size,data_parallel_size,expert_parallel_size,max_num_batched_tokens,"
+    "max_model_len,max_num_seqs,prompt_length,response_length,skip_tokenizer_init}": (
+        "a reward model scores by a forward pass of its worker, without an engine"
+    ),
+    "reward.reward_model.model.use_remove_padding": "a reward model's batches are padded",
+    "reward.reward_model.model.input_tokenizer": "the reward model's tokenizer is compared with the policy's",
+    "reward.reward_model.model.external_lib": "it is actor_rollout_ref.model.external_lib",
+    "trainer.balance_batch": "workers always get shares of about equal work",
+    "trainer.device": "the device is the GPU if there is one, else the CPU",
     "trainer.esi_redundant_time": "trainer.save_freq says when to save",
     "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep says which checkpoints stay",
     "trainer.ray_wait_register_center_timeout": "workers are waited for until Ray has placed them",
     "trainer.use_legacy_worker_impl": "there is one implementation of the workers",
-    "ray_init.num_cpus": "Ray takes the machine's cores, or those of the cluster that runs",
-    "ray_kwargs.ray_init.num_cpus": "Ray takes the machine's cores, or those of the cluster that runs",
+    "{ray_init,ray_kwargs.ray_init}.num_cpus": "Ray takes the machine's cores, or those of the cluster that runs",
 }
+
+
+def spelt_out(names: str) -> list[str]:
+    """Each of the `names`, as a shell reads them: a.{b,c} is a.b and a.c."""
+    parts = [[part.split(",") for part in re.split("[{}]", name)] for name in names.split()]
+    return ["".join(chosen) for name in parts for chosen in product(*name)]
+
+
+NO_EFFECT = {name: why for names, why in _NO_EFFECT.items() for name in spelt_out(names)}
 
 HYDRA = (
     "Hydra only composes the settings here: trainer.default_local_dir is the folder of the run, --config-path a folder "
