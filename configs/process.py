@@ -21,6 +21,12 @@ VARIABLES = {
 STOPPED = b"\nstopped by Ctrl-C; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was.\n"
 
 
+def prepare_process() -> None:
+    """Prepares the process of a command, before its slow imports: Ctrl-C, and the variables that torch reads."""
+    end_on_interrupt()
+    set_environment()
+
+
 def set_environment() -> None:
     """Sets the variables that the user has not set. For commands, whose process it is, before they load torch."""
     for name, value in VARIABLES.items():

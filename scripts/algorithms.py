@@ -11,23 +11,20 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 import json
 from statistics import median
 from typing import Any
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.loader import options
 from configs.schema import Config
 from data.files import sole_run
-from scripts.quickstart import SUCCESS, compose, warm_start
+from scripts.quickstart import SUCCESS, new_run, script_parser, warm_start
 from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command
 
@@ -35,10 +32,8 @@ FOLDER = Path("outputs/algorithms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "weights, maps, sampling")
     parser.add_argument("--recipes", default=",".join(options("recipe")), help="names, joined by commas; all of them")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     recipes = arguments.recipes.split(",")
     with refusals():
@@ -54,10 +49,8 @@ def main() -> None:
 
 
 def recipe_config(name: str, seed: int, overrides: list[str]) -> Config:
-    own = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}", f"trainer.seed={seed}"]
-    config = compose(Config, "frozenlake_short", [*own, "trainer.resume_mode=disable", *overrides])
-    check_config(config)
-    return config
+    own = [f"recipe={name}", f"trainer.default_local_dir={FOLDER / name}"]
+    return new_run("frozenlake_short", seed, own, overrides)
 
 
 def report() -> None:

@@ -5,34 +5,20 @@ hub's DigitalLearningGmbH/MATH-lighteval), whose rows have `problem`, `level` an
 \\boxed{}. Writes train.parquet and test.parquet in verl's form; extra_info.difficulty is the level, 1 to 5.
 """
 
-import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas
-
-from configs.errors import refusals
 from data.rows import read_rows
+from scripts.gsm8k import convert
 from training.reward_score.boxed import boxed_content
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", metavar="TRAIN", help="the public training rows")
-    parser.add_argument("test", metavar="TEST", help="the public test rows")
-    parser.add_argument("--to", default="~/data/math", metavar="FOLDER", help="where the rows go (~/data/math)")
-    arguments = parser.parse_args(argv)
-    folder = Path(arguments.to).expanduser()
-    with refusals():
-        for split, source in (("train", arguments.train), ("test", arguments.test)):
-            rows = list(math_rows(source, split))
-            folder.mkdir(parents=True, exist_ok=True)
-            pandas.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-            print(f"{len(rows)} rows in {folder / f'{split}.parquet'}")
+    convert(argv, __doc__, "~/data/math", math_rows)
 
 
 def math_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:

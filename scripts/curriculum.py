@@ -14,23 +14,20 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 
 import numpy as np
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
 from data.files import sole_run
 from scripts.multiturn import lesson_of
-from scripts.quickstart import Lesson, compose, imitate, safe_moves, wanderers_moves
+from scripts.quickstart import Lesson, imitate, new_run, safe_moves, script_parser, wanderers_moves
 from training.reports import read_curve
 from workers.worker_group import start_command
 
@@ -41,10 +38,8 @@ ROWS = 10  # of the table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "weights, maps, sampling")
     parser.add_argument("--arms", default=",".join(ARMS), help="names, joined by a comma; both of them")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     with refusals():
         configs = {name: arm_config(name, arguments.seed, arguments.overrides) for name in arguments.arms.split(",")}
@@ -62,16 +57,8 @@ def main() -> None:
 
 def arm_config(name: str, seed: int, overrides: list[str]) -> Config:
     """The run of an arm; its model is that of both."""
-    own = [
-        *ARMS[name],
-        f"trainer.default_local_dir={FOLDER / name}",
-        f"actor_rollout_ref.model.path={FOLDER / 'warm_start'}",
-        f"trainer.seed={seed}",
-        "trainer.resume_mode=disable",
-    ]
-    config = compose(Config, "curriculum", [*own, *overrides])
-    check_config(config)
-    return config
+    folders = [f"trainer.default_local_dir={FOLDER / name}", f"actor_rollout_ref.model.path={FOLDER / 'warm_start'}"]
+    return new_run("curriculum", seed, [*ARMS[name], *folders], overrides)
 
 
 def wanderer(environment: TextEnv, state: EnvState, rng: np.random.Generator) -> int:

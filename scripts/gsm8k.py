@@ -6,7 +6,7 @@ is "#### 72". Writes train.parquet and test.parquet in verl's form; configs/gsm8
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,32 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", metavar="TRAIN", help="the public train file")
-    parser.add_argument("test", metavar="TEST", help="the public test file")
-    parser.add_argument("--to", default="~/data/gsm8k", metavar="FOLDER", help="where the rows go (~/data/gsm8k)")
+    convert(argv, __doc__, "~/data/gsm8k", gsm8k_rows)
+
+
+def convert(
+    argv: list[str] | None,
+    description: str | None,
+    folder: str,
+    rows_of: Callable[[str, str], Iterable[dict[str, Any]]],
+) -> None:
+    """Writes train.parquet and test.parquet, into `folder` unless told otherwise, from the public files of a data set.
+
+    Args:
+        rows_of: the rows in verl's form, of a file and the name of its split.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", metavar="TRAIN", help="the public training rows")
+    parser.add_argument("test", metavar="TEST", help="the public test rows")
+    parser.add_argument("--to", default=folder, metavar="FOLDER", help=f"where the rows go ({folder})")
     arguments = parser.parse_args(argv)
-    folder = Path(arguments.to).expanduser()
+    target = Path(arguments.to).expanduser()
     with refusals():
-        for split, file in (("train", arguments.train), ("test", arguments.test)):
-            rows = list(gsm8k_rows(file, split))
-            folder.mkdir(parents=True, exist_ok=True)
-            pandas.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-            print(f"{len(rows)} rows in {folder / f'{split}.parquet'}")
+        for split, source in (("train", arguments.train), ("test", arguments.test)):
+            rows = list(rows_of(source, split))
+            target.mkdir(parents=True, exist_ok=True)
+            pandas.DataFrame(rows).to_parquet(target / f"{split}.parquet")
+            print(f"{len(rows)} rows in {target / f'{split}.parquet'}")
 
 
 def gsm8k_rows(file: str | Path, split: str) -> Iterator[dict[str, Any]]:

@@ -13,12 +13,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 import dataclasses
 import re
 import time
@@ -31,7 +29,6 @@ import numpy as np
 from rich.progress import track
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
@@ -40,7 +37,16 @@ from custom.examples import calculator_task
 from data.files import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
-from scripts.quickstart import WANDERERS_LESSON, Lesson, compose, imitate, safe_moves, write_summary
+from scripts.quickstart import (
+    WANDERERS_LESSON,
+    Lesson,
+    imitate,
+    new_run,
+    print_outcome,
+    safe_moves,
+    script_parser,
+    write_summary,
+)
 from training.environment import build_environment
 from training.preparation import prepare
 from workers.worker_group import start_command
@@ -149,25 +155,18 @@ TASKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "weights, games, sampling")
     parser.add_argument("--task", default="frozenlake_multiturn", choices=TASKS, help="a config of its name")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, games, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     task = TASKS[arguments.task]
     with refusals():
         if task.files:
             task.files(arguments.seed)  # first: that they are there is checked with the config
-        own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
-        config = compose(Config, arguments.task, [*own, *arguments.overrides])
-        check_config(config)
+        config = new_run(arguments.task, arguments.seed, [], arguments.overrides)
     start_command(config)
     with late_refusals():
         summary = learn(config, task)
-    print(
-        f"{task.metric}: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
-        f"({summary['train_seconds']:.0f} s of training)"
-    )
+    print_outcome(task.metric, summary)
 
 
 def learn(config: Config, task: Task) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
 import argparse
 import json
@@ -55,28 +54,42 @@ class Lesson:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, sampling")
+    parser = script_parser(__doc__, "weights, maps, sampling")
     parser.add_argument("--config-name", default="frozenlake", help="frozenlake (GRPO) or frozenlake_ppo")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     with refusals():
         config = rl_config(arguments.config_name, arguments.seed, arguments.overrides)
     start_command(config)
     with late_refusals():
         summary = quickstart(config)
+    print_outcome("success on 200 held-out maps", summary)
+
+
+def script_parser(description: str | None, seeded: str) -> argparse.ArgumentParser:
+    """The command line of a script that trains; `seeded` says what the seed decides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of everything: {seeded}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+def new_run(config_name: str, seed: int, own: Sequence[str], overrides: Sequence[str]) -> Config:
+    """The checked config of a run from its beginning: with a script's `own` settings, and over them the user's."""
+    config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *own, *overrides])
+    check_config(config)
+    return config
+
+
+def print_outcome(measure: str, summary: dict[str, Any]) -> None:
     print(
-        f"success on 200 held-out maps: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
+        f"{measure}: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
         f"({summary['train_seconds']:.0f} s of training)"
     )
 
 
 def rl_config(config_name: str, seed: int, overrides: list[str]) -> Config:
     name = config_name.replace("frozenlake", "quickstart")
-    own = [f"trainer.seed={seed}", "trainer.resume_mode=disable", f"trainer.experiment_name={name}"]
-    config = compose(Config, config_name, [*own, *overrides])
-    check_config(config)
-    return config
+    return new_run(config_name, seed, [f"trainer.experiment_name={name}"], overrides)
 
 
 def quickstart(config: Config) -> dict[str, Any]:

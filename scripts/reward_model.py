@@ -15,12 +15,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,14 +31,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from transformers.utils import logging as transformers_logging
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
 from data.files import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
-from scripts.quickstart import SUCCESS, compose, warm_start, write_summary
+from scripts.quickstart import SUCCESS, new_run, print_outcome, script_parser, warm_start, write_summary
 from training.environment import build_environment
 from training.preparation import prepare
 from training.torch_functional import cosine_schedule_multiplier
@@ -60,21 +57,14 @@ class Pair:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, maps, pairs, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = script_parser(__doc__, "weights, maps, pairs, sampling")
     arguments = parser.parse_intermixed_args()
     with refusals():
-        own = [f"trainer.seed={arguments.seed}", "trainer.resume_mode=disable"]
-        config = compose(Config, "frozenlake_rm", [*own, *arguments.overrides])
-        check_config(config)
+        config = new_run("frozenlake_rm", arguments.seed, [], arguments.overrides)
     start_command(config)
     with late_refusals():
         summary = learn(config)
-    print(
-        f"true success on 200 held-out maps: {summary['before']:.3f} before RL, {summary['after']:.3f} after "
-        f"({summary['train_seconds']:.0f} s of training)"
-    )
+    print_outcome("true success on 200 held-out maps", summary)
 
 
 def learn(config: Config) -> dict[str, Any]:

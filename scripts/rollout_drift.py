@@ -15,22 +15,19 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 import shutil
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import refusals
 from configs.schema import Config, SFTConfig
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl
 from data.seeding import derive_seed
-from scripts.quickstart import compose
+from scripts.quickstart import compose, new_run, script_parser
 from training import sft_trainer
 from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command
@@ -53,9 +50,7 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: weights, noise, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = script_parser(__doc__, "weights, noise, sampling")
     arguments = parser.parse_intermixed_args()
     warm_start(arguments.seed)
     with refusals():
@@ -109,13 +104,9 @@ def run_config(name: str, seed: int, overrides: list[str]) -> Config:
         "trainer.test_freq=5",
         "trainer.logger=[]",
         "trainer.log_val_generations=0",
-        "trainer.resume_mode=disable",
-        f"trainer.seed={seed}",
         f"trainer.default_local_dir={FOLDER}/{name.replace(', ', '_').replace(' ', '_')}",
     ]
-    config = compose(Config, "ppo_trainer", [*settings, *RUNS[name], *overrides])
-    check_config(config)
-    return config
+    return new_run("ppo_trainer", seed, [*settings, *RUNS[name]], overrides)
 
 
 def report(records: dict[str, Path]) -> None:

@@ -13,12 +13,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
+    from configs.process import prepare_process
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+    prepare_process()  # before torch is loaded
 
-import argparse
 import json
 import time
 from typing import Any
@@ -28,13 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 import main as rl
-from configs.checks import check_config
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.examples.arithmetic import TASKS, make_rows
 from data.files import dump_jsonl, sole_run
 from scripts import smollm2_model
-from scripts.quickstart import compose, write_summary
+from scripts.quickstart import new_run, print_outcome, script_parser, write_summary
 from training.preparation import prepare
 from training.reports import read_curve
 from workers.worker_group import start_command
@@ -49,10 +46,8 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "questions, sampling")
     parser.add_argument("--task", default="arithmetic", choices=TASKS, help="what is asked")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything: questions, sampling")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     with refusals():
         write_rows(arguments.task, arguments.seed)  # first: that they are there is checked with the config
@@ -60,10 +55,7 @@ def main() -> None:
     start_command(config)
     with late_refusals():
         summary = learn(arguments.task, config)
-    print(
-        f"success on {HELD_OUT_ROWS} held-out questions: {summary['before']:.3f} before RL, {summary['after']:.3f} "
-        f"after ({summary['train_seconds']:.0f} s of training)"
-    )
+    print_outcome(f"success on {HELD_OUT_ROWS} held-out questions", summary)
 
 
 def write_rows(task: str, seed: int) -> None:
@@ -72,10 +64,7 @@ def write_rows(task: str, seed: int) -> None:
 
 
 def task_config(task: str, seed: int, overrides: list[str]) -> Config:
-    own = [f"trainer.seed={seed}", "trainer.resume_mode=disable", f"trainer.experiment_name=smollm2/{task}"]
-    config = compose(Config, f"smollm2_{task}", [*own, *overrides])
-    check_config(config)
-    return config
+    return new_run(f"smollm2_{task}", seed, [f"trainer.experiment_name=smollm2/{task}"], overrides)
 
 
 def learn(task: str, config: Config) -> dict[str, Any]:
