@@ -1,7 +1,7 @@
-"""What several settings must agree on, checked before torch is imported, and what follows from them.
+"""Refuses settings that contradict each other, before torch is imported, and summarises those that do not.
 
-`check_config` and `check_sft` refuse settings that contradict each other; each message names a way out. Below them:
-the batch arithmetic and the sampling in one sentence, and the small step of a dry run.
+`check_config` and `check_sft` raise ConfigError; each message names a remedy. Below them: the batch arithmetic and the
+sampling in one sentence each, and the settings of a dry run.
 """
 
 import tempfile
@@ -206,7 +206,7 @@ VLLM_SETTINGS = (
 
 
 def check_engine(rollout: RolloutConfig, workers: int) -> None:
-    """Raises ConfigError for an engine that there is not, or that cannot do what is set; `workers`: of the run."""
+    """Raises ConfigError for an unknown engine, or settings that it does not support with so many `workers`."""
     key, name = "actor_rollout_ref.rollout", rollout.name
     if name in ENGINES_ELSEWHERE:
         raise ConfigError(
@@ -277,7 +277,7 @@ def check_multi_turn(settings: MultiTurnConfig, env_id: str | None) -> None:
 
 
 def check_episodes(config: Config) -> None:
-    """Raises ConfigError for settings that whole episodes of an environment would pass over."""
+    """Raises ConfigError for settings that have no effect on whole episodes of an environment."""
     if config.env.mode != "episode":
         return
     if config.env.id is None:
@@ -374,7 +374,7 @@ def check_sft(config: SFTConfig) -> None:
 
 
 def batch_arithmetic(config: Config) -> str:
-    """One sentence: from prompts a step to what a forward pass holds."""
+    """Describes in one sentence how many prompts, sequences, updates and forward passes a step has."""
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     actor = config.actor_rollout_ref.actor
     mini = actor.ppo_mini_batch_size or prompts
@@ -394,15 +394,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def cuts_by_tokens(config: ActorConfig | CriticConfig) -> bool:
-    """Whether forward passes hold so many tokens, not so many sequences.
+    """Whether a number of tokens limits forward passes, instead of a number of sequences.
 
-    use_dynamic_bsz decides where it is set; else a given number of sequences wins over the token budget.
+    use_dynamic_bsz decides if it is set; else a given number of sequences goes before the token budget.
     """
     return bool(config.use_dynamic_bsz) or config.ppo_micro_batch_size_per_gpu is None
 
 
 def sampling_summary(config: Config) -> str:
-    """One sentence: how tokens are drawn in training and at validation. Nothing of it comes from the model's files."""
+    """Describes in one sentence how tokens are sampled in training and at validation, whatever a model's files say."""
     rollout = config.actor_rollout_ref.rollout
     return f"training samples {sampling(rollout)}; validation {sampling(rollout.val_kwargs)}."
 
@@ -422,8 +422,9 @@ PROMPTS = 2
 
 
 def rehearsal(config: Config) -> Config:
-    """The config of one step on two prompts (more only if its samples could not be dealt out to all workers otherwise)
-    at a learning rate of 0; a config without trainer.dry_run as it is."""
+    """Reduces a config with trainer.dry_run to one step on two prompts at a learning rate of 0.
+
+    Returns any other config as it is. Takes more prompts only if two cannot be divided among all workers."""
     if not config.trainer.dry_run:
         return config
     workers, samples = workers_asked_for(config.trainer), config.actor_rollout_ref.rollout.n

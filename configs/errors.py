@@ -1,8 +1,7 @@
-"""How a run refuses to start, and how it says where in the user's own code something broke.
+"""Turns mistakes of the user into one line, names the line of the user's code that raised, and prints notices.
 
-Before workers start, a mistake of the user's ends in one line that names cause and remedy; HYDRA_FULL_ERROR=1 shows its
-traceback. A bug of ours keeps it, and so does everything that happens in training. Nothing here knows what a config
-holds.
+Before workers start, a mistake of the user ends the command with one line that names cause and remedy;
+HYDRA_FULL_ERROR=1 shows its traceback. Bugs of this repository, and all errors during training, keep their traceback.
 """
 
 import difflib
@@ -23,14 +22,14 @@ noticed: set[Hashable] = set()
 
 
 class ConfigError(ValueError):
-    """What the user set cannot work; the message says which key, why, and what to do instead."""
+    """Raised for settings that cannot work; the message says which key, why, and what to do instead."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Makes mistakes of the user's one line on stderr, `error: …`, and exit code 2; for all before the expensive part.
+    """Turns a mistake of the user into one line on stderr, `error: …`, and exit code 2; used before workers start.
 
-    Mistakes are what our own code raised on purpose, and whatever came out of the user's files, whose line is added.
+    Mistakes are errors that this repository raises on purpose, and all errors from the user's files, with their line.
     """
     try:
         yield
@@ -45,7 +44,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def late_refusals() -> Iterator[None]:
-    """Ends the command in one line at a ConfigError, whenever it comes: settings may prove wrong once workers run."""
+    """Ends the command with one line at a ConfigError, at any time: some settings prove wrong only when workers run."""
     try:
         yield
     except ConfigError as error:
@@ -61,7 +60,7 @@ def refuse(message: str, error: Exception) -> NoReturn:
 
 @contextmanager
 def users_line_noted() -> Iterator[None]:
-    """Adds a last line to a traceback that began in the user's files, saying where; for training."""
+    """Adds the file and line of the user's code to an error that came from it; for training."""
     try:
         yield
     except Exception as error:
@@ -72,7 +71,7 @@ def users_line_noted() -> Iterator[None]:
 
 
 def users_line(error: BaseException) -> str | None:
-    """file:line of the user's code that is nearest to the first cause of `error`; None if none took part."""
+    """Returns file:line of the user's code nearest to the first cause of `error`; None if no such code was called."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -91,7 +90,7 @@ def is_on_purpose(error: BaseException) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` belongs to neither a library nor the framework; custom/ is the user's to edit."""
+    """Whether `file` belongs neither to a library nor to this repository; custom/ counts as the user's."""
     path = Path(file)
     framework = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FRAMEWORK
     return path.is_file() and not framework and not is_library(file)  # compiled libraries name files that are absent
@@ -103,18 +102,19 @@ def is_library(file: str) -> bool:
 
 
 def notice(text: str) -> None:
+    """Prints one line on stderr that a user should know."""
     print(f"notice: {text}", file=sys.stderr)
 
 
 def notice_once(text: str, about: Hashable = None) -> None:
-    """A notice, unless this process has given one `about` the same (None: in the same words)."""
+    """Prints a notice, unless this process has printed one with the same `about` (None: the same text)."""
     if (key := about or text) not in noticed:
         noticed.add(key)
         notice(text)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """' Did you mean …?' naming the nearest key: by its full spelling, else by its last part."""
+    """Returns " Did you mean …?" with the nearest key, by its full spelling or else its last part; or an empty text."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:
         last = name.rpartition(".")[2]

@@ -1,10 +1,9 @@
-"""Spellings that guides and older verl versions use, and verl keys that have nothing to act on here.
+"""Lists old spellings of settings, and settings of verl that have no effect here.
 
-`RENAMED`: old key or section → today's; `OF_ALL_WORKERS`: the same, for a number that the workers share among them.
+`RENAMED`: old key or section → today's; `OF_ALL_WORKERS`: the same, for a number that is divided among the workers.
 `RENAMED_VALUES`: one value of a key that became another key.
-`NO_EFFECT`: accepted, so that a command brought from verl runs, with the reason shown. `ONLY_VALUE`: accepted with the
-one value that says what is so here; any other asks for something this version does not have. `NO_EFFECT_VALUES`: the
-same for single values of a key that means more than those here.
+`NO_EFFECT`: accepted, so that a command for verl runs, with a notice of the reason. `ONLY_VALUE`: accepted with a value
+that is true here, and refused with any other. `NO_EFFECT_VALUES`: single values without effect of keys that have one.
 """
 
 import re
@@ -183,7 +182,7 @@ _NO_EFFECT = {
 
 
 def spelt_out(names: str) -> list[str]:
-    """Each of the `names`, as a shell reads them: a.{b,c} is a.b and a.c."""
+    """Expands names as a shell does: a.{b,c} is a.b and a.c."""
     parts = [[part.split(",") for part in re.split("[{}]", name)] for name in names.split()]
     return ["".join(chosen) for name in parts for chosen in product(*name)]
 

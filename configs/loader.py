@@ -1,8 +1,9 @@
-"""From a yaml name and command-line overrides to a checked, typed, read-only config.
+"""Makes a checked, typed, read-only config of a yaml file and key=value overrides, and commands of functions of one.
 
-Hydra composes the yaml files and parses the override grammar; what is set is then laid over the schema, so that a
-key that does not exist, a value of the wrong type and a value outside its rule are each reported by name, with what
-to do, before torch is even imported. Old spellings are moved to today's with a one-line notice.
+Hydra composes the yaml files and parses the overrides. The result is laid over the schema, so that an unknown key, a
+value of the wrong type and a value outside its rule are each reported by name, with a remedy, before torch is imported.
+Old spellings are replaced by today's with a one-line notice. A recipe (`recipe=dapo` is configs/recipe/dapo.yaml) is a
+yaml file laid over the one of --config-name; a folder `recipe` beside a user's yaml adds to the shipped ones.
 """
 
 import argparse
@@ -42,15 +43,14 @@ ONE_RUN = (
 def command(
     name: str, schema: type, check: Callable[[Any], None], description: str | None, run: str
 ) -> Callable[..., None]:
-    """The `main` of an entry point: it composes and checks a config, then imports the function `run` and calls it.
+    """Makes the `main` of an entry point, which composes and checks a config, then imports `run` and calls it.
 
-    Mistakes in the settings end it in one line, whenever they are found; those in the config alone before torch, which
-    takes seconds, is imported.
+    A mistake in the settings ends it with one line, at any time; most are found before torch is imported.
 
     Args:
-        name: the yaml file of a command line that names none.
-        check: refuses settings that contradict each other.
-        run: a function of the config, as "module.function".
+        name: the yaml file that is read without --config-name.
+        check: raises ConfigError for settings that contradict each other.
+        run: the name of a function of the config, "module.function".
     """
 
     def main(argv: list[str] | None = None) -> None:
@@ -79,9 +79,9 @@ class Arguments:
 
 
 def parse_arguments(argv: list[str], default_config: str, description: str | None) -> Arguments:
-    """Hydra's everyday flags, without its working-directory changes and log folders.
+    """Parses Hydra's everyday flags, without its changes of the working directory and its log folders.
 
-    The help offers what goes with `default_config`: the yaml files of its entry point.
+    The help lists the yaml files of the same entry point as `default_config`.
     """
     entry = entry_of(default_config)
     shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if entry_of(path.stem) == entry)
@@ -105,15 +105,15 @@ def parse_arguments(argv: list[str], default_config: str, description: str | Non
 
 
 def entry_of(config_name: str) -> str:
-    """The entry point that a shipped yaml is for: those of others than main.py are called like one, or end in it."""
+    """Returns the entry point of a shipped yaml file; names of files for others than main.py end in its name."""
     return next((entry for entry in ENTRIES if config_name.endswith(entry)), "main")
 
 
 def load_config(arguments: Arguments, schema: type) -> Any:
-    """An instance of the `schema` dataclass, composed, checked and frozen.
+    """Composes, checks and freezes an instance of the `schema` dataclass.
 
     Raises:
-        ConfigError: a yaml, a key or a value that cannot work.
+        ConfigError: a yaml file, a key or a value is invalid.
     """
     composed = compose_dict(arguments, schema)
     try:
@@ -128,7 +128,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
 
 
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
-    """All settings: the schema's defaults, over them the yaml, over that the overrides."""
+    """Composes all settings: the schema's defaults, over them the yaml file, over that the overrides."""
     overrides = [parse_override(text) for text in arguments.overrides]
     choices = [override for override in overrides if options(override.key_or_group, arguments.config_dir)]
     chosen = {override.key_or_group: None if override.is_delete() else override.value() for override in choices}
@@ -148,14 +148,14 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
 
 @cache
 def defaults(schema: type) -> DictConfig:
-    """All settings as `schema` has them. Made once, for OmegaConf takes six times as long as a copy does."""
+    """Returns the defaults of `schema`. Cached, because OmegaConf takes six times as long as a copy."""
     return OmegaConf.structured(schema)
 
 
 def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
-    """The named yaml with its `defaults:` list, and over it what is `chosen` of groups of yaml files (recipe: dapo).
+    """Reads the named yaml file with its `defaults:` list, and over it the files `chosen` of groups (recipe: dapo).
 
-    A user's folder falls back on the shipped configs.
+    Files that a user's folder does not have are taken from the shipped configs.
     """
     folder, name = arguments.config_dir, arguments.config_name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
@@ -180,10 +180,10 @@ def read_yaml(arguments: Arguments, chosen: dict[str, Any]) -> DictConfig:
 
 
 def parse_override(text: str) -> Override:
-    """One `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path …) is a plain text.
+    """Parses one `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path) is a text.
 
     Raises:
-        ConfigError: no key=value, a list or mapping that is not one, a sweep, or a setting of Hydra's own.
+        ConfigError: it is not key=value, a malformed list or mapping, a sweep, or one of Hydra's own settings.
     """
     key, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
@@ -214,26 +214,26 @@ def read_as_text(parser: OverridesParser, key: str, value: str) -> Override:
 
 
 def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
-    """The yaml files of a group: those in the folder of its name, in `folder` and among the shipped configs."""
+    """Lists the yaml files of a group, in the folder of its name in `folder` and in the shipped configs."""
     return sorted({path.stem for place in (folder, CONFIG_DIR) for path in (place / kind).glob("*.yaml")})
 
 
 def check_choices(chosen: dict[str, Any], folder: Path) -> None:
-    """Raises ConfigError where what is `chosen` of a group (recipe: dapo; None: nothing) is not there."""
+    """Raises ConfigError if a file `chosen` of a group (recipe: dapo; None: no file) does not exist."""
     for kind, option in chosen.items():
         if option is not None and option not in (known := options(kind, folder)):
             raise ConfigError(f"{kind}={option}: no such {kind}.{did_you_mean(str(option), known)} {', '.join(known)}.")
 
 
 def choice(kind: str, option: str | None, present: Mapping[str, str]) -> str:
-    """Hydra's spelling for one file of a group, or none: exchanged or removed in a defaults list, or added to it."""
+    """Writes the choice of a group's file, or of none, in Hydra's grammar: replaces, removes or adds it."""
     if option is None:
         return f"~{kind}" if kind in present else ""
     return f"{'' if kind in present else '+'}{kind}={option}"
 
 
 def apply_override(given: DictConfig, override: Override) -> None:
-    """`key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` goes back to the default."""
+    """Sets `key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` restores the default."""
     key = override.key_or_group
     if override.is_delete():
         delete(given, key)
@@ -250,7 +250,7 @@ def delete(given: DictConfig, key: str) -> None:
 
 
 def move_old_spellings(given: DictConfig) -> None:
-    """Renames what guides still show, and drops what has no effect here, each with a notice on stderr."""
+    """Renames old spellings and drops settings without effect, each with a notice on stderr."""
     for key, value in list(leaves(given)):
         today = renamed_key(key) or key
         spelt = (today, str(value))
@@ -275,12 +275,12 @@ def move_old_spellings(given: DictConfig) -> None:
 
 
 def without_effect(key: str, value: Any) -> bool:
-    """Whether a setting, in today's spelling, is accepted and changes nothing."""
+    """Whether a setting, in today's spelling, is accepted and has no effect."""
     return key in legacy.NO_EFFECT or key in legacy.ONLY_VALUE or (key, str(value)) in legacy.NO_EFFECT_VALUES
 
 
 def renamed_key(key: str) -> str | None:
-    """Today's spelling of `key`, if it is an old one, or below an old section."""
+    """Returns today's spelling of `key` if it is an old one, or below an old section; else None."""
     for old, new in {**legacy.RENAMED, **legacy.OF_ALL_WORKERS}.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -288,12 +288,12 @@ def renamed_key(key: str) -> str | None:
 
 
 def workers_asked_for(trainer: Any) -> int:
-    """How many workers the settings of `trainer` ask for, where there is a GPU for each or none."""
+    """Counts the workers that the settings of `trainer` ask for, with a GPU for each or without GPUs."""
     return trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
 
 
 def per_worker(number: Any, *, _root_: DictConfig) -> int:
-    """A worker's part of a `number` of sequences: `${per_worker:32}`."""
+    """Divides a `number` of sequences among the workers: `${per_worker:32}`."""
     return max(1, int(number) // workers_asked_for(_root_.trainer))
 
 
@@ -301,7 +301,7 @@ OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
 
 
 def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything set; interpolations stay interpolations."""
+    """Yields (dotted key, value) of all that is set; interpolations stay interpolations."""
     for name in config:
         key = f"{prefix}{name}"
         value = config._get_node(name)
@@ -312,7 +312,7 @@ def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def known_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every key of the schema; a free-form section counts as one."""
+    """Yields every key of the schema; a free-form section counts as one."""
     for name in section:
         node = section._get_node(name)
         if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
@@ -322,7 +322,7 @@ def known_keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def free_setting(section: DictConfig) -> str | None:
-    """The setting of a section that takes the keys which the section does not know, if it has one."""
+    """Returns the setting of a section that keeps unknown keys, if it has one."""
     kind = OmegaConf.get_type(section)
     return next((item.name for item in fields(kind) if "free" in item.metadata), None) if is_dataclass(kind) else None
 
@@ -371,7 +371,7 @@ def is_text_or_texts(value: Any) -> bool:
 
 
 def check_rules(config: Any, prefix: str = "") -> None:
-    """Checks every value against the rules beside its default."""
+    """Raises ConfigError for a value that breaks a rule beside its default."""
     for item in fields(config):
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
         if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Where a path of the config leads: what is shipped is found from every working directory."""
+"""Finds the files that the config names, from any working directory, and those that ship with this repository."""
 
 import glob
 from pathlib import Path
@@ -9,9 +9,9 @@ SOURCE_SCHEMES = ("datasets", "reasoning_gym")
 
 
 def find_path(path: str | Path) -> Path:
-    """`path` with ~ spelt out; if it is relative and not in the working directory, but beside main.py, that one.
+    """Expands ~ in `path`, and looks for a relative one in the working directory, then beside main.py.
 
-    So the defaults (custom/env_wrapper.py) work from everywhere, and a user's own file of that name goes before.
+    So the defaults (custom/env_wrapper.py) work everywhere, and a user's own file of that name is found first.
     """
     found = Path(path).expanduser()
     shipped = ROOT / found
@@ -19,20 +19,20 @@ def find_path(path: str | Path) -> Path:
 
 
 def home_spelt_out(value: object) -> object:
-    """A setting whose text, or texts, begin with ~/ has the user's home there: no shell does that behind `key=`."""
+    """Replaces a leading ~/ in a text, or in each text of a list, by the user's home: no shell does after `key=`."""
     if isinstance(value, list):
         return [home_spelt_out(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def source_files(source: str | Path) -> list[Path]:
-    """The data files that an entry of data.train_files means, in the order of their names.
+    """Lists the data files of an entry of data.train_files, sorted by name.
 
-    A file is itself; a folder means all files in it, at any depth, with one of `DATA_ENDINGS`; a glob (*, ?, [a-z]) all
-    that it matches. What begins with a dot or an underscore is not looked at.
+    A file stands for itself, a folder for all files in it, at any depth, with one of `DATA_ENDINGS`, a glob (*, ?,
+    [a-z]) for all files that it matches. Names in a folder that begin with a dot or an underscore are skipped.
 
     Raises:
-        FileNotFoundError: there is none; names the working directory.
+        FileNotFoundError: no file is found; names the working directory.
     """
     path = find_path(source)
     if path.is_file():
@@ -53,5 +53,5 @@ def is_shown(path: Path) -> bool:
 
 
 def is_named_source(source: str | Path) -> bool:
-    """Whether an entry of data.train_files names what a package brings, and no file: datasets:…, reasoning_gym:…"""
+    """Whether an entry of data.train_files names data of a package instead of a file: datasets:…, reasoning_gym:…"""
     return str(source).partition(":")[0] in SOURCE_SCHEMES

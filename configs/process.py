@@ -1,9 +1,9 @@
-"""The process: environment variables that have to be set before torch is loaded, and how it ends when it is stopped.
+"""Sets the environment variables that torch reads when it is loaded, and ends a command at Ctrl-C with one line.
 
-A thread that waits for work spins a while before it sleeps. A small model has work for it every few microseconds, and
-waking it takes longer: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
-milliseconds, as libgomp does if not told otherwise, makes it up to 5 times slower beside one other busy process. Some
-tens of microseconds are nearly the best of both. A value of the user's own stays.
+A thread that waits for work spins for a while before it sleeps. A small model has work for it every few microseconds,
+less than waking it takes: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
+milliseconds, libgomp's default, makes it up to 5 times slower beside one other busy process. Some tens of microseconds
+are nearly as good in both cases. Variables that the user has set are kept.
 """
 
 import atexit
@@ -22,27 +22,27 @@ STOPPED = b"\nstopped by Ctrl-C; once more kills the process. HYDRA_FULL_ERROR=1
 
 
 def prepare_process() -> None:
-    """Prepares the process of a command, before its slow imports: Ctrl-C, and the variables that torch reads."""
+    """Prepares the process of a command before its slow imports: Ctrl-C, and the variables that torch reads."""
     end_on_interrupt()
     set_environment()
 
 
 def set_environment() -> None:
-    """Sets the variables that the user has not set. For commands, whose process it is, before they load torch."""
+    """Sets the variables that the user has not set; for commands, before they load torch."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def shows_tracebacks() -> bool:
-    """Whether a command ends with the traceback of what ended it: Hydra's switch, HYDRA_FULL_ERROR=1."""
+    """Whether a command that fails shows its traceback: Hydra's switch, HYDRA_FULL_ERROR=1."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
 def end_on_interrupt() -> None:
-    """Has Ctrl-C end this process with one line, said at once. For commands, before their slow imports.
+    """Makes Ctrl-C end this process with one line, printed at once; for commands, before their slow imports.
 
-    Whatever is open is closed first, unless there is a second Ctrl-C. The process then ends by the signal itself, so
-    that a shell's loop ends too.
+    Open files and processes are closed first, unless there is a second Ctrl-C. The process then ends by the signal
+    itself, so that a shell's loop ends too.
     """
     if shows_tracebacks() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # the second: a shell has it ignored, in the background

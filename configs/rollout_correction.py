@@ -1,7 +1,7 @@
-"""The settings of rollout correction: their types, verl's presets, and what their texts mean.
+"""Defines the settings of rollout correction: their types, verl's presets, and how thresholds are parsed.
 
-Needs no torch, so that a threshold that cannot work is refused before a model loads. The maths is
-training/rollout_correction.py.
+Needs no torch, so that an invalid threshold is refused before a model loads. training/rollout_correction.py has the
+mathematics.
 """
 
 import math
@@ -29,7 +29,7 @@ _BAND_RULE = (
 
 
 def parse_band(name: str, entry: Threshold) -> tuple[float | None, float]:
-    """(lower, upper) of "lower_upper", (None, upper) of a number or its text; `name` is the setting's, for errors.
+    """Parses "lower_upper" as (lower, upper), and a number or its text as (None, upper); `name` is used in errors.
 
     Raises TypeError on anything but numbers and strings, ValueError unless 0 < lower <= upper.
     """
@@ -45,7 +45,7 @@ def parse_band(name: str, entry: Threshold) -> tuple[float | None, float]:
 
 
 def parse_rejection(rollout_rs: str | None, rollout_rs_threshold: Threshold | None) -> dict[str, tuple[float, float]]:
-    """Each option that `rollout_rs` names, with the least and the largest value of its statistic that is kept.
+    """Maps each option in `rollout_rs` to the smallest and the largest value of its statistic that is kept.
 
     Raises ValueError and TypeError as `compute_rollout_rejection_mask` says.
     """
@@ -96,7 +96,7 @@ _BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 @dataclass
 class RolloutCorrectionConfig(Frozen):
-    """What to correct; by default nothing is, and the drift is only measured.
+    """Selects the correction; by default there is none, and the drift is only measured.
 
     The class methods are verl's presets: decoupled ones recompute the old log-probs, bypass ones take the rollout's.
     is, tis: importance weights; rs: rejection; geo: by the geometric mean of the ratio; pg: plain policy gradient.
@@ -195,12 +195,12 @@ PRESETS = tuple(name for name, value in vars(RolloutCorrectionConfig).items() if
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The settings of the preset of this name, one of `PRESETS`."""
+    """Returns the settings of the preset `name`, one of `PRESETS`."""
     return asdict(getattr(RolloutCorrectionConfig, name)())
 
 
 def expand_presets(given: DictConfig) -> None:
-    """`algorithm.rollout_correction: NAME` becomes the settings of that preset, each of which can then be changed.
+    """Replaces `algorithm.rollout_correction: NAME` by the settings of that preset, each of which can then be changed.
 
     null is the preset "disabled". In a mapping, which yaml files can inherit in parts, `preset: NAME` does the same.
     """
@@ -217,7 +217,7 @@ def expand_presets(given: DictConfig) -> None:
 
 
 def check_rollout_correction(settings: RolloutCorrectionConfig, loss_mode: str) -> None:
-    """Raises ConfigError for thresholds that mean nothing, or two policy losses: bypass mode has one."""
+    """Raises ConfigError for invalid thresholds, and for a `loss_mode` beside bypass mode, which has its own loss."""
     key = "algorithm.rollout_correction"
     try:
         parse_band("rollout_is_threshold", settings.rollout_is_threshold)

@@ -1,7 +1,7 @@
-"""Every setting of a run: its name, type, default, unit and meaning, once.
+"""Lists every setting of a run once, with name, type, default, unit and meaning.
 
-verl's key names and nesting where verl has the key. Yaml files hold only what differs from here; `configs/loader.py`
-composes, checks (the rules stand beside each default) and freezes. Nothing writes to a config after that.
+Key names and nesting are verl's where verl has the key. Yaml files hold only what differs from here. configs/loader.py
+composes a config, checks it by the rules beside each default, and freezes it.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class DatasetClassConfig(Frozen):
         return self.extras | vars(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Python asks here for what is no field: a key of the user's."""
+        """Returns a key of the user's: Python calls this for names that are not fields."""
         extras = vars(self).get("extras", {})  # not there while a copy is made
         if name not in extras:
             raise AttributeError(f"data.custom_cls has no {name!r}; it has {', '.join([*vars(self), *extras])}")
@@ -354,17 +354,17 @@ class RolloutConfig(Frozen):
 
 @dataclass(frozen=True)
 class OpenAISettings:
-    """Which server answers, and how it is asked: actor_rollout_ref.rollout.engine_kwargs.openai.
+    """Settings of an OpenAI-compatible server as the engine: actor_rollout_ref.rollout.engine_kwargs.openai.
 
     Attributes:
-        base_url: where its API begins, e.g. http://127.0.0.1:8000/v1.
-        api_key: what it asks for; None: nothing.
-        model: which of its models; None: its only one.
+        base_url: the beginning of its addresses, e.g. http://127.0.0.1:8000/v1.
+        api_key: the key that the server requires; None: it requires none.
+        model: the name of the model on the server; None: it has only one.
         timeout: seconds that a response may take.
-        weights_folder: where weights are handed over: in memory that this node's processes share.
-        weight_transfer: how weights get to the server: shared_memory on one node; nccl: from GPU to GPU, by vLLM.
-        weights_address: with nccl, where the server's workers reach this node; null: whence it asks the server.
-        weights_timeout: seconds that the server may take for a part of the weights, and to connect.
+        weights_folder: folder in memory shared by this node's processes, through which weights are passed.
+        weight_transfer: the way of weights to the server: shared_memory on one node; nccl: from GPU to GPU, by vLLM.
+        weights_address: with nccl, this node's address for the server's workers; null: that of its own requests.
+        weights_timeout: seconds that the server may take to receive a part of the weights, and to connect.
     """
 
     base_url: str
@@ -378,7 +378,7 @@ class OpenAISettings:
 
 
 def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
-    """Raises ConfigError if base_url is missing or no address, or weight_transfer is unknown, or something else set."""
+    """Raises ConfigError for a missing or invalid base_url, an unknown weight_transfer, and unknown keys."""
     key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}
     names = [field.name for field in fields(OpenAISettings)]
     if not isinstance(given, Mapping) or not set(given) <= set(names):
@@ -509,7 +509,7 @@ class ScoringConfig(Frozen):
     estimated_tokens_per_request: int = setting(2000, "Tokens that a call is counted as for max_tpm.", ge=1)
 
     def source(self) -> str | None:
-        """The setting that names functions, with what it names; None: none does."""
+        """Returns the setting that names reward functions, with its value; None if nothing names one."""
         if self.functions:
             return f"reward.functions=[{', '.join(entry.name for entry in self.functions)}]"
         path = self.custom_reward_function.path
@@ -598,7 +598,7 @@ class AlgorithmConfig(Frozen):
 
 @dataclass
 class RunConfig(Frozen):
-    """What every run that trains has, by reinforcement or by examples."""
+    """The settings of every run that trains, by reinforcement or by examples."""
 
     seed: int = setting(0, "The one seed: every generator of the run is derived from it.", ge=0)
     total_epochs: int = setting(1, "Passes over the training rows.", ge=1)

@@ -1,6 +1,6 @@
-"""The settings of what is done with a model that is trained: batch generation, evaluation, serving.
+"""Defines and checks the settings of batch generation, evaluation and serving.
 
-verl's keys of generation.yaml and evaluation.yaml where it has them; the engine's are those of a run, in `rollout`.
+Keys are those of verl's generation.yaml and evaluation.yaml where verl has them; `rollout` sets the engine.
 """
 
 from collections.abc import Sequence
@@ -166,7 +166,7 @@ def check_files(path: str | list[str] | None, what: str) -> None:
 
 
 def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig | ServerDataConfig) -> None:
-    """Raises ConfigError where `rollout` sets what only a training run reads, or lengths other than those of `data`."""
+    """Raises ConfigError if `rollout` has settings that only training reads, or other lengths than `data`."""
     for name, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
         if rollout[name] != length:
             raise ConfigError(
@@ -184,6 +184,6 @@ def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig | S
 
 
 def unlike_default(rollout: RolloutConfig, names: Sequence[str]) -> list[str]:
-    """Those of `names` that are not as these commands have them if nothing is set."""
+    """Lists the settings among `names` that differ from the defaults of these commands."""
     defaults = RolloutConfig(log_prob_max_token_len_per_gpu=1)
     return [name for name in names if rollout[name] != defaults[name]]

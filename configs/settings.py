@@ -1,4 +1,4 @@
-"""How a setting is declared: its default, its rules and its meaning in one line; and sections that are set once."""
+"""Declares settings with default, rules and meaning in one line, and sections whose values are set only once."""
 
 from collections.abc import Iterator, KeysView
 from dataclasses import FrozenInstanceError, field, replace
@@ -9,9 +9,9 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
+    """Declares a config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list).
 
-    None always passes a rule. `free=True` on a dict: the section takes keys that it does not know, and keeps them here.
+    None always passes a rule. `free=True` on a dict: the section accepts unknown keys, and keeps them in this dict.
     """
     metadata = {"help": help, **rules}
     if isinstance(default, list | dict):
@@ -20,12 +20,12 @@ def setting(default: Any, help: str, **rules: Any) -> Any:
 
 
 def group(cls: type, help: str, **overrides: Any) -> Any:
-    """A nested section; `overrides` change its defaults at this place."""
+    """Declares a nested section; `overrides` change its defaults at this place."""
     return field(default_factory=lambda: cls(**overrides), metadata={"help": help})
 
 
 def assign(section: DictConfig, name: str, value: Any) -> None:
-    """Sets a setting of `section`; a list of entries of a type of ours too, which OmegaConf would refuse as dicts.
+    """Sets a setting of `section`, also to a list of dataclass entries, which OmegaConf would refuse as dicts.
 
     Raises:
         OmegaConfBaseException: the section has no such setting, or the value is of another type.
@@ -42,10 +42,10 @@ def assign(section: DictConfig, name: str, value: Any) -> None:
 
 
 class Readable:
-    """Attributes that can be read as verl's configs are: config.get(name, default), config[name], {**config}."""
+    """Makes attributes readable as in verl's configs: config.get(name, default), config[name], {**config}."""
 
     def settings(self) -> dict[str, Any]:
-        """What can be read, by name."""
+        """Returns all attributes that can be read, by name."""
         return vars(self)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -62,7 +62,7 @@ class Readable:
 
 
 class Frozen(Readable):
-    """Sets each attribute once: a config that somebody rewrites half way is the bug users report most."""
+    """Allows each attribute to be set once: configs that are rewritten during a run are the bug users report most."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
@@ -71,7 +71,7 @@ class Frozen(Readable):
 
 
 def with_settings(section: Any, settings: dict[str, Any]) -> Any:
-    """`section` (a dataclass of the config) with other values under these dotted keys."""
+    """Returns a copy of `section` (a dataclass of the config) with other values at these dotted keys."""
     below: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         name, _, rest = key.partition(".")

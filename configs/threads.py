@@ -1,4 +1,4 @@
-"""How many threads a process should have: what the user says, or the cores that it may use."""
+"""Chooses the number of threads of a process: the user's, or the number of cores that the process may use."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ VARIABLE = "OMP_NUM_THREADS"
 
 
 class Threads(NamedTuple):
-    """So many threads, and where the number comes from."""
+    """A number of threads, and where it comes from."""
 
     number: int
     origin: str
@@ -22,8 +22,8 @@ class Threads(NamedTuple):
 
 
 def worker_threads(n_threads: int | None, workers: int = 1) -> Threads:
-    """The threads of each of a machine's `workers`: trainer.n_threads (`n_threads`) if it is set, else OMP_NUM_THREADS,
-    else the available cores, shared out.
+    """Chooses the threads of each of a machine's `workers`: trainer.n_threads (`n_threads`) if it is set, else
+    OMP_NUM_THREADS, else an equal share of the available cores.
 
     Raises:
         ConfigError: OMP_NUM_THREADS is no number of threads.
@@ -44,8 +44,9 @@ def worker_threads(n_threads: int | None, workers: int = 1) -> Threads:
 
 
 def available_cores() -> tuple[int, str]:
-    """The cores that this process may use, and why so many: those of its affinity mask, or what its CPU quota is worth
-    if that is less; of a fraction the whole part, because all threads wait for the one that the quota holds up."""
+    """Counts the cores that this process may use, and says what limits them: the affinity mask, or a lower CPU quota.
+
+    A quota is rounded down, because all threads wait for one that the quota holds up."""
     machine = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
     quota = cpu_quota()
@@ -55,11 +56,11 @@ def available_cores() -> tuple[int, str]:
 
 
 def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many CPUs' time the control groups of this process, by which Linux limits containers, give it; None: any.
+    """Reads the CPU limit of this process from its control groups, by which Linux limits containers; None: no limit.
 
     Args:
-        groups: the kernel's list of them, of either version.
-        root: where their settings are mounted.
+        groups: the kernel's list of control groups, of either version.
+        root: the folder where their settings are mounted.
     """
     if not groups.is_file():
         return None
@@ -68,8 +69,8 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 
 def group_folders(groups: str, root: Path) -> Iterator[Path]:
-    """The folder of each group that may limit CPU time, and those of the groups around it. In a container the first may
-    not be there: its own group is then the outermost."""
+    """Yields the folder of each group that may limit CPU time, and those of its parents. In a container the first may
+    be missing: the container's own group is then the outermost."""
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "cpu" in controllers.split(","):
@@ -79,7 +80,7 @@ def group_folders(groups: str, root: Path) -> Iterator[Path]:
 
 
 def group_quota(folder: Path) -> float | None:
-    """By cpu.max (version 2) or cpu.cfs_*_us (version 1): the time in a period over the period."""
+    """Reads a group's limit from cpu.max (version 2) or cpu.cfs_*_us (version 1): time divided by period."""
     both, quota, period = (folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
     if both.is_file():
         time, length = both.read_text().split()
