@@ -25,11 +25,11 @@ from workers.worker_group import check_machine, start_command, start_pools, work
 
 
 def start(config: Config) -> None:
-    """Trains as a command does: refuses first, in one line, what cannot work."""
+    """Trains from a command line: checks all that does not need workers first, and refuses in one line."""
     with refusals():
         config = rehearsal(config)
         check_machine(config)
-    with own_folder(config):
+    with lock_folder(config):
         with refusals():
             parts = prepare(config)
             load_rollout_class(config.actor_rollout_ref.rollout.name)
@@ -38,21 +38,21 @@ def start(config: Config) -> None:
 
 
 def run(config: Config) -> dict[str, float]:
-    """Trains as `config` says; the metrics of the last validation."""
+    """Trains by `config`, and returns the metrics of the last validation."""
     config = rehearsal(config)
-    with own_folder(config):
+    with lock_folder(config):
         return train(config, prepare(config))
 
 
-def own_folder(config: Config) -> AbstractContextManager[None]:
-    """Holds the run's folder, unless nothing is written to it."""
+def lock_folder(config: Config) -> AbstractContextManager[None]:
+    """Locks the run's folder, unless nothing is written to it."""
     writes = not (config.trainer.val_only or config.trainer.dry_run)
     return sole_run(config.trainer.default_local_dir) if writes else nullcontext()
 
 
 @users_line_noted()
 def train(config: Config, parts: Parts) -> dict[str, float]:
-    """The part that costs something: starts the workers and runs the loop, in a folder that is this run's."""
+    """Starts the workers and runs the training loop, in a folder that this run has locked."""
     print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     if memory := memory_report(config):

@@ -13,7 +13,7 @@ import uvicorn
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.serving import ServerConfig
-from training.main_server import bound_socket
+from training.main_server import bind_socket
 from workers.server.app import Served, build_app
 
 KEY = "a secret"
@@ -28,7 +28,7 @@ def compose(model: Path, *overrides: str) -> ServerConfig:
 @contextmanager
 def serving(served: Served, config: ServerConfig) -> Iterator[str]:
     """A server in a thread of this process; its address."""
-    listener = bound_socket(config.server)
+    listener = bind_socket(config.server)
     server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -71,15 +71,15 @@ def test_n_responses_differ_and_a_seed_repeats_them(tmp_path, tiny_model):
 
 def stopped_after(batches: int, monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """Lets generation end by Ctrl-C after so many batches; the rows that were asked for."""
-    asked, answered_rows = [], main_generation.answered_rows
+    asked, answer_rows = [], main_generation.answer_rows
 
     def interrupted(*arguments):
         if len(asked) == batches:
             raise KeyboardInterrupt
         asked.append(arguments[-1])
-        return answered_rows(*arguments)
+        return answer_rows(*arguments)
 
-    monkeypatch.setattr(main_generation, "answered_rows", interrupted)
+    monkeypatch.setattr(main_generation, "answer_rows", interrupted)
     return asked
 
 

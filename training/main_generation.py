@@ -1,7 +1,7 @@
 """Answers the prompts of a file, n times each: python -m training.main_generation data.path=… data.output_path=…
 
-The rows come out as they went in, with a list of responses each. What is generated is written batch by batch, so that
-the same command, run again, goes on where it was stopped, and gives the same responses as if it had not been.
+The output has the rows of the input, each with a list of responses. It is written batch by batch: the same command,
+run again after it was stopped, continues there, and gives the same responses as an uninterrupted one.
 """
 
 import sys
@@ -37,10 +37,11 @@ from data.types import Row, SamplingParams
 from training.checkpoint import flatten
 from workers.load_rollout import StandaloneRollout, generate_batch
 
-DECISIVE = ("model.", "rollout.", "trainer.seed")  # keys that decide what is generated
+DECISIVE = ("model.", "rollout.", "trainer.seed")  # settings that change the responses
 
 
 def answer_prompts(config: GenerationConfig) -> None:
+    """Loads the tokenizer and the prompts, then generates; refuses unusable files in one line."""
     with refusals():
         tokenizer = load_tokenizer(config.model, "model")
         dataset = load_prompts(config.data, tokenizer)
@@ -48,7 +49,7 @@ def answer_prompts(config: GenerationConfig) -> None:
 
 
 class ChatDataset(RLHFDataset):
-    """Prompts of which strings, too, are a user's message."""
+    """Prompts of which strings are a user's message, too."""
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -56,7 +57,7 @@ class ChatDataset(RLHFDataset):
 
 
 def load_prompts(data: GenerationDataConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDataset:
-    """The rows of data.path, in their order, with token ids of their prompts."""
+    """Loads the rows of data.path, in their order, with the token ids of their prompts."""
     settings = DataConfig(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
@@ -75,9 +76,9 @@ def load_prompts(data: GenerationDataConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: RLHFDataset) -> None:
-    """Generates what the output file still lacks."""
+    """Generates the responses that the output file does not have yet."""
     data, path, total = config.data, Path(config.data.output_path), len(dataset)
-    with unfinished_table(path, identity(config, dataset)) as table:
+    with unfinished_table(path, job_identity(config, dataset)) as table:
         with refusals():
             rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
         known = f", {len(table)} of them answered already" if len(table) else ""
@@ -86,14 +87,14 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
             task = progress.add_task("prompts answered", total=total, completed=len(table))
             while len(table) < total:
                 rows = range(len(table), min(len(table) + data.batch_size, total))
-                table.append(answered_rows(config, tokenizer, dataset, rollout, rows))
+                table.append(answer_rows(config, tokenizer, dataset, rollout, rows))
                 progress.update(task, completed=len(table))
         table.finish()
     print(f"wrote {path}, with the responses in the column {data.response_key!r}.")
 
 
-def identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
-    """What two processes must have in common for the one to go on where the other stopped."""
+def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
+    """Identifies a job: a process continues the file of another only if both have the same settings and prompts."""
     digest = hashlib.sha256()
     for ids in dataset.prompt_ids:
         digest.update(len(ids).to_bytes(8) + ids.tobytes())
@@ -101,14 +102,14 @@ def identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
     return {**settings, "data.path": f"{len(dataset)} prompts, {digest.hexdigest()[:16]}"}
 
 
-def answered_rows(
+def answer_rows(
     config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
     dataset: RLHFDataset,
     rollout: StandaloneRollout,
     rows: range,
 ) -> list[Row]:
-    """The rows at these places with their n responses, why each ended, and its tokens."""
+    """Returns the rows at these places with n responses each, their end reasons and their numbers of tokens."""
     n, response_key = config.rollout.n, config.data.response_key
     ids = object_array([dataset[row]["raw_prompt_ids"] for row in rows])
     prompts = DataProto.from_single_dict({"raw_prompt_ids": ids}).repeat(n, interleave=True)

@@ -41,18 +41,19 @@ TAKES_WEIGHTS = {
     "worker_extension_cls": "workers.openai.vllm_weights.WorkerExtension",
     "weight_transfer_config": {"backend": BACKEND},
 }
-PATIENCE = 5  # seconds that open requests get when the server is stopped
+GRACE_SECONDS = 5  # for open requests when the server is stopped
 
 
 def serve(config: ServerConfig) -> None:
+    """Serves the model until the process is stopped."""
     with refusals():
-        listener = bound_socket(config.server)
+        listener = bind_socket(config.server)
         if config.rollout.name == "vllm":
             become_vllm(config, listener)
         served = load_served(config)
-    listener.listen()  # whoever reads the address below may connect at once
+    listener.listen()  # before the address is printed: a reader of it may connect at once
     host, port = listener.getsockname()[:2]
-    settings = uvicorn.Config(build_app(served), log_level="warning", timeout_graceful_shutdown=PATIENCE)
+    settings = uvicorn.Config(build_app(served), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
     print(f"serving {served.name} at {address(host, port)}", flush=True)
     uvicorn.Server(settings).run(sockets=[listener])
 
@@ -62,12 +63,12 @@ def address(host: str, port: int) -> str:
 
 
 def served_name(config: ServerConfig) -> str:
-    """What clients call the model."""
+    """Returns the name that clients use for the model."""
     return config.server.served_model_name or config.model.path
 
 
 def load_served(config: ServerConfig) -> Served:
-    """The model of the config, ready to answer."""
+    """Loads the model of the config, ready to answer requests."""
     rollout = config.rollout
     tokenizer = load_tokenizer(config.model, "model")
     standalone = StandaloneRollout(config.model, rollout, tokenizer, config.trainer.n_threads)
@@ -82,11 +83,11 @@ def load_served(config: ServerConfig) -> Served:
     )
 
 
-def bound_socket(server: ServerSettings) -> socket.socket:
-    """A socket that has the port, and does not listen yet: nobody connects before the model is loaded.
+def bind_socket(server: ServerSettings) -> socket.socket:
+    """Binds a socket to the port, without listening yet: nobody can connect before the model is loaded.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family)
@@ -103,7 +104,7 @@ def bound_socket(server: ServerSettings) -> socket.socket:
 
 
 def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
-    """Makes this process vLLM's own server, at the address of `listener`, which vLLM binds again."""
+    """Replaces this process by vLLM's own server, at the address of `listener`, which vLLM binds again."""
     host, port = listener.getsockname()[:2]
     command = vllm_command(config, port)
     print(f"vLLM's server starts, to serve {served_name(config)} at {address(host, port)}", flush=True)
@@ -112,7 +113,7 @@ def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
 
 
 def vllm_command(config: ServerConfig, port: int) -> list[str]:
-    """The command of vLLM's server for the same settings, at this port.
+    """Builds the command line of vLLM's server for the same settings, at this port.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -143,14 +144,14 @@ def vllm_command(config: ServerConfig, port: int) -> list[str]:
 
 
 def option(name: str, value: Any) -> list[str]:
-    """`name`=`value` as words of vLLM's command line."""
+    """Writes `name`=`value` as words of vLLM's command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
 
 
 def server_environment(config: ServerConfig) -> dict[str, str]:
-    """The variables of vLLM's server. To take weights it needs its routes for that, and a module of ours."""
+    """Returns the environment variables of vLLM's server; to take weights it needs its development routes."""
     variables = vllm_environment(training_device(n_gpus=None).type)
     if config.server.api_key:
         variables["VLLM_API_KEY"] = config.server.api_key  # a command can be read by whoever lists processes
