@@ -9,10 +9,13 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
-    from configs.process import end_on_interrupt, set_environment
 
-    end_on_interrupt()
-    set_environment()  # before torch is loaded
+from configs.loader import command
+from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
+
+main = command("evaluation", EvaluationConfig, check_evaluation, __doc__, "training.main_eval.report")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
 
 import json
 import math
@@ -26,9 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import ConfigError, refusals
-from configs.loader import load_config, parse_arguments
 from configs.schema import SandboxFusionConfig, ScoringConfig
-from configs.serving import EvaluationConfig, EvaluationDataConfig, check_evaluation
 from data.chat import parse_prompt
 from data.data_report import prompt_text
 from data.files import replacing
@@ -50,11 +51,9 @@ class Graded:
     answers: list[str] | None = None
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "evaluation", __doc__)
+def report(config: EvaluationConfig) -> None:
+    """Prints the figures of each data source as a table, and writes them to data.output_path, if it is set."""
     with refusals():
-        config = load_config(arguments, EvaluationConfig)
-        check_evaluation(config)
         found = run(config)
     Console().print(as_table(found))
     if config.data.output_path is not None:
@@ -197,7 +196,3 @@ def cell(row: Figures, name: str) -> str:
         return str(row[name])
     error = f"{name}/stderr"
     return f"{row[name]:.3f}" + (f" ± {row[error]:.3f}" if error in row else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,17 @@
 """Supervised training on prompts with responses and on conversations: python -m training.sft_trainer key=value …
 
-It gives a warm start to reinforcement learning, or is all there is. The loss is the mean negative log-likelihood of
-what is learnt, a response or the answers of a conversation; everything else is read.
+The result is a warm start for reinforcement learning, or used as it is. The loss is the mean negative log-likelihood
+of a response, or of the answers in a conversation; all other tokens are only read.
 """
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a file it runs like as a module
 
 from configs.checks import check_sft
-from configs.errors import late_refusals, refusals, users_line_noted
-from configs.loader import load_config, parse_arguments
-from configs.process import end_on_interrupt, set_environment
+from configs.loader import command
 from configs.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -25,25 +22,23 @@ from configs.schema import (
     SFTConfig,
     TrainerConfig,
 )
+
+main = command("sft", SFTConfig, check_sft, __doc__, "training.sft_trainer.start")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+from configs.errors import refusals, users_line_noted
 from data.files import sole_run
-
-if TYPE_CHECKING:
-    from training.supervised import SFTParts
-
-# torch, transformers and ray are imported inside functions: --help and config errors answer at once.
+from training.supervised import SFTParts, SFTTrainer, files_to_come, prepare
+from workers.remote_roles import RemoteActor
+from workers.worker_group import check_machine, start_command, start_pools, worker_summary
 
 
-def main(argv: list[str] | None = None) -> None:
-    set_environment()
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv, "sft", __doc__)
+def start(config: SFTConfig) -> None:
+    """Trains from a command line: checks all that does not need workers first, and refuses in one line."""
     with refusals():
-        config = load_config(arguments, SFTConfig)
-        check_sft(config)
-        from training.supervised import prepare
-        from workers.worker_group import check_machine, start_command
-
         check_machine(worker_config(config))
-    with late_refusals(), sole_run(config.trainer.default_local_dir):
+    with sole_run(config.trainer.default_local_dir):
         with refusals():
             parts = prepare(config)
         start_command(worker_config(config))
@@ -51,9 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(config: SFTConfig) -> Path:
-    """Trains as `config` says; returns the Hugging Face directory of the result."""
-    from training.supervised import prepare
-
+    """Trains by `config`, and returns the Hugging Face directory of the result."""
     with sole_run(config.trainer.default_local_dir):
         return train(config, prepare(config))
 
@@ -80,12 +73,8 @@ def worker_config(config: SFTConfig) -> Config:
 
 
 @users_line_noted()
-def train(config: SFTConfig, parts: "SFTParts") -> Path:
-    """Starts the workers and runs the loop, in a folder that this run holds."""
-    from training.supervised import SFTTrainer, files_to_come
-    from workers.remote_roles import RemoteActor
-    from workers.worker_group import start_pools, worker_summary
-
+def train(config: SFTConfig, parts: SFTParts) -> Path:
+    """Starts the workers and runs the training loop, in a folder that this run has locked."""
     print(worker_summary(config.trainer), files_to_come(config.trainer, parts.total_steps), sep="\n")
     pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
     try:
@@ -94,8 +83,3 @@ def train(config: SFTConfig, parts: "SFTParts") -> Path:
         return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
     finally:
         pools["actor"].close()
-
-
-if __name__ == "__main__":
-    end_on_interrupt()
-    main()
