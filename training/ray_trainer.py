@@ -42,6 +42,8 @@ class RayPPOTrainer(Run):
         total_steps: the last step's number.
     """
 
+    config: Config
+
     def __init__(
         self,
         config: Config,
