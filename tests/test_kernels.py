@@ -22,6 +22,7 @@ from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.kernels import decoding, lay_out_weights, prepare
 from workers.kernels.memory import IS_GLIBC
+from workers.kernels.norms import RMSNorm
 from workers.kernels.packed_attention import packed_scores
 from workers.kernels.products import Linear
 from workers.models import load_causal_lm, load_value_model
@@ -36,6 +37,7 @@ def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
     settings = ModelConfig(path=str(tiny_model), kernels="off")
     for model in (load_causal_lm(settings), load_value_model(settings, str(tiny_model), seed=0)):
         assert nn.Linear in classes(model) and not classes(model) & {Linear}
+        assert not any(issubclass(kind, RMSNorm) for kind in classes(model))
         assert model.config._attn_implementation == "sdpa"
         assert model.token_scores.__func__ is padded_scores and not model.shares_prompts
         before = dict(vars(model.config))
@@ -49,7 +51,7 @@ def test_a_model_is_prepared_in_place_and_gives_its_forward(tiny_model: Path):
     model = load_causal_lm(ModelConfig(path=str(tiny_model), kernels="off"))
     names = list(model.state_dict())
     assert prepare(model, torch.device("cpu")) is packed_scores
-    assert Linear in classes(model)
+    assert Linear in classes(model) and any(issubclass(kind, RMSNorm) for kind in classes(model))
     assert list(model.state_dict()) == names
     with decoding(model) as shares_prompts:
         assert shares_prompts

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from workers.kernels.decode import decoding, lay_out_weights, register_row_attention
 from workers.kernels.memory import start_process
+from workers.kernels.norms import use_fast_norms
 from workers.kernels.packed_attention import packed_scores, use_packed_attention
 from workers.kernels.products import use_onednn
 from workers.micro_batches import TokenScores
@@ -28,6 +29,7 @@ def prepare(model: PreTrainedModel, device: torch.device) -> Callable[..., Token
     """
     if device.type == "cpu":
         use_onednn(model)
+        use_fast_norms(model)
     register_row_attention()
     use_packed_attention(model)
     return packed_scores
