@@ -90,7 +90,8 @@ async def ask(
         if attempt < tries:
             await asyncio.sleep(float(later) if later.isdigit() else wait * random.uniform(0.5, 1.5))
             wait = min(2 * wait, LONGEST_WAIT)
-    raise ServerError(f"{url} failed {tries} times, {problem}. Look whether the server runs, and into its log.")
+    often = f" {tries} times" if tries > 1 else ""
+    raise ServerError(f"{url} failed{often}, {problem}. Look whether the server runs, and into its log.")
 
 
 async def ask_once(

@@ -127,6 +127,8 @@ class SharedMemory(WeightTransfer):
                 write_weights(weights, Path(folder))
                 with self.update(version):
                     self.ask("POST", "/update_weights", {"update_info": {"folder": folder}})
+        except ServerError:  # an OSError too
+            raise
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"the weights of version {version} cannot be written to {shared} ({error}): it needs room for all of "
