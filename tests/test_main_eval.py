@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from training.main_eval import Graded, evaluate, figures, main, majority_score, pass_at_k, sizes
+from training.main_eval import evaluate, main
+from training.metric_utils import Graded, compute_evaluation_metrics, pass_at_k, process_validation_metrics
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -14,6 +15,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def plain(solution_str, ground_truth):
     return 0.5 * (solution_str == ground_truth)
+
+def prompted(prompt, response, ground_truth):
+    return float(prompt == "Be brief.\\n1+2=")
+
+def by_data(data):
+    return [float(hint == "three") for hint in data.get("hint")]
 
 def broken(solution_str, ground_truth):
     raise KeyError("of the user")
@@ -63,18 +70,39 @@ def test_pass_at_k_of_many_responses_does_not_overflow():
     assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
 
 
-def test_the_most_frequent_answer_counts_and_of_equals_the_first():
-    assert majority_score(["a", "b", "b"], [1.0, 0.0, 0.0]) == 0.0
-    assert majority_score(["a", "b", "b", "a"], [1.0, 0.0, 0.0, 1.0]) == 1.0
-    assert majority_score(["b", "a", "b", "a"], [0.25, 1.0, 0.25, 1.0]) == 0.25
+@pytest.mark.parametrize(
+    ("answers", "scores", "expected"),
+    [("abb", [1.0, 0.0, 0.0], 0.0), ("abba", [1.0, 0.0, 0.0, 1.0], 1.0), ("baba", [0.25, 1.0, 0.25, 1.0], 0.25)],
+)
+def test_the_most_frequent_answer_counts_and_of_equals_the_first(answers, scores, expected):
+    found = compute_evaluation_metrics([Graded("a", scores, list(answers))], 1.0)
+    assert found[f"majority@{len(answers)}"] == expected
 
 
-def test_sizes_are_powers_of_two_and_the_number_itself():
-    assert [sizes(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+def test_the_majority_of_an_evaluation_and_the_bootstrapped_one_of_a_validation_have_two_names():
+    answers, scores = ["a", "a", "b", "c"], [1.0, 1.0, 0.0, 0.0]
+    evaluated = compute_evaluation_metrics([Graded("s", scores, answers)], 1.0)
+    validated = process_validation_metrics(["s"] * 4, ["p"] * 4, {"reward": scores, "pred": answers})["s"]["reward"]
+    assert evaluated["majority@4"] == 1.0 and 0 < validated["majority@4/mean"] < 1
+    assert not any(name.startswith("majority@") for name in evaluated)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
+def test_k_is_each_power_of_two_and_the_number_itself(n):
+    found = compute_evaluation_metrics([Graded("a", [1.0] * n)], 1.0)
+    expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 6: [1, 2, 4, 6]}[n]
+    assert [name for name in found if name.startswith("pass")] == [f"pass@{k}" for k in expected]
+
+
+def test_a_reward_reads_the_contents_of_a_chat_a_line_each_and_every_column(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
+    rows = [{**ROWS[0], "prompt": chat, "hint": "three"}]
+    assert run(tmp_path, "reward.custom_reward_function.name=prompted", rows=rows)["sums"]["mean@4"] == 1.0
+    assert run(tmp_path, "reward.custom_reward_function.name=by_data", rows=rows)["sums"]["mean@4"] == 1.0
 
 
 def test_figures_by_hand():
-    found = figures([Graded("a", [1, 0, 0, 1]), Graded("a", [0, 0, 0, 0.5])], pass_score=1)
+    found = compute_evaluation_metrics([Graded("a", [1, 0, 0, 1]), Graded("a", [0, 0, 0, 0.5])], pass_score=1)
     assert found["prompts"] == 2 and found["responses"] == 8
     assert found["mean@4"] == pytest.approx((0.5 + 0.125) / 2)
     assert found["mean@4/stderr"] == pytest.approx(abs(0.5 - 0.125) / 2)  # of two values
@@ -85,7 +113,10 @@ def test_figures_by_hand():
 
 def test_a_lower_pass_score_lets_more_pass():
     graded = [Graded("a", [0.5, 0.0])]
-    assert figures(graded, 1.0)["pass@2"] == 0 and figures(graded, 0.5)["pass@2"] == 1
+    assert (
+        compute_evaluation_metrics(graded, 1.0)["pass@2"] == 0
+        and compute_evaluation_metrics(graded, 0.5)["pass@2"] == 1
+    )
 
 
 def test_sources_are_apart_and_together_and_k_is_what_every_prompt_has():
@@ -98,9 +129,9 @@ def test_sources_are_apart_and_together_and_k_is_what_every_prompt_has():
 def test_the_command_goes_from_responses_to_figures(tmp_path, capsys):
     found = run(tmp_path)
     assert found["sums"]["mean@4"] == pytest.approx((0.5 + 0.25) / 2)
-    assert found["sums"]["maj@4"] == 0.5 and found["sums"]["pass@4"] == 1
+    assert found["sums"]["majority@4"] == 0.5 and found["sums"]["pass@4"] == 1
     assert found["sums"]["pass@2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6)) / 2)
-    assert found["products"] == {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "maj@1": 1.0}
+    assert found["products"] == {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "majority@1": 1.0}
     shown = capsys.readouterr().out
     assert "sums" in shown and "products" in shown and "0.375" in shown
 
@@ -115,7 +146,7 @@ def test_columns_of_other_names_and_a_single_response(tmp_path):
     rows = [{"question": "1+2=", "answers": "3", "from": "mine", "labels": {"ground_truth": "3"}}]
     keys = ["prompt_key=question", "response_key=answers", "data_source_key=from", "reward_model_key=labels"]
     found = run(tmp_path, *(f"data.{key}" for key in keys), rows=rows)
-    assert found == {"mine": {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "maj@1": 1.0}}
+    assert found == {"mine": {"prompts": 1, "responses": 1, "mean@1": 1.0, "pass@1": 1.0, "majority@1": 1.0}}
 
 
 @pytest.mark.parametrize(

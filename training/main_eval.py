@@ -1,7 +1,7 @@
 """Scores responses that were generated: python -m training.main_eval data.path=… reward.custom_reward_function.path=…
 
-For each data source, over its prompts: mean@n, pass@k and, if the reward returns the answer it read as `pred`, maj@n.
-Without a function the rules of public data sets score, by each row's data source.
+For each data source, over its prompts: mean@n, pass@k and, if the reward returns the answer it read as `pred`,
+majority@n. Without a function the rules of public data sets score, by each row's data source.
 """
 
 import sys
@@ -18,37 +18,20 @@ if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 
 import json
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from statistics import fmean, stdev
 
 from rich.console import Console
 from rich.table import Table
 
 from configs.errors import ConfigError, refusals
 from configs.schema import SandboxFusionConfig, ScoringConfig
-from data.chat import parse_prompt
-from data.data_report import prompt_text
 from data.files import replacing
-from data.protocol import DataProto, object_array
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
-from training.reward import RewardManager, load_default, load_functions, view_scores
+from training.metric_utils import Figures, Graded, compute_evaluation_metrics
+from training.reward import RewardManager, load_default, load_functions, view_of_rows, view_scores
 from training.reward_score import KNOWN, has_rule
-
-Figures = dict[str, float]  # by metric; NAME/stderr beside a mean over several prompts
-
-
-@dataclass(frozen=True)
-class Graded:
-    """A prompt's responses: the score of each, and, if the reward says, the answer that it read in each."""
-
-    data_source: str
-    scores: list[float]
-    answers: list[str] | None = None
 
 
 def report(config: EvaluationConfig) -> None:
@@ -63,7 +46,7 @@ def report(config: EvaluationConfig) -> None:
 
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """The figures of each data source, as `evaluate` has them."""
-    rows = [with_responses(row, origin, config.data) for origin, row in read_rows(config.data.path)]
+    rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
     reward = load_functions(config.reward, None)
     if reward is None:
         check_rules(rows)
@@ -80,8 +63,8 @@ def check_rules(rows: Sequence[Row]) -> None:
         )
 
 
-def with_responses(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
-    """`row` under the names that rewards know, with a list of responses.
+def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
+    """Adds to `row` the names that rewards know, and its responses as a list.
 
     Raises:
         ValueError: it has none; names the row and the column.
@@ -93,30 +76,22 @@ def with_responses(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
             f"{origin}: the responses (column data.response_key={data.response_key}) are {responses!r}; they must be a "
             "string or a list of strings."
         )
-    if data.reward_model_key in row:
-        row = {**row, "reward_model": row[data.reward_model_key]}
-    row = with_labels(row, origin)
-    prompt = row.get(data.prompt_key)
-    return {
-        "responses": responses,
-        "prompts": None if prompt is None else prompt_text(parse_prompt(prompt)),
-        "data_source": row.get(data.data_source_key) or "unknown",
-        "ground_truths": row.get("reward_model", {}).get("ground_truth"),
-        "extra_info": row["extra_info"],
-    }
+    names = {"prompt": data.prompt_key, "data_source": data.data_source_key, "reward_model": data.reward_model_key}
+    found = {name: row[column] for name, column in names.items() if column in row}
+    row = with_labels({**row, **found, "responses": responses}, origin)
+    return {**row, "data_source": row.get("data_source") or "unknown"}
 
 
 def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
-    """Every response scored by `reward`, as in training: all of them in one call of it. Those that it could not score
-    are left out, or get reward.failure_score.
+    """Scores every response as in training: all of them in one call of `reward`.
+
+    Those that it could not score are left out, or get reward.failure_score.
 
     Raises:
         RuntimeError, ValueError: the reward raised, or returned what is no score; names it.
     """
-    flat = [{**row, "responses": response} for row in rows for response in row["responses"]]
-    view = DataProto.from_single_dict(
-        {name: object_array([row[name] for row in flat]) for name in flat[0]}, {"validate": True}
-    )
+    flat = [(row, response) for row in rows for response in row["responses"]]
+    view = view_of_rows(*zip(*flat, strict=True), validate=True)
     scores, extra, failures = view_scores(view, reward, (len(flat), 1), config)
     scores, answers = iter(scores.reshape(len(flat)).tolist()), iter(extra.get("pred", ()))
     left_out = failures if config.on_failure == "mask" else {}
@@ -140,45 +115,7 @@ def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
         sources.setdefault(one.data_source, []).append(one)
     if len(sources) > 1:
         sources["all"] = list(graded)
-    return {source: figures(prompts, pass_score) for source, prompts in sources.items()}
-
-
-def figures(prompts: Sequence[Graded], pass_score: float) -> Figures:
-    """Each metric's mean over prompts, and its standard error."""
-    n = min(len(prompt.scores) for prompt in prompts)
-    columns = {f"mean@{n}": [fmean(prompt.scores) for prompt in prompts]}
-    for k in sizes(n):
-        columns[f"pass@{k}"] = [
-            pass_at_k(len(prompt.scores), sum(score >= pass_score for score in prompt.scores), k) for prompt in prompts
-        ]
-    if all(prompt.answers is not None for prompt in prompts):
-        columns[f"maj@{n}"] = [majority_score(prompt.answers[:n], prompt.scores[:n]) for prompt in prompts]
-    found: Figures = {"prompts": len(prompts), "responses": sum(len(prompt.scores) for prompt in prompts)}
-    for name, values in columns.items():
-        found[name] = fmean(values)
-        if len(values) > 1:
-            found[f"{name}/stderr"] = stdev(values) / math.sqrt(len(values))
-    return found
-
-
-def sizes(n: int) -> list[int]:
-    """1, 2, 4 … below `n`, and `n`."""
-    return [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
-
-
-def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that of k of the n responses, drawn without replacement, at least one is among the `passed`.
-
-    1 − C(n − c, k) / C(n, k): unbiased for k responses drawn anew (arXiv:2107.03374, section 2.1).
-    """
-    assert 0 <= passed <= n and 1 <= k <= n, f"pass@{k} of {passed} in {n}"
-    return 1 - math.comb(n - passed, k) / math.comb(n, k)
-
-
-def majority_score(answers: Sequence[str], scores: Sequence[float]) -> float:
-    """The score of the most frequent answer; of equally frequent ones the first given wins."""
-    winner, _ = Counter(answers).most_common(1)[0]
-    return scores[answers.index(winner)]
+    return {source: compute_evaluation_metrics(prompts, pass_score) for source, prompts in sources.items()}
 
 
 def as_table(found: dict[str, Figures]) -> Table:
