@@ -12,10 +12,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
-from data.pretrained import template_terminator
+from configs.schema import PretrainedModelConfig
+from data.pretrained import load_tokenizer, template_terminator
 from data.types import Message
 
 Prompt = str | list[Message]
+RM_KEY = "reward.reward_model.model"  # where the config has the reward model
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
 
 
@@ -137,3 +139,39 @@ class ChatFormat:
 def messages_named(messages: list[Message]) -> str:
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
     return f"messages of the role {roles}"
+
+
+def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """The reward model's tokenizer; None: it is the policy's, with the same template.
+
+    Raises:
+        ValueError: it cannot be loaded, or has another vocabulary and no chat template.
+    """
+    own = load_tokenizer(model, RM_KEY)
+    if own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template:
+        return None
+    if own.chat_template is None and policys.chat_template is not None:
+        raise ValueError(
+            f"{RM_KEY}.path={model.path}: its tokenizer is not the policy's and has no chat template, so the "
+            f"conversation cannot be shown to it: set {RM_KEY}.custom_chat_template to the template that it was trained with."
+        )
+    return own
+
+
+def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt and its response by `tokenizer`: messages in its chat template, a text as it is.
+
+    Raises:
+        ValueError: there is no prompt.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt + response).input_ids
+    if prompt is None:
+        raise ValueError(
+            f"a row has raw_prompt_ids and no prompt, and the tokenizer of {RM_KEY} is not the policy's: give the rows "
+            "their prompts as messages or as text."
+        )
+    messages = [*prompt, {"role": "assistant", "content": response}]
+    if tokenizer.chat_template is None:
+        return tokenizer(plain_chat(messages, generation_prompt=False)).input_ids
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)

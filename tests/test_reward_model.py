@@ -19,8 +19,7 @@ from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
 from training.environment import build_environment
-from training.reward import no_function
-from training.reward_model import scored
+from training.reward import score_batch, zero_reward
 from workers.reward_model import LearnedReward, load_reward_model
 
 TOKENIZER = build_tokenizer()
@@ -137,7 +136,7 @@ def of_function(data: DataProto) -> list[dict[str, float]]:
 @pytest.mark.parametrize(("weight", "wanted"), [(0.0, [0.5, -1.0, 2.0]), (10.0, [0.5, 9.0, 22.0])])
 def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weight, wanted):
     config = RewardConfig(reward_model=RewardModelConfig(function_weight=weight))
-    batch = scored(rows(), of_function, Says(0.5, -1.0, 2.0), TOKENIZER, config)
+    batch = score_batch(rows(), of_function, Says(0.5, -1.0, 2.0), TOKENIZER, config)
     assert batch.batch["token_level_scores"].sum(1).tolist() == wanted
     last = [max(batch.batch["response_mask"][row].nonzero())[0].item() for row in range(3)]
     assert batch.batch["token_level_scores"].nonzero().tolist() == [[row, place] for row, place in enumerate(last)]
@@ -146,14 +145,14 @@ def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weig
 
 
 def test_a_model_alone_has_no_score_of_a_function():
-    batch = scored(rows(), no_function, Says(0.5, -1.0, 2.0), TOKENIZER, RewardConfig())
+    batch = score_batch(rows(), zero_reward, Says(0.5, -1.0, 2.0), TOKENIZER, RewardConfig())
     assert batch.batch["token_level_scores"].sum(1).tolist() == [0.5, -1.0, 2.0]
     assert batch.meta_info["reward_extra_keys"] == ["rm_score"]
 
 
 def test_a_score_that_is_not_finite_names_its_row():
     with pytest.raises(FloatingPointError, match=r"gives nan to row 1 .*fsdp_config\.dtype=float32"):
-        scored(rows(), no_function, Says(0.5, float("nan"), 2.0), TOKENIZER, RewardConfig())
+        score_batch(rows(), zero_reward, Says(0.5, float("nan"), 2.0), TOKENIZER, RewardConfig())
 
 
 def test_weights_without_a_trained_head_are_refused(tiny_model: Path):

@@ -24,8 +24,7 @@ from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, count_as_reward, reward_metrics
-from training.reward_model import scored
+from training.reward import RewardManager, count_as_reward, reward_metrics, score_batch
 from training.roles import Roles
 from training.torch_functional import masked_sum
 
@@ -89,11 +88,11 @@ class Collector:
             check_log_probs(batch, self.config.algorithm.rollout_correction)
         count_as_reward(batch, timing)
         with timer("reward", timing):
-            batch = scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
+            batch = score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                greedy = scored(greedy, self.reward, self.rm, self.tokenizer, self.config.reward)
+                greedy = score_batch(greedy, self.reward, self.rm, self.tokenizer, self.config.reward)
             batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
         return batch
 

@@ -15,6 +15,7 @@ from configs.checks import check_token_budgets, has_validation, policy_loss_name
 from configs.errors import ConfigError
 from configs.loader import notice
 from configs.schema import Config, DataConfig, MultiTurnConfig
+from data.chat import RM_KEY, reward_tokenizer
 from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
 from data.interactions import interaction_of, load_interactions
@@ -26,7 +27,6 @@ from data.pretrained import (
     load_model_config,
     load_tokenizer,
 )
-from data.reward_conversation import KEY, reward_tokenizer
 from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, create_rl_dataset, report_overlong
 from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler
 from data.seeding import seed_everything
@@ -195,7 +195,7 @@ def check_models(config: Config) -> None:
         check_positions(critic, longest, "critic.model.path", lengths)
     if config.reward.reward_model.enable:
         judge = config.reward.reward_model.model
-        check_is_reward_model(load_model_config(judge, judge.path, f"{KEY}.path"), f"{KEY}.path")
+        check_is_reward_model(load_model_config(judge, judge.path, f"{RM_KEY}.path"), f"{RM_KEY}.path")
 
 
 def needed_roles(config: Config) -> list[str]:

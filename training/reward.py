@@ -2,11 +2,15 @@
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
-plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss.
+plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss. With a learned
+reward model, a response's score in training is the model's, plus reward.reward_model.function_weight times the
+manager's; validation is scored by the manager alone, if there is one: a policy that only pleases the model is seen.
 `python -m training.reward FILE --data ROWS` tries one without a model (training/try_reward.py).
 """
 
+import logging
 import numbers
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +35,22 @@ from data.padding import last_token
 from data.protocol import DataProto, object_array
 from data.types import Row
 from training.episode_rows import EpisodeRows
-from training.reward_failures import check_failures, mark, outcome_metrics
-from training.reward_function import FunctionReward, load_function
+from training.reward_function import (
+    Columns,
+    Failures,
+    FunctionReward,
+    WeightedReward,
+    load_function,
+    load_parts,
+    parse_scores,
+)
 from training.reward_manager import UsersManager, load_manager_class
-from training.reward_results import Columns, Failures, as_scores
-from training.weighted_reward import WeightedReward, load_parts
+from training.roles import RewardModel
 
+logger = logging.getLogger(__name__)
 RewardManager = Callable[[DataProto], Any]
 DEFAULT = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
+OUTCOMES = ("timeout", "error")  # of a response that could not be scored; else: ok
 EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
 
 
@@ -69,11 +81,11 @@ def load_reward_manager(
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
         return manager(environment)
     if config.reward_model.enable:
-        return no_function
+        return zero_reward
     return load_default(config, config.sandbox_fusion, tokenizer)
 
 
-def no_function(data: DataProto) -> list[float]:
+def zero_reward(data: DataProto) -> list[float]:
     """The manager of a run whose reward model alone scores: it adds nothing."""
     return [0.0] * len(data)
 
@@ -153,12 +165,12 @@ def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> Da
         "responses": responses,
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
     }
-    texts |= {"extra_info": said_of_conversations(batch)} if "tool_call_counts" in batch else {}
+    texts |= {"extra_info": describe_conversations(batch)} if "tool_call_counts" in batch else {}
     columns = batch.non_tensor_batch | {name: object_array(values) for name, values in texts.items()}
     return DataProto.from_dict(batch.tensors, columns, dict(batch.meta_info))
 
 
-def said_of_conversations(batch: DataProto) -> list[dict[str, Any]]:
+def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
     """Each row's extra_info with what came of its conversation: num_turns, tool_call_counts, tool_rewards (one a call)
     and turn_scores (one for each time that the simulated user spoke), as verl's rewards read them."""
     columns = {name: batch.non_tensor_batch[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores")}
@@ -172,7 +184,7 @@ def add_scores(
 ) -> DataProto:
     """`batch` with token_level_scores and, named in meta_info["reward_extra_keys"], what the reward returned beside.
 
-    Rows that could not be scored become what `config` says (training/reward_failures.py). Episodes of an environment
+    Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment
     bring their scores.
 
     Raises:
@@ -183,7 +195,7 @@ def add_scores(
         return batch
     config = config or ScoringConfig()  # alone, in a test
     batch.batch["token_level_scores"], extra, failures = compute_reward(batch, manager, tokenizer, config)
-    mark(batch, failures, config)
+    mark_failures(batch, failures, config)
     batch.non_tensor_batch.update(extra)
     batch.meta_info["reward_extra_keys"] = sorted(extra)
     return batch
@@ -277,7 +289,7 @@ def validate_result(
         RuntimeError, ValueError: as `compute_reward`.
     """
     name = reward_name(manager)
-    scores, extra, failures = as_scores(result, shape, name)
+    scores, extra, failures = parse_scores(result, shape, name)
     check_failures(failures, shape[0], config, name)
     if failures and config.on_failure == "score":
         scores[sorted(failures)] = config.failure_score
@@ -308,6 +320,96 @@ def functions_of(manager: RewardManager) -> list[FunctionReward]:
     if isinstance(manager, WeightedReward):
         return [part.function for part in manager.parts]
     return [manager] if isinstance(manager, FunctionReward) else []
+
+
+def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
+    """Warns of responses that the reward called `name` could not score, or ends the run where they are too many.
+
+    Raises:
+        RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
+    """
+    if not failures:
+        return
+    [(said, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
+    kinds = Counter(failure.outcome for failure in failures.values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    example = next(failure for failure in failures.values() if failure.said == said)
+    verb = "raised" if example.trace else "failed:"
+    what = f"the reward {name} {verb} {said}"
+    if len(failures) <= config.max_failed_fraction * rows:
+        becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
+        logger.warning("%d of %d responses could not be scored (%s), and are %s: %s, most often (%d times)",
+                       len(failures), rows, counts, becomes, what, times)  # fmt: skip
+        return
+    error = RuntimeError(
+        f"{what}. {len(failures)} of {rows} responses could not be scored ({counts}), more than "
+        f"reward.max_failed_fraction={config.max_failed_fraction:g} allows. Try it alone: "
+        "reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]})); with reward.in_process=true "
+        "breakpoints work in it."
+    )
+    if example.trace:
+        error.add_note(f"in the process of the reward function:\n{example.trace}")
+    raise error
+
+
+def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -> None:
+    """Column reward_outcome, [B]: ok, timeout or error; and unless they have a score, nothing is learnt of the latter.
+
+    Such a row has no token of the policy any more, and, where there is that column, the end_reason reward_timeout or
+    reward_error.
+    """
+    outcomes = [failures[row].outcome if row in failures else "ok" for row in range(len(batch))]
+    batch.non_tensor_batch["reward_outcome"] = object_array(outcomes)
+    if not failures or config.on_failure == "score":
+        return
+    rows = sorted(failures)
+    batch.batch["response_mask"][rows] = 0
+    if "end_reason" in batch:
+        reasons = np.array(batch.end_reason, dtype=object)
+        reasons[rows] = [f"reward_{failures[row].outcome}" for row in rows]
+        batch.non_tensor_batch["end_reason"] = reasons
+
+
+def outcome_metrics(batch: DataProto) -> dict[str, float]:
+    """reward/timeout and reward/error: how many responses could not be scored."""
+    if "reward_outcome" not in batch:
+        return {}
+    counts = Counter(batch.non_tensor_batch["reward_outcome"])
+    return {f"reward/{outcome}": float(counts[outcome]) for outcome in OUTCOMES}
+
+
+def score_batch(
+    batch: DataProto,
+    manager: RewardManager,
+    model: RewardModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RewardConfig,
+) -> DataProto:
+    """`batch` as `add_scores` has it, and, with a reward model, its score in place of the manager's, or on top of it.
+
+    Beside it come, among meta_info["reward_extra_keys"], `rm_score` and `function_score`, each alone.
+
+    Raises:
+        FloatingPointError: a score of the model is not finite.
+        as `add_scores`.
+    """
+    batch = add_scores(batch, manager, tokenizer, config)
+    if model is None:
+        return batch
+    scores = model.compute_rm_score(batch).batch["rm_scores"]
+    if not torch.isfinite(scores).all():
+        row = int((~torch.isfinite(scores)).nonzero()[0])
+        raise FloatingPointError(
+            f"the reward model gives {scores[row].item()} to row {row} of a batch: its weights are not finite, or "
+            "reward.reward_model.fsdp_config.dtype=float32 is needed."
+        )
+    beside = batch.batch["token_level_scores"]
+    extra = {"rm_score": scores} | ({} if manager is zero_reward else {"function_score": beside.sum(1)})
+    batch.non_tensor_batch.update({name: object_array(values.tolist()) for name, values in extra.items()})
+    batch.meta_info["reward_extra_keys"] = sorted([*batch.meta_info["reward_extra_keys"], *extra])
+    own = place_scores(scores, batch.batch["response_mask"], "reward model")
+    batch.batch["token_level_scores"] = own + config.reward_model.function_weight * beside
+    return batch
 
 
 if __name__ == "__main__":

@@ -5,23 +5,32 @@ there.
 """
 
 import inspect
+import numbers
 import re
+import reprlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from configs.schema import RewardFunctionConfig, ScoringConfig
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from configs.errors import ConfigError
+from configs.schema import RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
 from data.concurrency import run_all
 from data.import_utils import callable_name, load_extern_object
+from data.protocol import DataProto, object_array
 from training.scorer_process import is_async
 from training.scorers import NotScored, Scorers
 
-if TYPE_CHECKING:  # a reward is tried without them (training/try_reward.py)
-    from transformers import PreTrainedTokenizerBase
-
-    from data.protocol import DataProto
-
+Columns = dict[str, np.ndarray]
+Failures = dict[int, NotScored]  # by row
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
@@ -61,7 +70,7 @@ class FunctionReward:
     def __init__(
         self,
         function: Callable,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         reward_kwargs: dict | None = None,
         *,
         max_concurrent: int = ScoringConfig.max_concurrent,
@@ -98,11 +107,11 @@ class FunctionReward:
                 f"{sorted(self.wanted)} and {key}.reward_kwargs={self.reward_kwargs}."
             ) from error
 
-    def __call__(self, data: "DataProto") -> Any:
+    def __call__(self, data: DataProto) -> Any:
         """What the function returns for each row, or for all; NotScored for a row that its process could not score."""
         return self.begin(data)()
 
-    def begin(self, data: "DataProto") -> Callable[[], Any]:
+    def begin(self, data: DataProto) -> Callable[[], Any]:
         """Starts scoring; what is returned waits for the results, if they come from elsewhere."""
         calls = [{name: call[name] for name in self.wanted} for call in self._calls(data)]
         if self.scorers is None:
@@ -132,7 +141,7 @@ class FunctionReward:
         [result] = results
         return [result] * rows if isinstance(result, NotScored) else result
 
-    def _calls(self, data: "DataProto") -> list[dict[str, Any]]:
+    def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """What each call of the function may name: a call for every response, or one for all."""
         if not self.columns:
             return [{"data": data, "tokenizer": self.tokenizer}]
@@ -163,7 +172,7 @@ def results_of(futures: list[Future]) -> list[Any]:
 def load_function(
     entry: RewardFunctionConfig,
     config: ScoringConfig,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: PreTrainedTokenizerBase | None,
     key: str = "reward.custom_reward_function",
 ) -> FunctionReward:
     """The function that `entry` names under the setting `key`, called as `config` says.
@@ -179,3 +188,159 @@ def load_function(
     if reward.columns and not config.in_process:
         reward.scorers = Scorers(entry.path, entry.name, reward.reward_kwargs, is_async(function), config)
     return reward
+
+
+def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
+    """Numbers, dicts or a tensor → float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and the
+    rows that the reward called `name` could not score; their scores, and numbers in columns, are 0, all else None.
+
+    Raises:
+        ValueError: wrong number, type or shape, or a score that is not finite; names the row.
+    """
+    rows, extra, failures = shape[0], {}, {}
+    if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers
+        said = result.get("reward_extra_info") or {}
+        if bad := {key: len(values) for key, values in said.items() if len(values) != rows}:
+            raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
+        result, extra = result["reward_tensor"], {key: object_array(list(values)) for key, values in said.items()}
+    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
+    if isinstance(result, np.ndarray):
+        result = list(result) if result.ndim == 1 else torch.as_tensor(result)
+    if isinstance(result, list | tuple):
+        if len(result) != rows:
+            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
+        result, failures = set_aside(result)
+        if any(isinstance(item, dict) for item in result):
+            result, extra = split_dicts(result, name)
+        result = torch.tensor([as_number(score, row, name) for row, score in enumerate(result)])
+    if not isinstance(result, Tensor):
+        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
+    scores = result.detach().float().cpu()
+    if tuple(scores.shape) not in ((rows,), tuple(shape)):
+        raise ValueError(f"the reward {name} returned scores of shape {list(scores.shape)}: {allowed}.")
+    bad = (~torch.isfinite(scores)).nonzero().tolist()
+    if bad:
+        raise ValueError(
+            f"the reward {name} returned {scores[tuple(bad[0])].item()} for response {bad[0][0]} ({len(bad)} of "
+            f"{scores.numel()} scores are not finite): return 0.0 where there is no score."
+        )
+    return scores, extra, failures
+
+
+def set_aside(results: list[Any]) -> tuple[list[Any], Failures]:
+    """`results` with something of their kind in the places of rows that could not be scored, and those rows."""
+    failures = {row: result for row, result in enumerate(results) if isinstance(result, NotScored)}
+    example = next((result for result in results if not isinstance(result, NotScored)), 0.0)
+    filler: Any = 0.0
+    if isinstance(example, dict):
+        filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
+    return [filler if row in failures else result for row, result in enumerate(results)], failures
+
+
+def as_number(score: Any, row: int, name: str) -> float:
+    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
+        score = score.item()
+    if not isinstance(score, numbers.Real | np.bool_):
+        raise ValueError(
+            f"the reward {name} returned {reprlib.repr(score)} for response {row}: it must be a number, or a dict "
+            "with the number as 'score'."
+        )
+    return float(score)
+
+
+def split_dicts(results: list[dict], name: str) -> tuple[list[Any], Columns]:
+    """The scores, and every other key as a column."""
+    keys = next(set(result) for result in results if isinstance(result, dict))
+    for row, result in enumerate(results):
+        if not isinstance(result, dict) or set(result) != keys or "score" not in keys:
+            found = sorted(result) if isinstance(result, dict) else reprlib.repr(result)
+            raise ValueError(
+                f"the reward {name} returned {found} for response {row} and {sorted(keys)} for another: either every "
+                "response gets a dict, each with 'score' and the same keys, or every response gets a number."
+            )
+    columns = {key: [result[key] for result in results] for key in results[0]}
+    return columns.pop("score"), {key: object_array(values) for key, values in columns.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the functions; `label`: what it is called in the log."""
+
+    label: str
+    weight: float
+    function: FunctionReward
+
+
+class WeightedReward:
+    """A reward manager whose score is the weighted sum of what several functions return for a response.
+
+    Each returns a number, or a dict with `score`, for a response; the parts come as columns under their labels, and
+    what their dicts hold beside the score as LABEL/KEY. A response that one of them cannot score is not scored.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    def __call__(self, data: DataProto) -> list[Any]:
+        return self.combine(self.begin(data)(), len(data))
+
+    def begin(self, data: DataProto) -> Callable[[], list[Any]]:
+        """Starts scoring; what is returned waits for what each function returns."""
+        waits = [part.function.begin(data) for part in self.parts]
+        return lambda: [wait() for wait in waits]
+
+    def of_rows(self, begun: list[list[Any]]) -> list[Any]:
+        """The results for a batch, from what `begin` had for each of its rows alone."""
+        results = [part.function.of_rows([row[place] for row in begun]) for place, part in enumerate(self.parts)]
+        return self.combine(results, len(begun))
+
+    def combine(self, results: list[Any], rows: int) -> list[Any]:
+        """What each function returned for so many responses → dicts, and NotScored where one could not."""
+        combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
+        lost: dict[int, NotScored] = {}
+        for part, result in zip(self.parts, results, strict=True):
+            name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
+            scores, columns, failures = parse_scores(result, (rows, 1), name)
+            for row, failure in failures.items():
+                lost.setdefault(row, NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace))
+            for row, score in enumerate(scores.flatten().tolist()):
+                combined[row]["score"] += part.weight * score
+                said = {f"{part.label}/{key}": values[row] for key, values in columns.items()}
+                combined[row] |= {part.label: score, **said}
+        return [lost.get(row, result) for row, result in enumerate(combined)]
+
+
+def load_parts(config: ScoringConfig, load: Callable[[WeightedFunctionConfig, str], FunctionReward]) -> list[Part]:
+    """The functions of reward.functions, by `load(entry, key)`.
+
+    Raises:
+        ConfigError: two would be logged under one name.
+        ValueError …: an entry cannot be loaded, or is of a whole DataProto; the key names it.
+    """
+    parts = []
+    for place, (entry, label) in enumerate(zip(config.functions, labels(config.functions), strict=True)):
+        key = f"reward.functions[{place}]"
+        try:
+            function = load(entry, key)
+        except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if not function.columns:
+            raise ConfigError(
+                f"{key}: {entry.name} in {entry.path} takes a DataProto, whose scores may be of single tokens: in "
+                "reward.functions a function scores responses. Give it solution_str, or solution_strs for all at once."
+            )
+        parts.append(Part(label, entry.weight, function))
+    return parts
+
+
+def labels(entries: list[WeightedFunctionConfig]) -> list[str]:
+    """What the functions are called in the log: their names, where several have one with their files'."""
+    names = Counter(entry.name for entry in entries)
+    found = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
+    for place, label in enumerate(found):
+        if (first := found.index(label)) != place:
+            raise ConfigError(
+                f"reward.functions[{place}] and reward.functions[{first}] would both be logged as reward/{label}: "
+                "define it under another name in its file."
+            )
+    return found

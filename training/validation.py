@@ -15,8 +15,7 @@ from data.types import SamplingParams
 from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_episodes, episode_seeds
 from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reward import RewardManager, no_function
-from training.reward_model import scored
+from training.reward import RewardManager, score_batch, zero_reward
 from training.roles import Roles
 from training.transcripts import Record, by_kind, episode_records, print_rows, sample_rows, spread, total_scores
 
@@ -39,7 +38,7 @@ class Validator:
         self.tokenizer = tokenizer
         self.rollout = roles.rollout
         self.reward = reward
-        self.rm = roles.rm if reward is no_function else None  # else what it cannot be pleased by is measured
+        self.rm = roles.rm if reward is zero_reward else None  # else what it cannot be pleased by is measured
         self.loader = loader
         self.game = game
 
@@ -84,7 +83,7 @@ class Validator:
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = assign_agents(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
-        return scored(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
+        return score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
 
     def on_episodes(self, step: int) -> tuple[Metrics, list[Record]]:
         """Measures env.val_episodes whole episodes, with reset seeds that count up from env.val_seed.

@@ -21,8 +21,8 @@ from configs.checks import cuts_by_tokens
 from configs.errors import ConfigError
 from configs.loader import notice, workers_asked_for
 from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig
+from data.chat import RM_KEY
 from data.pretrained import load_model_config
-from data.reward_conversation import KEY
 from training.preparation import needed_roles
 from workers.engine import compute_dtype
 from workers.models import training_device
@@ -211,7 +211,7 @@ def model_sizes(config: Config) -> tuple[ModelSize, ModelSize | None, ModelSize 
     if "critic" in roles:
         critic = size(model, config.critic.model.path, "critic.model.path", AutoModelForTokenClassification)
     if "rm" in roles:
-        rm = size(judge, judge.path, f"{KEY}.path", AutoModelForSequenceClassification)
+        rm = size(judge, judge.path, f"{RM_KEY}.path", AutoModelForSequenceClassification)
     return policy, critic, rm
 
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import PretrainedModelConfig, RewardModelConfig
+from data.chat import RM_KEY, encode_conversation, reward_tokenizer
 from data.pretrained import load_model_config, position_count
 from data.protocol import DataProto
-from data.reward_conversation import KEY, reward_tokenizer, written
 from data.seqlen_balancing import padded_parts
 from workers.engine import compute_dtype
 from workers.models import no_dropout
@@ -57,7 +57,7 @@ class LearnedReward:
         responses = [ids[mask].tolist() for ids, mask in zip(responses, masks, strict=True)]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            written(prompt, text, self.own_tokenizer)
+            encode_conversation(prompt, text, self.own_tokenizer)
             for prompt, text in zip(batch.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
 
@@ -94,7 +94,7 @@ def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
     Raises:
         ValueError: there is no model there, or it is another kind; names the key.
     """
-    config = load_model_config(model, model.path, f"{KEY}.path")
+    config = load_model_config(model, model.path, f"{RM_KEY}.path")
     config.update({**no_dropout(config), **model.override_config})
     loaded, report = AutoModelForSequenceClassification.from_pretrained(
         str(Path(model.path).expanduser()),
@@ -105,8 +105,8 @@ def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
     )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"{KEY}.path={model.path}: its weights lack {', '.join(missing[:3])} of {type(loaded).__name__}, so its "
-            "scores would be noise. Give the folder of a trained reward model, e.g. one that "
-            "`python -m scripts.reward_model` writes."
+            f"{RM_KEY}.path={model.path}: its weights lack {', '.join(missing[:3])} of "
+            f"{type(loaded).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. one "
+            "that `python -m scripts.reward_model` writes."
         )
     return loaded.eval().requires_grad_(False)
