@@ -153,7 +153,8 @@ def reward_tokenizer(model: PretrainedModelConfig, policys: PreTrainedTokenizerB
     if own.chat_template is None and policys.chat_template is not None:
         raise ValueError(
             f"{RM_KEY}.path={model.path}: its tokenizer is not the policy's and has no chat template, so the "
-            f"conversation cannot be shown to it: set {RM_KEY}.custom_chat_template to the template that it was trained with."
+            f"conversation cannot be shown to it: set {RM_KEY}.custom_chat_template to the template that it was "
+            "trained with."
         )
     return own
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import ConfigError
 from configs.schema import RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
 from data.concurrency import run_all
-from data.import_utils import callable_name, load_extern_object
+from data.import_utils import bind, callable_name, load_extern_object
 from data.protocol import DataProto, object_array
 from training.scorer_process import is_async
 from training.scorers import NotScored, Scorers
@@ -99,13 +99,7 @@ class FunctionReward:
         self.needs_ground_truth = not given and cannot_do_without(signature, ground_truth)
         if takes_all:
             self.wanted |= set(list(self.columns)[:VERL_ARGUMENTS])
-        try:
-            signature.bind(**dict.fromkeys(self.wanted) | self.reward_kwargs)
-        except TypeError as error:
-            raise ValueError(
-                f"the reward function {callable_name(function)}{signature} cannot be called: {error}. It is given "
-                f"{sorted(self.wanted)} and {key}.reward_kwargs={self.reward_kwargs}."
-            ) from error
+        bind(function, dict.fromkeys(sorted(self.wanted)), self.reward_kwargs, key, settings="reward_kwargs")
 
     def __call__(self, data: DataProto) -> Any:
         """What the function returns for each row, or for all; NotScored for a row that its process could not score."""

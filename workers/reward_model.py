@@ -106,7 +106,7 @@ def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{RM_KEY}.path={model.path}: its weights lack {', '.join(missing[:3])} of "
-            f"{type(loaded).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. one "
-            "that `python -m scripts.reward_model` writes."
+            f"{type(loaded).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. "
+            "one that `python -m scripts.reward_model` writes."
         )
     return loaded.eval().requires_grad_(False)
