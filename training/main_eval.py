@@ -45,7 +45,7 @@ def report(config: EvaluationConfig) -> None:
 
 
 def run(config: EvaluationConfig) -> dict[str, Figures]:
-    """The figures of each data source, as `evaluate` has them."""
+    """Scores the rows of the config, and returns what `evaluate` does."""
     rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
     reward = load_functions(config.reward, None)
     if reward is None:
@@ -106,7 +106,7 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
 
 
 def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
-    """The figures of each data source, and, of several, of "all".
+    """Computes the figures of each data source and, if there are several, of "all".
 
     With n the fewest responses that a prompt of the source has, k is 1, 2, 4 … and n.
     """

@@ -1,4 +1,4 @@
-"""What a step and a validation report: pure functions from a batch to `{metric name: float}`.
+"""Computes the metrics of steps, validations and evaluations: pure functions to `{metric name: float}`.
 
 Names and formulas are verl 0.9.1's; `group/...`, `end_reason/...` and `episode/...` are ours. A row is aborted if it
 has no response token or ended in one of FAILED_END_REASONS: its score is no measurement and enters no statistic but
@@ -181,7 +181,7 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 def compute_step_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], use_critic: bool, n_gpus: int
 ) -> dict[str, float]:
-    """What a training step reports of its batch, its groups, its episodes, its time and its throughput."""
+    """Computes all metrics of a training step: of its batch, groups, episodes, time and throughput."""
     return {
         **compute_data_metrics(batch, use_critic),
         **compute_group_metrics(batch),

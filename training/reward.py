@@ -1,4 +1,4 @@
-"""Scores: from the user's function or manager to token_level_scores.
+"""Scores rollouts by the user's function or manager, and fills token_level_scores.
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
@@ -56,7 +56,7 @@ EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored wh
 
 @dataclass(frozen=True)
 class EarlyResult:
-    """What the `begin` of the reward had for a row, and the seconds that generation waited for it at its end."""
+    """The result of the reward's `begin` for a row, and the seconds that generation waited for it at its end."""
 
     result: list[Any]
     waited: float
@@ -65,8 +65,8 @@ class EarlyResult:
 def load_reward_manager(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None
 ) -> RewardManager:
-    """The run's reward: a manager in verl's contract, or the functions that the config names, or its environment's, or
-    the rules of public data sets by each row's data source; beside a reward model none of these rules.
+    """Loads the run's reward manager: one in verl's contract, the functions that the config names, the environment's,
+    or the rules of public data sets by each row's data source; with a reward model `zero_reward` instead of the rules.
 
     Raises:
         ValueError: the function has an unknown form.
@@ -86,14 +86,14 @@ def load_reward_manager(
 
 
 def zero_reward(data: DataProto) -> list[float]:
-    """The manager of a run whose reward model alone scores: it adds nothing."""
+    """Scores every row 0: the manager of a run that only a reward model scores."""
     return [0.0] * len(data)
 
 
 def load_default(
     config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> FunctionReward:
-    """The rules of public data sets; programs run at `server`, if it has a url."""
+    """Loads the rules of public data sets; if `server` has a url, they run programs there."""
     kwargs = {
         "sandbox_fusion_url": server.url,
         "concurrent_semaphore": server.max_concurrent,
@@ -110,7 +110,7 @@ def has_manager(config: RewardConfig) -> bool:
 def load_functions(
     config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> FunctionReward | WeightedReward | None:
-    """The manager around the function, or the functions, that the config names; None: it names none.
+    """Loads the manager around the functions that the config names; returns None if it names none.
 
     Raises:
         ValueError: one has an unknown form.
@@ -123,7 +123,7 @@ def load_functions(
 
 
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
-    """What a reward sees of B rollouts: `prompts` and `responses` as texts, `ground_truths`, and the dataset's columns.
+    """Builds what a reward reads of B rollouts: texts `prompts`, `responses`, `ground_truths`, the dataset's columns.
 
     `data.responses` are texts, of what the policy produced alone (response_mask 1) and without special tokens: text of
     an environment earns nothing. `data.batch["responses"]`, ["prompts"], ["attention_mask"] and all other tensors are
@@ -136,7 +136,7 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
 
 
 def view_of(batch: DataProto, policy_ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> DataProto:
-    """`batch` with the texts of a `reward_view`; `policy_ids`: what the policy produced in each row."""
+    """Builds a `reward_view` of `batch`, with the responses `policy_ids`: the tokens of the policy in each row."""
     prompts = tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True)
     return with_texts(batch, prompts, tokenizer.batch_decode(policy_ids, skip_special_tokens=True))
 
@@ -171,7 +171,7 @@ def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> Da
 
 
 def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
-    """Each row's extra_info with what came of its conversation: num_turns, tool_call_counts, tool_rewards (one a call)
+    """Adds facts of its conversation to each row's extra_info: num_turns, tool_call_counts, tool_rewards (one a call)
     and turn_scores (one for each time that the simulated user spoke), as verl's rewards read them."""
     columns = {name: batch.non_tensor_batch[name] for name in ("tool_call_counts", "tool_rewards", "turn_scores")}
     columns["num_turns"] = batch.non_tensor_batch["__num_turns__"]
@@ -182,7 +182,7 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
 def add_scores(
     batch: DataProto, manager: RewardManager, tokenizer: PreTrainedTokenizerBase, config: ScoringConfig | None = None
 ) -> DataProto:
-    """`batch` with token_level_scores and, named in meta_info["reward_extra_keys"], what the reward returned beside.
+    """Adds token_level_scores to `batch`, and the reward's extra columns, named in meta_info["reward_extra_keys"].
 
     Rows that could not be scored become what `config` says (`mark_failures`). Episodes of an environment
     bring their scores.
@@ -297,7 +297,7 @@ def validate_result(
 
 
 def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
-    """[B] onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
+    """Puts [B] scores onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
     if scores.ndim == 2:
         strays = ((scores != 0) & (mask == 0)).nonzero().tolist()
         if strays:
@@ -316,14 +316,14 @@ def reward_name(manager: RewardManager) -> str:
 
 
 def functions_of(manager: RewardManager) -> list[FunctionReward]:
-    """The functions of the user's that a manager calls."""
+    """Returns the user's functions that a manager calls."""
     if isinstance(manager, WeightedReward):
         return [part.function for part in manager.parts]
     return [manager] if isinstance(manager, FunctionReward) else []
 
 
 def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
-    """Warns of responses that the reward called `name` could not score, or ends the run where they are too many.
+    """Warns of responses that the reward called `name` could not score, or ends the run if they are too many.
 
     Raises:
         RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
@@ -353,10 +353,9 @@ def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: s
 
 
 def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -> None:
-    """Column reward_outcome, [B]: ok, timeout or error; and unless they have a score, nothing is learnt of the latter.
+    """Adds the column reward_outcome, [B] (ok, timeout or error), and leaves rows without a score out of training.
 
-    Such a row has no token of the policy any more, and, where there is that column, the end_reason reward_timeout or
-    reward_error.
+    Such a row loses its policy tokens and, if there is that column, gets the end_reason reward_timeout or reward_error.
     """
     outcomes = [failures[row].outcome if row in failures else "ok" for row in range(len(batch))]
     batch.non_tensor_batch["reward_outcome"] = object_array(outcomes)
@@ -371,7 +370,7 @@ def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -
 
 
 def outcome_metrics(batch: DataProto) -> dict[str, float]:
-    """reward/timeout and reward/error: how many responses could not be scored."""
+    """Counts the responses that could not be scored: reward/timeout and reward/error."""
     if "reward_outcome" not in batch:
         return {}
     counts = Counter(batch.non_tensor_batch["reward_outcome"])
@@ -385,7 +384,7 @@ def score_batch(
     tokenizer: PreTrainedTokenizerBase,
     config: RewardConfig,
 ) -> DataProto:
-    """`batch` as `add_scores` has it, and, with a reward model, its score in place of the manager's, or on top of it.
+    """Scores `batch` by `add_scores` and, with a reward model, puts its score in place of the manager's, or adds it.
 
     Beside it come, among meta_info["reward_extra_keys"], `rm_score` and `function_score`, each alone.
 

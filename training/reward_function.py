@@ -1,7 +1,7 @@
-"""A reward function as a reward manager: its form is read from its signature, and it is given what it names.
+"""Calls reward functions, one or several with weights, as a reward manager, and reads what they return.
 
-What it is given comes from a `reward_view` (training/reward.py), a row for each response; what it returns is checked
-there.
+A function's form is read from its signature, and it is given the arguments that it names. They come from a
+`reward_view` (training/reward.py), a row for each response.
 """
 
 import inspect
@@ -96,17 +96,17 @@ class FunctionReward:
         self.wanted = {name for name in known if name in signature.parameters}
         ground_truth = "ground_truths" if self.columns is LISTS else "ground_truth"
         given = ground_truth in self.reward_kwargs
-        self.needs_ground_truth = not given and cannot_do_without(signature, ground_truth)
+        self.needs_ground_truth = not given and requires(signature, ground_truth)
         if takes_all:
             self.wanted |= set(list(self.columns)[:VERL_ARGUMENTS])
         bind(function, dict.fromkeys(sorted(self.wanted)), self.reward_kwargs, key, settings="reward_kwargs")
 
     def __call__(self, data: DataProto) -> Any:
-        """What the function returns for each row, or for all; NotScored for a row that its process could not score."""
+        """Returns the function's results, a list or one for all; NotScored for a row that could not be scored."""
         return self.begin(data)()
 
     def begin(self, data: DataProto) -> Callable[[], Any]:
-        """Starts scoring; what is returned waits for the results, if they come from elsewhere."""
+        """Starts scoring, and returns a function that waits for the results."""
         calls = [{name: call[name] for name in self.wanted} for call in self._calls(data)]
         if self.scorers is None:
             results = self._called_here(calls)
@@ -119,7 +119,7 @@ class FunctionReward:
         return self.takes_one_response and self.scorers is not None
 
     def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """The results for a batch, from what `begin` had for each of its rows alone."""
+        """Joins the results that `begin` had for each row of a batch alone."""
         return [result for [result] in begun]
 
     def _called_here(self, calls: list[dict[str, Any]]) -> Any:
@@ -136,7 +136,7 @@ class FunctionReward:
         return [result] * rows if isinstance(result, NotScored) else result
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
-        """What each call of the function may name: a call for every response, or one for all."""
+        """Returns the arguments that each call may name: a call for every response, or one for all."""
         if not self.columns:
             return [{"data": data, "tokenizer": self.tokenizer}]
         split = "val" if data.meta_info.get("validate") else "train"
@@ -146,7 +146,7 @@ class FunctionReward:
         return [{"split": split} | {name: column[row] for name, column in columns.items()} for row in range(len(data))]
 
 
-def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
+def requires(signature: inspect.Signature, argument: str) -> bool:
     """Whether an argument has no default and, as far as is written there, may not be None."""
     parameter = signature.parameters.get(argument)
     if parameter is None or parameter.default is not parameter.empty:
@@ -155,7 +155,7 @@ def cannot_do_without(signature: inspect.Signature, argument: str) -> bool:
 
 
 def results_of(futures: list[Future]) -> list[Any]:
-    """The results of calls, in their order; when waiting for them ends early, so do they."""
+    """Returns the results of calls in order; if waiting for them ends early, cancels the calls."""
     try:
         return [future.result() for future in futures]
     finally:
@@ -169,7 +169,7 @@ def load_function(
     tokenizer: PreTrainedTokenizerBase | None,
     key: str = "reward.custom_reward_function",
 ) -> FunctionReward:
-    """The function that `entry` names under the setting `key`, called as `config` says.
+    """Loads the function that `entry` names under the setting `key`, to be called by the limits of `config`.
 
     One that takes a DataProto is called in this process: its rows cannot be scored one by one.
 
@@ -185,8 +185,8 @@ def load_function(
 
 
 def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
-    """Numbers, dicts or a tensor → float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and the
-    rows that the reward called `name` could not score; their scores, and numbers in columns, are 0, all else None.
+    """Reads numbers, dicts or a tensor as float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and
+    the rows that the reward called `name` could not score, whose scores and numbers are 0, and all else None.
 
     Raises:
         ValueError: wrong number, type or shape, or a score that is not finite; names the row.
@@ -222,7 +222,7 @@ def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor
 
 
 def set_aside(results: list[Any]) -> tuple[list[Any], Failures]:
-    """`results` with something of their kind in the places of rows that could not be scored, and those rows."""
+    """Replaces the results of rows that could not be scored by a filler of the others' kind; returns those rows too."""
     failures = {row: result for row, result in enumerate(results) if isinstance(result, NotScored)}
     example = next((result for result in results if not isinstance(result, NotScored)), 0.0)
     filler: Any = 0.0
@@ -243,7 +243,7 @@ def as_number(score: Any, row: int, name: str) -> float:
 
 
 def split_dicts(results: list[dict], name: str) -> tuple[list[Any], Columns]:
-    """The scores, and every other key as a column."""
+    """Splits dicts into scores and a column for every other key."""
     keys = next(set(result) for result in results if isinstance(result, dict))
     for row, result in enumerate(results):
         if not isinstance(result, dict) or set(result) != keys or "score" not in keys:
@@ -279,17 +279,17 @@ class WeightedReward:
         return self.combine(self.begin(data)(), len(data))
 
     def begin(self, data: DataProto) -> Callable[[], list[Any]]:
-        """Starts scoring; what is returned waits for what each function returns."""
+        """Starts scoring, and returns a function that waits for the results of each function."""
         waits = [part.function.begin(data) for part in self.parts]
         return lambda: [wait() for wait in waits]
 
     def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """The results for a batch, from what `begin` had for each of its rows alone."""
+        """Joins the results that `begin` had for each row of a batch alone."""
         results = [part.function.of_rows([row[place] for row in begun]) for place, part in enumerate(self.parts)]
         return self.combine(results, len(begun))
 
     def combine(self, results: list[Any], rows: int) -> list[Any]:
-        """What each function returned for so many responses → dicts, and NotScored where one could not."""
+        """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
         combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
         lost: dict[int, NotScored] = {}
         for part, result in zip(self.parts, results, strict=True):
@@ -305,7 +305,7 @@ class WeightedReward:
 
 
 def load_parts(config: ScoringConfig, load: Callable[[WeightedFunctionConfig, str], FunctionReward]) -> list[Part]:
-    """The functions of reward.functions, by `load(entry, key)`.
+    """Loads the functions of reward.functions by `load(entry, key)`.
 
     Raises:
         ConfigError: two would be logged under one name.
@@ -328,7 +328,7 @@ def load_parts(config: ScoringConfig, load: Callable[[WeightedFunctionConfig, st
 
 
 def labels(entries: list[WeightedFunctionConfig]) -> list[str]:
-    """What the functions are called in the log: their names, where several have one with their files'."""
+    """Names the functions in the log: by their names, and by their files' if several have one name."""
     names = Counter(entry.name for entry in entries)
     found = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
     for place, label in enumerate(found):

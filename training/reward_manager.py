@@ -1,4 +1,4 @@
-"""Reward managers of the user's, in verl's contracts: a class that scores a batch, or an async one that scores a row.
+"""Loads and calls the user's reward managers, in verl's contracts: a class that scores a batch, or, async, a row.
 
     @register("mine")
     class Mine:
@@ -45,7 +45,7 @@ def register(name: str) -> Callable[[Class], Class]:
 
 
 def get_reward_manager_cls(name: str) -> type:
-    """The class registered under `name`. Raises ValueError if there is none."""
+    """Returns the class registered under `name`. Raises ValueError if there is none."""
     if name not in REWARD_MANAGER_REGISTRY:
         known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none"
         raise ValueError(
@@ -58,7 +58,7 @@ def get_reward_manager_cls(name: str) -> type:
 
 
 def load_manager_class(chosen: RewardManagerConfig) -> type | None:
-    """The class of a manager that needs no environment; None: the settings are those of an environment's."""
+    """Loads the class of a manager that needs no environment; returns None if the settings are an environment's."""
     default = RewardManagerConfig()
     if chosen.path != default.path:
         load_module(chosen.path)

@@ -1,4 +1,4 @@
-"""A reward without a model: python -m training.reward FILE --data ROWS [--name f] [--timeout S] [--audit]
+"""Tries a reward without a model: python -m training.reward FILE --data ROWS [--name f] [--timeout S] [--audit]
 
 Scores the responses that the rows hold as training does, and prints a table; --audit scores cheap answers and right
 ones instead: does the reward pay for the right answers, and for nothing cheaper? Without a file the rules of public
@@ -62,7 +62,7 @@ Score = Callable[[list[Row]], list[Outcome]]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a kind of answer earns on average, and, if that is wrong, why; `example`: one such answer."""
+    """The mean score of a kind of answer, and, if that is wrong, why; `example`: one such answer."""
 
     answer: str
     earned: float | None
@@ -169,12 +169,12 @@ def score_part(view: DataProto, reward: FunctionReward, config: ScoringConfig) -
 
 
 def first_of(row: Row, *columns: str) -> Any:
-    """What the first of `columns` that holds anything holds: rows have the columns of all rows of their file."""
+    """Returns the value of the first of `columns` that is not None: rows have the columns of all rows of a file."""
     return next((row[column] for column in columns if row.get(column) is not None), None)
 
 
 def outcome_table(rows: list[Row], outcomes: list[Outcome]) -> Table:
-    """A line for each of the first rows: its response, what is right, its score and what came with it."""
+    """Builds a line for each of the first rows: response, ground truth, score, extra columns, outcome and time."""
     names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.extra))
     table = Table("row", "response", "ground truth", "score", *names, "outcome", "ms", box=None, pad_edge=False)
     for number, (row, outcome) in enumerate(zip(rows[:MOST_SHOWN], outcomes, strict=False)):
@@ -203,7 +203,7 @@ def summary(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def audit_table(findings: list[Finding]) -> Table:
-    """A line for each kind of answer, of constants only for those that pay: what it earns, and why that is wrong."""
+    """Builds a line for each kind of answer, of constants only for those that pay: its mean score, and its warning."""
     table = Table("answer", "earns", "warning", "for example", box=None, pad_edge=False)
     for finding in findings:
         if finding.answer.startswith(CONSTANT) and not finding.warning:
@@ -227,7 +227,7 @@ def short(value: Any) -> str:
 
 
 def audit(rows: list[Row], score: Score) -> list[Finding]:
-    """What right answers and cheap ones earn, over up to MOST_ROWS of `rows`."""
+    """Scores right answers and cheap ones, over up to MOST_ROWS of `rows`."""
     rows = distinct(rows)[:: -(-len(distinct(rows)) // MOST_ROWS)]
     form, right = best_form(rows, score)
     asked = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
@@ -244,12 +244,12 @@ def audit(rows: list[Row], score: Score) -> list[Finding]:
 
 
 def distinct(rows: list[Row]) -> list[Row]:
-    """One row for each prompt and ground truth."""
+    """Keeps one row for each prompt and ground truth."""
     return list({(row["prompts"], str(row["ground_truths"])): row for row in rows}.values())
 
 
 def best_form(rows: list[Row], score: Score) -> tuple[str, list[Outcome]]:
-    """The form in which right answers earn most, and what each of them came to; no outcomes where none is known."""
+    """Returns the form in which right answers earn most, and their outcomes; none if no right answer is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
     outcomes = score([with_response(row, form.format(text)) for form in FORMS for row, text in known]) if known else []
     tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(FORMS)}
@@ -269,7 +269,7 @@ def right_answer(row: Row) -> str | None:
 
 
 def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
-    """(kind, answer) for all that should not pay for `row`; constants that are right there are left out."""
+    """Lists (kind, answer) for all that should not pay for `row`; constants that are right there are left out."""
     answers = [
         ("empty text", ""),
         ("the form without an answer", form.format("")),

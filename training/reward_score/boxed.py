@@ -18,6 +18,6 @@ def last_boxed(text: str, commands: tuple[str, ...] = (r"\boxed", r"\fbox")) -> 
 
 
 def boxed_content(text: str) -> str | None:
-    r"""What is inside the last \boxed{…}; None: there is none."""
+    r"""The content of the last \boxed{…}; None: there is none."""
     found = last_boxed(text, (r"\boxed{",))
     return None if found is None else found[len(r"\boxed{") : -1]

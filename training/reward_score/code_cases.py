@@ -1,4 +1,4 @@
-"""What the rules for code share: the program in a response, test cases, and calls of a function by lines of JSON."""
+"""Helpers of the rules for code: the program in a response, test cases, and calls of a function by lines of JSON."""
 
 import json
 import re
@@ -43,13 +43,13 @@ def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
 
 
 def python_block(text: str) -> str | None:
-    """What is in the last fence opened with "python", to its end or the text's; None: there is no such fence."""
+    """The content of the last fence opened with "python", to its end or the text's; None: there is no such fence."""
     _, opened, after = text.rpartition(f"{FENCE}python")
     return after.split(FENCE)[0] if opened else None
 
 
 def first_block(text: str) -> str | None:
-    """What is in the first fence, without the name of a language; None: there is none."""
+    """The content of the first fence, without the name of a language; None: there is none."""
     _, opened, after = text.partition(FENCE)
     if not opened:
         return None

@@ -39,17 +39,17 @@ def compute_score(
     found = ANSWER.findall(end)
     box = boxed_near_the_end(end, pause_tokens_index) if strict_box_verify or not found else None
     if strict_box_verify or box is not None:
-        return judged(box, box == ground_truth)
+        return judge(box, box == ground_truth)
     answer = normalise(found[-1] if found else NO_ANSWER)
-    return judged(answer, answer == normalise(ground_truth))
+    return judge(answer, answer == normalise(ground_truth))
 
 
-def judged(answer: str | None, is_right: bool) -> dict[str, Any]:
+def judge(answer: str | None, is_right: bool) -> dict[str, Any]:
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
 
 
 def boxed_near_the_end(text: str, pause_tokens_index: list[int] | None) -> str | None:
-    """What is boxed in the last 100 characters, or from 100 before the last of four places on."""
+    """The boxed text in the last 100 characters, or from 100 before the last of four places on."""
     if pause_tokens_index is None:
         return boxed_content(text[-BOX_LOOKED_AT:])
     if len(pause_tokens_index) != 4:

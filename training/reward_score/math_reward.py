@@ -14,7 +14,7 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 
 def extract_answer(text: str) -> str | None:
-    r"""What stands in the last box; "\boxed 5" means up to the next $. None: no box, an \fbox, or an open brace."""
+    r"""The content of the last box; "\boxed 5" means up to the next $. None: no box, an \fbox, or an open brace."""
     if r"\boxed " in text:
         return text.split(r"\boxed ")[-1].split("$")[0]
     boxed = last_boxed(text)

@@ -34,23 +34,23 @@ def compute_score(
         return False, None
     places = range(len(cases.inputs))
     if not continuous:
-        results = until_failure(program, cases, list(places), memory_mb)
-        return bool(places) and len(results) == len(places) and passed(results), results
+        results = run_until_failure(program, cases, list(places), memory_mb)
+        return bool(places) and len(results) == len(places) and all_pass(results), results
     results = [run_case(program, cases, place, SECONDS_ALONE, memory_mb) for place in places[:FIRST]]
-    if results and passed(results):
-        results += until_failure(program, cases, list(places[FIRST:]), memory_mb)
-        if len(results) == len(places) and passed(results):
+    if results and all_pass(results):
+        results += run_until_failure(program, cases, list(places[FIRST:]), memory_mb)
+        if len(results) == len(places) and all_pass(results):
             return True, results
     first = [result["result"] is True for result in results[:FIRST]]
     return (sum(first) / len(first) if first else False), results
 
 
-def passed(results: list[dict[str, Any]]) -> bool:
+def all_pass(results: list[dict[str, Any]]) -> bool:
     return all(result["result"] is True for result in results)
 
 
-def until_failure(program: str, cases: TestCases, places: list[int], memory_mb: int) -> list[dict[str, Any]]:
-    """What becomes of the cases at `places`, up to the first that fails."""
+def run_until_failure(program: str, cases: TestCases, places: list[int], memory_mb: int) -> list[dict[str, Any]]:
+    """Runs the cases at `places`, up to the first that fails."""
     results: list[dict[str, Any]] = []
     for place in places:
         results.append(run_case(program, cases, place, SECONDS, memory_mb))
@@ -66,12 +66,12 @@ def run_case(program: str, cases: TestCases, place: int, seconds: float, memory_
         program = f"{program}\n\n{cases.asserts[place]}"
     lines = given if isinstance(given, str) else "\n".join(map(json.dumps, given) if cases.function else given)
     done = run_python(program, lines, seconds=seconds, memory_mb=memory_mb, files_mb=FILES_MB)
-    result = judged(done, expected, by_value=cases.function is not None)
+    result = judge(done, expected, by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
     return {"case": place, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
 
 
-def judged(done: Finished, expected: Any, by_value: bool) -> bool | int:
+def judge(done: Finished, expected: Any, by_value: bool) -> bool | int:
     if done.status != 0:
         return NO_PROGRAM if done.is_no_program else FAILED
     if expected is None:

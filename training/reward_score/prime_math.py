@@ -54,7 +54,7 @@ def extract_answer(text: str) -> tuple[bool, str]:
 
 
 def after_last(text: str, marker: str) -> str:
-    """What follows the last `marker`, in any case of letters; all of `text` without one."""
+    """The text after the last `marker`, in any case of letters; all of `text` without one."""
     place = text.lower().rfind(marker)
     return text if place < 0 else text[place + len(marker) :].strip()
 
@@ -67,7 +67,7 @@ def before_last(text: str, marker: str) -> str:
 def equal_as_text(answer: str, truth: str) -> bool:
     """Grade A: equal in one of two spellings, or part by part: fractions as they are written, the rest by algebra."""
     try:
-        if normalise_latex(unwrapped(answer)) == normalise_latex(unwrapped(truth)):
+        if normalise_latex(unwrap(answer)) == normalise_latex(unwrap(truth)):
             return True
     except ValueError:
         if answer == truth:
@@ -91,15 +91,15 @@ def equal_part(answer: str, truth: str) -> bool:
     return answer == truth or symbolically_equal(answer, truth)
 
 
-def unwrapped(text: str) -> str:
-    r"""What is in a \text{…} that is all there is."""
+def unwrap(text: str) -> str:
+    r"""Unwraps a \text{…} that is all there is."""
     found = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
     return found[1] if found else text.strip()
 
 
 def canonical(text: str) -> str:
     """A second spelling: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2; small letters."""
-    text = unwrapped(text)
+    text = unwrap(text)
     for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
                      ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
                      ("\\right", "")):  # fmt: skip
@@ -159,7 +159,7 @@ def number(text: str, pi: float) -> float | None:
 
 
 def elements(text: str) -> list[str]:
-    """What a matrix, a list, a point or a tuple holds; of anything else, itself."""
+    """The elements of a matrix, a list, a point or a tuple; anything else is its own element."""
     if matrix := MATRIX.fullmatch(text):
         return [cell for row in matrix[1].split("\\\\") for cell in row.split("&")]
     if text[0] in "([" and text[-1] in ")]":
