@@ -52,13 +52,13 @@ def normalise(text: str) -> str:
     if text.endswith((r"\sqrt", r"\frac")):
         raise ValueError("an operator without an argument")
     text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
-    text = re.sub(r"\\frac([^{])(?:(\{)|(.))", braced, text)
+    text = re.sub(r"\\frac([^{])(?:(\{)|(.))", add_braces, text)
     if text == "0.5":
         return r"\frac{1}{2}"
     return re.sub(f"^{INTEGER}/{INTEGER}$", r"\\frac{\1}{\2}", text)
 
 
-def braced(fraction: re.Match[str]) -> str:
+def add_braces(fraction: re.Match[str]) -> str:
     r"""\frac12 with braces, and \frac1{…} with those it lacks."""
     numerator, brace, denominator = fraction.groups()
     return rf"\frac{{{numerator}}}" + (brace or f"{{{denominator}}}")
