@@ -83,8 +83,8 @@ def test_the_majority_of_an_evaluation_and_the_bootstrapped_one_of_a_validation_
     answers, scores = ["a", "a", "b", "c"], [1.0, 1.0, 0.0, 0.0]
     evaluated = compute_evaluation_metrics([Graded("s", scores, answers)], 1.0)
     validated = process_validation_metrics(["s"] * 4, ["p"] * 4, {"reward": scores, "pred": answers})["s"]["reward"]
-    assert evaluated["majority@4"] == 1.0 and 0 < validated["majority@4/mean"] < 1
-    assert not any(name.startswith("majority@") for name in evaluated)
+    assert evaluated["majority@4"] == 1.0 and 0 < validated["maj@4/mean"] < 1
+    assert not any(name.startswith("maj@") for name in evaluated)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
