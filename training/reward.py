@@ -414,4 +414,5 @@ def score_batch(
 if __name__ == "__main__":
     from training.try_reward import main
 
+    logging.getLogger("training.reward").setLevel(logging.ERROR)  # failed rows stand in the table
     raise SystemExit(main())

@@ -99,7 +99,8 @@ class FunctionReward:
         self.needs_ground_truth = not given and requires(signature, ground_truth)
         if takes_all:
             self.wanted |= set(list(self.columns)[:VERL_ARGUMENTS])
-        bind(function, dict.fromkeys(sorted(self.wanted)), self.reward_kwargs, key, settings="reward_kwargs")
+        settings = f"{key}.reward_kwargs"
+        bind(function, dict.fromkeys(sorted(self.wanted)), self.reward_kwargs, "the reward function", settings=settings)
 
     def __call__(self, data: DataProto) -> Any:
         """Returns the function's results, a list or one for all; NotScored for a row that could not be scored."""

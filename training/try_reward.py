@@ -7,7 +7,6 @@ with 2 if training would refuse what the reward returns. The first row's ms incl
 """
 
 import argparse
-import logging
 import math
 import numbers
 import random
@@ -81,7 +80,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--audit", action="store_true", help="score cheap answers and right ones")
     arguments = parser.parse_args(argv)
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
-    logging.getLogger("training.reward").setLevel(logging.ERROR)  # the table says it
     with refusals():
         config = ScoringConfig(timeout=arguments.timeout, max_failed_fraction=1.0)
         reward = load_reward(arguments.reward, arguments.name, config)
