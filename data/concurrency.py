@@ -55,6 +55,9 @@ class Child:
         self.starting, self.starts = asyncio.Lock(), 0
         weakref.finalize(self, end_all, self.processes)
 
+    def is_running(self) -> bool:
+        return bool(self.processes) and self.processes[-1].is_alive()
+
     async def start(self) -> bytes | None:
         """Starts the process; returns its answer to the first request, or None if it runs already.
 
@@ -63,7 +66,7 @@ class Child:
             ProcessEnded: it ended before that.
         """
         async with self.starting:
-            if self.processes and self.processes[-1].is_alive():
+            if self.is_running():
                 return None
             body, (ours, theirs) = self.first(), socket.socketpair()
             with theirs:

@@ -142,7 +142,8 @@ class Process:
 
     def start(self) -> None:
         """Starts the process, if there is none or it has ended."""
-        self._wait(self._child.start(), START_SECONDS, "to be built in a process of its own")
+        if not self._child.is_running():
+            self._wait(self._child.start(), START_SECONDS, "to be built in a process of its own")
 
     def _wait(self, work: Coroutine[Any, Any, Any], seconds: float | None, what: str) -> Any:
         what = f"{self.environment.env_id}, {what}"

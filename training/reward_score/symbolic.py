@@ -30,7 +30,8 @@ def symbolically_equal(answer: str, truth: str) -> bool:
         return False
     with one_question:
         try:
-            run_in_background(algebra.start())
+            if not algebra.is_running():
+                run_in_background(algebra.start())
             return json.loads(run_in_background(algebra.ask(json.dumps([answer, truth, SECONDS]).encode(), None)))
         except ProcessEnded:
             return False
