@@ -1,4 +1,4 @@
-"""What each kernel gains: python -m benchmarks.ablation [--size {1m,10m,135m}] [--kernels A,B] [--json FILE] [--help]
+"""Gain of each kernel: python -m benchmarks.ablation [--size {1m,10m,135m}] [--kernels A,B] [--json FILE] [--help]
 
 The step of benchmarks/vs_trl.py in one process, which goes with and without a part of workers/kernels/ by turns: pairs
 of steps next to each other, as a shared machine is not equally fast all the time, and of one process, as two differ in

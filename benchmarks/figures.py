@@ -40,7 +40,7 @@ def interval(trl: list[float], ours: list[float], draws: int = 2000, seed: int =
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What a reader wants first."""
+    """Formats the main figures as a table."""
     medians, percent = figures["medians"], figures["percent_of_floor"]
     lines = [f"{'median of a step':<24}{'TRL':>10}{'ours':>10}{'ratio':>8}{'floor':>10}{'TRL at':>9}{'ours at':>9}"]
     for phase in PHASES:

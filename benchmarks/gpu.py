@@ -1,4 +1,4 @@
-"""What only a GPU can show: python -m benchmarks.gpu [--json FILE] [--help]; `make gpu` does the same.
+"""Tests and times what needs a GPU: python -m benchmarks.gpu [--json FILE] [--help]; `make gpu` does the same.
 
 First the tests marked `gpu`. Then GRPO steps of a model in the shape of Qwen2.5-0.5B, with random weights made here, by
 this repository and, where `trl` can be imported, by TRL with Hugging Face generation: bfloat16 autocast, float32
@@ -100,7 +100,7 @@ def arms_here() -> list[str]:
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    """How the tests marked gpu came out: how many ran, the names of those that failed, the seconds they took."""
+    """Runs the tests marked gpu; returns how many ran, the names of those that failed, and the seconds."""
     report = FOLDER / "tests.xml"
     report.unlink(missing_ok=True)
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider"]

@@ -90,7 +90,7 @@ class OursArm:
         return figures | times
 
     def of_meters(self, method: str, shares: list[tuple]) -> list[Any]:
-        """What the workers' meters answer, by rank."""
+        """Asks the workers' meters, and returns their answers by rank."""
         return self.group.submit("meter", method, shares).result()
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a GRPO step goes: python -m benchmarks.step [--steps K] [--json FILE] [key=value …]
+"""Times the phases of a GRPO step: python -m benchmarks.step [--steps K] [--json FILE] [key=value …]
 
 The quickstart's model size, batch and environment (configs/frozenlake.yaml), from random weights, in a temporary
 folder. Prints the median seconds of each phase over K steps; a first step, which warms up, is not counted. Phases that

@@ -190,7 +190,7 @@ def start_arms(workload: Workload, arguments: argparse.Namespace, running: ExitS
 
 
 def compare_first_steps(arms: dict[str, Arm], workload: Workload, warmup: int) -> dict[str, Any]:
-    """How well the updates of step 0 agree; the steps that are not counted are taken as well."""
+    """Compares the updates of step 0, and takes the steps that are not counted."""
     for _ in range(1 + warmup):
         for name in ARMS:
             arms[name].step()
@@ -233,7 +233,7 @@ def compare_updates(model: Path, files: dict[str, Path]) -> dict[str, Any]:
 
 
 def difference_of(agreement: dict[str, Any]) -> str | None:
-    """What is wrong with the updates, if anything is. The norms are compared as well, because AdamW's first step is
+    """Returns how the updates differ, or None. The norms are compared as well, because AdamW's first step is
     the same for a gradient of any size: a wrong denominator would not show in it."""
     norms = agreement["gradient_norm"]
     if not agreement["delta_cosine"] > LEAST_COSINE:

@@ -1,4 +1,4 @@
-"""What the two arms of benchmarks/vs_trl.py agree on, and how each talks to the parent.
+"""Defines the workload that both arms of benchmarks/vs_trl.py run, and their pipes to the parent.
 
 Model files, prompts, responses of the recorded batch, reward and optimiser come from here, so that an arm can differ
 from the other in nothing but how it does the work. Imported by both environments: it needs nothing of ours and nothing
@@ -138,7 +138,7 @@ def cpu_seconds() -> float:
 
 
 def save_update(file: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_norm: float) -> None:
-    """What the first update did: the weights after it, the gradient that AdamW saw (its first moment is (1 − β₁) of
+    """Saves the weights after the first update, the gradient that AdamW saw (its first moment is (1 − β₁) of
     that), and the gradient's norm before clipping."""
     named = dict(module.named_parameters())
     scale = 1 - ADAMW["betas"][0]
@@ -176,5 +176,5 @@ def read_arguments() -> tuple[Workload, list[str]]:
 
 
 def command(module: str, workload: Workload, own: list[str]) -> Iterator[str]:
-    """What `read_arguments` reads, for `python`."""
+    """Builds the command line that `read_arguments` reads, for `python`."""
     yield from ("-m", module, json.dumps(asdict(workload)), *own)

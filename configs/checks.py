@@ -9,8 +9,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from configs.errors import ConfigError
-from configs.loader import notice, workers_asked_for
+from configs.errors import ConfigError, notice
+from configs.loader import workers_asked_for
 from configs.paths import find_path, is_named_source, source_files
 from configs.rollout_correction import RolloutCorrectionConfig, check_rollout_correction
 from configs.schema import (

@@ -19,7 +19,7 @@ from typing import Any
 
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from configs.loader import notice
+from configs.errors import notice
 from custom.gym.process_env import ProcessEnv
 from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.import_utils import load_module

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import counted
-from configs.loader import notice
+from configs.errors import notice
 from data.file_formats import BadRow
 from data.types import Row
 

@@ -15,8 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from configs.errors import ConfigError
-from configs.loader import notice
+from configs.errors import ConfigError, notice
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 

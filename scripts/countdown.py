@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def countdown_rows(seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in verl's form, no two alike, without an end."""
+    """Yields rows in verl's form, no two alike, without an end."""
     rng, seen = numpy_generator(seed, "countdown"), set()
     while True:
         numbers = sorted(rng.integers(1, 100, size=rng.integers(3, 5)).tolist())
@@ -63,7 +63,7 @@ def countdown_rows(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def reachable(numbers: list[int], rng: np.random.Generator) -> Fraction:
-    """What a random expression of all `numbers` comes to; 0 where it divides by 0."""
+    """Computes a random expression of all `numbers`; returns 0 if it divides by 0."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         rng.shuffle(values)

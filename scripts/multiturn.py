@@ -89,7 +89,7 @@ def demonstrations_of(player: Player, episodes: int, config: Config) -> Iterator
     environment = dataclasses.replace(build_environment(config), seed=derive_seed(seed, "demonstrated_states"))
     dataset = CustomEnvDataset(environment, load_tokenizer(config.actor_rollout_ref.model), config.data, size=episodes)
     for i in track(range(episodes), "playing episodes to imitate"):
-        moves = [*played(environment, environment.get_state(i), player, rng)]
+        moves = [*play(environment, environment.get_state(i), player, rng)]
         if config.env.history == "turns":
             yield from ({"prompt": dataset.messages(state), "response": answer} for state, answer in moves)
         else:
@@ -100,10 +100,10 @@ def calculator_demonstrations(config: Config) -> list[dict[str, Any]]:
     return calculator_task.demonstrations(calculator_task.DEMONSTRATIONS, config.trainer.seed)
 
 
-def played(
+def play(
     environment: TextEnv, start: EnvState, player: Player, rng: np.random.Generator
 ) -> Iterator[tuple[EnvState, str]]:
-    """The states of an episode, and what `player` answers to each."""
+    """Plays an episode, and yields its states with the answer of `player` to each."""
     environment.reset(start.seed)
     end_reason = None
     while end_reason is None:
@@ -125,7 +125,7 @@ def conversation(dataset: CustomEnvDataset, moves: list[tuple[EnvState, str]]) -
 
 @dataclass(frozen=True)
 class Task:
-    """What is imitated first, and the metric of the held-out episodes.
+    """A game: the demonstrations to imitate first, and the metric of the held-out episodes.
 
     `files` writes, by a seed, the data files that the task's config names, where it names any.
     """
@@ -170,7 +170,7 @@ def main() -> None:
 
 
 def learn(config: Config, task: Task) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    """Runs all stages anew; returns the summary, and writes it to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
     with sole_run(folder):

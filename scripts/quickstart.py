@@ -46,7 +46,7 @@ DEMONSTRATIONS = 16000
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is imitated, by the settings `sft`, a config of supervised training, with `overrides`."""
+    """Demonstrations to imitate, with `sft`, a config of supervised training, and `overrides` of it."""
 
     rows: Callable[[Config], Iterable[dict[str, Any]]]
     sft: str
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def script_parser(description: str | None, seeded: str) -> argparse.ArgumentParser:
-    """The command line of a script that trains; `seeded` says what the seed decides."""
+    """Makes the command line of a script that trains; `seeded` lists what the seed decides."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help=f"seed of everything: {seeded}")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -74,7 +74,7 @@ def script_parser(description: str | None, seeded: str) -> argparse.ArgumentPars
 
 
 def new_run(config_name: str, seed: int, own: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The checked config of a run from its beginning: with a script's `own` settings, and over them the user's."""
+    """Returns the checked config of a new run, with a script's `own` settings and over them the user's."""
     config = compose(Config, config_name, [f"trainer.seed={seed}", "trainer.resume_mode=disable", *own, *overrides])
     check_config(config)
     return config
@@ -93,7 +93,7 @@ def rl_config(config_name: str, seed: int, overrides: list[str]) -> Config:
 
 
 def quickstart(config: Config) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    """Runs all stages anew; returns the summary, and writes it to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
     with sole_run(folder):
@@ -105,7 +105,7 @@ def quickstart(config: Config) -> dict[str, Any]:
 
 
 def write_summary(config: Config, success: str, seconds: float) -> dict[str, Any]:
-    """The metric `success` before and after training, in summary.json of the run's folder, and its curve beside it."""
+    """Writes the metric `success` before and after training to summary.json in the run's folder, and its curve."""
     folder = Path(config.trainer.default_local_dir)
     record = read_metrics(folder / "metrics.jsonl")
     measured = [entry["data"][success] for entry in record if success in entry["data"]]
@@ -123,7 +123,7 @@ def warm_start(config: Config, folder: Path) -> None:
 
 
 def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
-    """A tiny model that has learnt one lesson after another, where the RL config expects it."""
+    """Trains a tiny model on one lesson after another, and saves it where the RL config expects it."""
     seed, target = config.trainer.seed, Path(config.actor_rollout_ref.model.path)
     model = folder / "random_model"
     save_tiny_model(model, derive_seed(seed, "tiny_model"))
@@ -146,7 +146,7 @@ def imitate(config: Config, folder: Path, lessons: Sequence[Lesson]) -> None:
 
 
 def wanderers_moves(config: Config) -> list[dict[str, Any]]:
-    """What the careful wanderer does in states from all over the maps, also where a run trains on whole episodes."""
+    """Makes demonstrations of the careful wanderer in states from all over the maps, for whole episodes, too."""
     environment = build_environment(replace(config, env=replace(config.env, mode="step")))
     return demonstrations(environment, DEMONSTRATIONS, config.trainer.seed)
 
@@ -155,7 +155,7 @@ WANDERERS_LESSON = Lesson(wanderers_moves, "frozenlake_sft")
 
 
 def demonstrations(environment: TextEnv, count: int, seed: int) -> list[dict[str, Any]]:
-    """Moves of the careful wanderer: any that neither falls into a hole nor runs into the edge, all equally likely."""
+    """Makes moves of the careful wanderer: any that avoids holes and the edge, all equally likely."""
     rng = numpy_generator(seed, "demonstrations")
     environment = replace(environment, seed=derive_seed(seed, "demonstrated_states"))
     states = (environment.get_state(i) for i in range(count))
@@ -169,7 +169,7 @@ def demonstrations(environment: TextEnv, count: int, seed: int) -> list[dict[str
 
 
 def safe_moves(state: EnvState) -> list[int]:
-    """FrozenLake's actions (0 left, 1 down, 2 right, 3 up) from the player's cell P onto ice or the goal."""
+    """Lists FrozenLake's actions (0 left, 1 down, 2 right, 3 up) from the player's cell P onto ice or the goal."""
     rows = state.text.split("\n")
     [(y, x)] = [(y, row.index("P")) for y, row in enumerate(rows) if "P" in row]
     cells = {action: (y + dy, x + dx) for action, (dy, dx) in enumerate([(0, -1), (1, 0), (0, 1), (-1, 0)])}

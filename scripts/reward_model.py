@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def learn(config: Config) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    """Runs all stages anew; returns the summary, and writes it to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     started = time.monotonic()
     with sole_run(folder):

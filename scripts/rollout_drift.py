@@ -1,4 +1,4 @@
-"""What rollouts from the wrong weights do to training, and what rollout correction does about it.
+"""Compares training on rollouts from the wrong weights, with and without rollout correction.
 
     python -m scripts.rollout_drift [--seed N] [key=value …]
 

@@ -68,7 +68,7 @@ def task_config(task: str, seed: int, overrides: list[str]) -> Config:
 
 
 def learn(task: str, config: Config) -> dict[str, Any]:
-    """Runs all of it afresh; the summary, which is also written to summary.json in the run's folder."""
+    """Runs all stages anew; returns the summary, and writes it to summary.json in the run's folder."""
     folder = Path(config.trainer.default_local_dir)
     with sole_run(folder):
         make_model(config)

@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation, policy_loss_name
-from configs.errors import ConfigError
-from configs.loader import notice
+from configs.errors import ConfigError, notice
 from configs.schema import Config, DataConfig, MultiTurnConfig
 from data.chat import RM_KEY, reward_tokenizer
 from data.data_report import report_overlap

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from configs.loader import notice
+from configs.errors import notice
 from data.protocol import DataProto
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 

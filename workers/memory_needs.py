@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from configs.checks import cuts_by_tokens
-from configs.errors import ConfigError
-from configs.loader import notice, workers_asked_for
+from configs.errors import ConfigError, notice
+from configs.loader import workers_asked_for
 from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig
 from data.chat import RM_KEY
 from data.pretrained import load_model_config

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from configs.checks import counted
-from configs.loader import notice
+from configs.errors import notice
 from configs.schema import ModelConfig, SFTModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed

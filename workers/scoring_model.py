@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from transformers import PreTrainedModel
 
-from configs.loader import notice
+from configs.errors import notice
 from configs.schema import ModelConfig
 from training.torch_functional import (
     calculate_sum_pi_squared_from_logits,

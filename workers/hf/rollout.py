@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.loader import notice
+from configs.errors import notice
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import position_count
