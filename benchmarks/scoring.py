@@ -1,6 +1,6 @@
 """What scoring in processes costs, and saves: python -m benchmarks.scoring [--rows N] [--seconds S]
 
-Two functions, each in this process and in processes (training/scorers.py): one that is done at once, whose difference
+Two functions, each in this process and in processes (training/scorers): one that is done at once, whose difference
 is the cost of a row, and one that waits S seconds (0.05), as a judge behind a network does. Times are of calls alone,
 once the processes run; the slow one's of the serial time beside.
 """
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from configs.schema import ScoringConfig
-from training.scorers import Scorers
+from training.scorers.pool import Scorers
 
 FUNCTIONS = """
 import time

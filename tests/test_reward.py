@@ -31,7 +31,6 @@ from data.types import Completion, SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from training.environment import assign_agents
-from training.rate_limit import AsyncTokenBucket
 from training.reward import (
     FunctionReward,
     add_scores,
@@ -44,6 +43,7 @@ from training.reward import (
 )
 from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
+from training.scorers.pool import AsyncTokenBucket
 from workers.early_scores import EarlyScores
 from workers.rollout import Rollout, nothing
 
@@ -702,8 +702,8 @@ def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
 
     clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.rate_limit.asyncio", Asyncio)
-        patch.setattr("training.rate_limit.time", Time)
+        patch.setattr("training.scorers.pool.asyncio", Asyncio)
+        patch.setattr("training.scorers.pool.time", Time)
         bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
         assert bucket.last_update is None
         asyncio.run(ask(bucket, 3, 1, 1))  # full, then 1 and 2 owed

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import ROOT
-from training import sandbox, sandbox_child
-from training.sandbox import Finished, run_python
+from training import sandbox
+from training.sandbox import Finished, child, run_python
 
 ROOMY = 60.0  # seconds, for programs that end by themselves, on a busy machine
 # A fork that no hook sees, in bits; then the first process ends and leaves it.
@@ -44,7 +44,7 @@ def can_unshare() -> bool:
         ("print(6 * 7)", "42\n", 0),
         ("print(input() + input())", "onetwo\n", 0),
         ("1/0", "ZeroDivisionError", 1),
-        ("x = (", "SyntaxError", sandbox_child.COMPILE_ERROR),
+        ("x = (", "SyntaxError", child.COMPILE_ERROR),
         ("raise SystemExit(3)", "", 3),
         ("import os; os._exit(7)", "", 7),
         ("x = 'a' * (4 << 30)", "MemoryError", 1),

@@ -14,7 +14,8 @@ import pytest
 from configs.schema import ScoringConfig
 from tests.forked import python
 from tests.runs import ROOT
-from training.scorers import NotScored, Scorers
+from training.scorers import NotScored
+from training.scorers.pool import Scorers
 
 LIMIT = 1.0  # seconds of a row
 HOSTILE = """

@@ -1,4 +1,4 @@
-"""The tool that runs a program that a policy writes, in a sandbox (training/sandbox.py)."""
+"""The tool that runs a program that a policy writes, in a sandbox (training/sandbox)."""
 
 import signal
 from typing import Any

@@ -1,7 +1,7 @@
 """The program of a process that scores: it loads the user's function once, and calls it for what the parent sends.
 
-It loads nothing but what that function needs, so that it starts fast. The parent (training/scorers.py) keeps the clock,
-and kills. What comes back to it is JSON, and never pickled: a function may run what a policy wrote.
+It loads nothing but what that function needs, so that it starts fast. The parent (training/scorers/pool.py) keeps the
+clock, and kills. What comes back to it is JSON, and never pickled: a function may run what a policy wrote.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The program of a sandbox's process: it sets fences, which nothing can take down again, and runs the policy's code.
 
-training/sandbox.py starts it by its path, as a script of the standard library alone.
+training/sandbox/__init__.py starts it by its path, as a script of the standard library alone.
 """
 
 import ctypes

@@ -4,7 +4,8 @@ Where the system lets users make namespaces (most Linux machines; many container
 sees no process of others to signal, and finds every file read-only but those of a folder of its own, in memory, which
 goes with it; whatever it started goes with it too. In any case limits hold its time, memory, processes, files and
 output, and a hook refuses sockets, processes, and changes outside its folder: without namespaces that is a fence
-against mistakes and greed, not against an attacker. It reads what this user can read.
+against mistakes and greed, not against an attacker. It reads what this user can read. `run_python` is the door; open
+child.py to change a fence.
 """
 
 import os
@@ -17,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from training import sandbox_child
+from training.sandbox import child
 
 START_SECONDS = 60.0  # for Python and the fences
 GRACE_SECONDS = 1  # of computing, beyond the time on the clock
@@ -37,7 +38,7 @@ class Finished:
 
     @property
     def is_no_program(self) -> bool:
-        return self.status == sandbox_child.COMPILE_ERROR
+        return self.status == child.COMPILE_ERROR
 
 
 def run_python(
@@ -58,7 +59,7 @@ def run_python(
         opened.callback(os.close, started)
         limits = (int(seconds) + GRACE_SECONDS, memory_mb, files_mb)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", sandbox_child.__file__, *map(str, (program.fileno(), ready, *limits))],
+            [sys.executable, "-I", "-B", child.__file__, *map(str, (program.fileno(), ready, *limits))],
             **{"stdin": given, "stdout": output, "stderr": errors},
             pass_fds=[program.fileno(), ready],
             cwd=folder,
