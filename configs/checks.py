@@ -380,16 +380,16 @@ def batch_arithmetic(config: Config) -> str:
     mini = actor.ppo_mini_batch_size or prompts
     updates = -(-prompts // mini)
     epochs = f", {actor.ppo_epochs} times" if actor.ppo_epochs > 1 else ""
-    each = f"{counted(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
+    each = f"{plural(updates, 'update')} of {'up to ' * (prompts % mini > 0)}{mini * samples} sequences"
     by_tokens = cuts_by_tokens(actor)
     size = actor.ppo_max_token_len_per_gpu if by_tokens else actor.ppo_micro_batch_size_per_gpu
     return (
-        f"{counted(prompts, 'prompt')} × {counted(samples, 'sample')} = {prompts * samples} sequences a step → "
+        f"{plural(prompts, 'prompt')} × {plural(samples, 'sample')} = {prompts * samples} sequences a step → "
         f"{each}{epochs} → forward passes of at most {size} {'tokens' if by_tokens else 'sequences'}."
     )
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import counted
+from configs.checks import plural
 from configs.errors import notice
 from data.file_formats import BadRow
 from data.types import Row
@@ -107,7 +107,7 @@ def report_overlap(
     text = tokenizer.decode(held_out[places[0]], skip_special_tokens=True)
     shown = repr(text[:SHOWN_TEXT]) + "…" * (len(text) > SHOWN_TEXT)
     notice(
-        f"the prompts of {counted(len(places), 'row')} of {len(held_out)} in data.val_files are in data.train_files "
+        f"the prompts of {plural(len(places), 'row')} of {len(held_out)} in data.val_files are in data.train_files "
         f"too, the first is row {places[0]}: {shown}. What validation finds there may be memory: take them out of one "
         "of the two."
     )
@@ -141,7 +141,7 @@ def report_unknown_characters(
         len(found) > SHOWN_UNKNOWN
     )
     notice(
-        f"{counted(found.total(), 'character')} of {counted(rows, 'row')} of {source} have no token in "
+        f"{plural(found.total(), 'character')} of {plural(rows, 'row')} of {source} have no token in "
         f"{tokenizer.name_or_path}: {spelt}. The model reads them all as one, or not at all: replace them, or take a "
         "tokenizer that has them."
     )

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import counted
+from configs.checks import plural
 from configs.errors import notice_once
 from configs.schema import SFTDataConfig
 from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
@@ -78,9 +78,7 @@ class SFTDataset(Dataset):
         bad.check()
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
         learnt = sum(sum(sample.policy_mask) for sample in self.samples)
-        cut = (
-            f"; {counted(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
-        )
+        cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
         about = f"{spread('rows', lengths)}; {learnt} of {sum(lengths)} tokens are learnt{cut}"
         print_report(data_files, len(kept), [about], {"unusable": bad.describe()})
         return kept

@@ -28,7 +28,7 @@ from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from scripts import algorithms, quickstart, rollout_drift
 from tests.forked import python
-from tests.pages import RUN_BLOCK, WRITTEN_FILE
+from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
 from tests.servers import KEY
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -126,7 +126,23 @@ def test_the_files_and_commands_of_a_page_work(copy: Path, follow: Callable[[Pat
         assert "pays 100%" in (copy / "outputs/audit.txt").read_text()
     if page.name == "serving.md":
         figures = json.loads((copy / "outputs/figures.json").read_text())["sums"]
-        assert figures["prompts"] == 3 and figures["responses"] == 24 and {"mean@8", "pass@8", "maj@8"} <= set(figures)
+        assert (
+            figures["prompts"] == 3
+            and figures["responses"] == 24
+            and {"mean@8", "pass@8", "majority@8"} <= set(figures)
+        )
+
+
+def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
+    text = (ROOT / "README.md").read_text()
+    for path, content in WRITTEN_FILE.findall(text):
+        (copy / path).write_text(content)
+    run_command(MAKE_MODEL, copy)
+    [command] = [arguments for arguments in runs_of_main(text) if "data.train_files=sums.jsonl" in arguments]
+    done = python("main.py", *command, cwd=copy)
+    assert done.returncode == 0, done.stderr
+    scores = [step["critic/score/mean"] for step in learning_metrics(copy / "outputs/sums").values()]
+    assert len(scores) == 50 and scores[-1] > 0.8 > 0.2 > scores[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

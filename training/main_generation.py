@@ -25,7 +25,7 @@ from typing import Any
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import counted, sampling
+from configs.checks import plural, sampling
 from configs.errors import refusals
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt
@@ -82,7 +82,7 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
         with refusals():
             rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
         known = f", {len(table)} of them answered already" if len(table) else ""
-        print(f"{counted(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
+        print(f"{plural(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
         with closing(rollout.engine), Progress() as progress:
             task = progress.add_task("prompts answered", total=total, completed=len(table))
             while len(table) < total:

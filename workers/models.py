@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from configs.checks import counted
+from configs.checks import plural
 from configs.errors import notice
 from configs.schema import ModelConfig, SFTModelConfig
 from data.pretrained import load_model_config
@@ -99,7 +99,7 @@ def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], p
         names = sorted(name for name in report[kind] if name.startswith(own))
         if names:
             listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-            weights = words.format(counted(len(names), "weight"), type(model).__name__)
+            weights = words.format(plural(len(names), "weight"), type(model).__name__)
             notice(f"{path} {weights}: {listed}.")
 
 

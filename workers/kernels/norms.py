@@ -79,10 +79,10 @@ def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight · values / √(mean of values² + ε), [..., d] and [d] → [..., d]; differentiable once."""
     if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(values, weight, eps)
-    return normalized(values, weight, eps)[0]
+    return normalize(values, weight, eps)[0]
 
 
-def normalized(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalize(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The output of `rms_norm`, and the 1 / √… of each token, [..., 1]."""
     length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
     factor = length.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
@@ -92,7 +92,7 @@ def normalized(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output, factor = normalized(values, weight, eps)
+        output, factor = normalize(values, weight, eps)
         ctx.save_for_backward(values, weight, factor)
         return output
 

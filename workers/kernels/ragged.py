@@ -69,7 +69,7 @@ class Ragged:
 
     @property
     def elements(self) -> int:
-        """How many elements all blocks have together."""
+        """The number of elements of all blocks together."""
         return sum(prod(block.shape) for block in self.blocks)
 
     @cached_property
