@@ -24,7 +24,6 @@ from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
 from training.checkpoint import config_drift
 from training.ray_trainer import RayPPOTrainer
-from training.supervised import prepare as prepare_sft
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -234,5 +233,5 @@ def test_supervised_training_on_a_disk_that_is_full_at_its_end_says_that_nothing
         pytest.raises(RuntimeError, match=r"step 1, the last, could not be saved: .* is none\. Make room"),
         sole_run(tmp_path / "run"),
     ):
-        sft_trainer.train(config, prepare_sft(config))
+        sft_trainer.train(config, sft_trainer.prepare(config))
     assert list(learning_metrics(tmp_path / "run")) == [1]

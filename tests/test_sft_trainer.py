@@ -17,8 +17,7 @@ from data.sft_dataset import SFTDataset
 from data.types import Sample
 from tests.forked import python
 from tests.runs import learning_metrics
-from training.sft_trainer import main, run, worker_config
-from training.supervised import SFTTrainer, prepare
+from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
 from workers.local_group import LocalWorkerGroup

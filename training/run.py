@@ -1,6 +1,6 @@
 """Runs the loop around a step, for every kind of training: checkpoints, resuming, metrics, lines in the terminal.
 
-A trainer (training/ray_trainer.py, training/supervised.py) is a `Run` with a `step` of its own.
+A trainer (training/ray_trainer.py, training/sft_trainer.py) is a `Run` with a `step` of its own.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 """Supervised training on prompts with responses and on conversations: python -m training.sft_trainer key=value …
 
 The result is a warm start for reinforcement learning, or used as it is. The loss is the mean negative log-likelihood
-of a response, or of the answers in a conversation; all other tokens are only read.
+of a response, or of the answers in a conversation; all other tokens are only read. A step is a policy update by the
+plain policy gradient (`gpg` in training/core_algos.py) in which every learnt token has an advantage of 1.
 """
 
 import sys
@@ -20,6 +21,7 @@ from configs.schema import (
     PolicyLossConfig,
     RolloutConfig,
     SFTConfig,
+    SFTTrainerConfig,
     TrainerConfig,
 )
 
@@ -27,11 +29,42 @@ main = command("sft", SFTConfig, check_sft, __doc__, "training.sft_trainer.start
 if __name__ == "__main__":
     raise SystemExit(main())  # before the imports below, which take seconds
 
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from configs.errors import refusals, users_line_noted
+from data.data_report import report_overlap
 from data.files import sole_run
-from training.supervised import SFTParts, SFTTrainer, files_to_come, prepare
+from data.padding import collate
+from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
+from data.protocol import DataProto
+from data.sampler import PromptLoader, RandomSampler, SequentialSampler
+from data.seeding import derive_seed, seed_everything
+from data.sft_dataset import SFTDataset
+from data.types import Sample
+from training.checkpoint import CONFIG_FILE
+from training.health import SkippedUpdates
+from training.metric_utils import timer
+from training.mini_batches import Update
+from training.reports import METRICS_FILE
+from training.roles import Actor
+from training.run import Metrics, Run
 from workers.remote_roles import RemoteActor
 from workers.worker_group import check_machine, start_command, start_pools, worker_summary
+
+MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
+
+
+@dataclass(frozen=True)
+class SFTParts:
+    """The tokenizer and rows of a run, built and checked before workers start."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_loader: PromptLoader
+    val_loader: PromptLoader | None
+    total_steps: int
 
 
 def start(config: SFTConfig) -> None:
@@ -83,3 +116,98 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
         return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
     finally:
         pools["actor"].close()
+
+
+def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
+    """The line that a run prints at its start: where its files will be."""
+    often = f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
+    last = f"after the last step global_step_{total_steps}/huggingface"
+    return f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}, and {often}{last}."
+
+
+def prepare(config: SFTConfig) -> SFTParts:
+    """Raises ValueError for a model, a tokenizer or rows that cannot be used."""
+    data = config.data
+    seed_everything(config.trainer.seed)
+    tokenizer = load_tokenizer(config.model, "model")
+    model_config = load_model_config(config.model, config.model.path, "model.path")
+    check_positions(model_config, data.max_length, "model.path", "data.max_length")
+    end_id = template_terminator(tokenizer)
+    end_id = tokenizer.eos_token_id if end_id is None else end_id
+    rows = SFTDataset(data.train_files, tokenizer, data, end_id)
+    sampler = RandomSampler(rows, data, derive_seed(config.trainer.seed, "data"))
+    train_loader, val_loader = PromptLoader(rows, data.train_batch_size, sampler), None
+    if data.val_files:
+        held_out = SFTDataset(data.val_files, tokenizer, data, end_id)
+        report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)
+        order = SequentialSampler(held_out, data)
+        val_loader = PromptLoader(held_out, data.train_batch_size, order, drop_last=False)
+    total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
+    return SFTParts(tokenizer, train_loader, val_loader, total_steps)
+
+
+class SFTTrainer(Run):
+    """Trains a model on demonstrations.
+
+    Args:
+        config: the run's.
+        parts: tokenizer and rows.
+        actor: the workers' role, with the loss and the sizes of `worker_config`.
+    """
+
+    acts_after_last_step = True
+
+    def __init__(self, config: SFTConfig, parts: SFTParts, actor: Actor) -> None:
+        super().__init__(
+            config,
+            tokenizer=parts.tokenizer,
+            train_loader=parts.train_loader,
+            total_steps=parts.total_steps,
+            models={".": actor},
+            contents=config.checkpoint.save_contents,
+            can_validate=parts.val_loader is not None,
+        )
+        self.val_loader = parts.val_loader
+        self.actor = actor
+        remedy = "Often: a learning rate too high (optim.lr), or weights that are already broken."
+        self.watches = [SkippedUpdates(MAX_SKIPPED_UPDATES, None, remedy)]
+
+    def step(self) -> tuple[DataProto, Metrics]:
+        """One optimiser step on the next batch."""
+        timing: dict[str, float] = {}
+        with timer("step", timing):
+            batch = self.pad(self.train_loader.next_batch())
+            tokens = int(batch.batch["response_mask"].sum())
+            learnt = self.actor.update_policy(batch, self.update_by(tokens))
+        renamed = {name.replace("actor/", "train/"): value for name, value in learnt.items() if name != "actor/pg_loss"}
+        return batch, renamed | {
+            "train/tokens": tokens,
+            "train/epoch": self.train_loader.epoch,
+            "timing_s/step": timing["step"],
+        }
+
+    def validate(self) -> Metrics:
+        """Mean negative log-likelihood per learnt token of the validation rows."""
+        timing: dict[str, float] = {}
+        total, tokens = 0.0, 0
+        with timer("testing", timing):
+            for rows in self.val_loader:
+                batch = self.pad(rows)
+                tokens += int(batch.batch["response_mask"].sum())
+                total += self.actor.compute_loss(batch, self.update_by(1))["actor/loss"]
+        self.validation = {"val/loss": total / tokens, "timing_s/testing": timing["testing"]}
+        return self.validation
+
+    def update_by(self, tokens: int) -> Update:
+        """The facts of this step's update, whose loss is a sum over tokens divided by `tokens`."""
+        seed = derive_seed(self.config.trainer.seed, "update", self.global_step)
+        return Update(self.global_step - 1, seed, 1.0, {"batch_num_tokens": tokens})
+
+    def pad(self, rows: dict) -> DataProto:
+        """Rows of ids as the padded columns that the actor takes: every learnt token has an advantage of 1."""
+        samples: list[Sample] = list(rows["sample"])
+        longest_prompt = max(len(sample.prompt_ids) for sample in samples)
+        longest_response = max(len(sample.token_ids) for sample in samples)
+        batch = collate(samples, longest_prompt, longest_response, self.tokenizer.pad_token_id)
+        batch.batch["advantages"] = torch.ones_like(batch.batch.pop("rollout_log_probs"))
+        return batch
