@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ CUTS = {
     "all rows": MicroBatchSize(9, 0),
     "24 tokens": MicroBatchSize(None, 24),
 }
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Asserts that two arrays of numbers agree, relatively or absolutely, as float64."""
+    one, other = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in (actual, expected))
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def ragged_batch(seed: int = 0) -> DataProto:

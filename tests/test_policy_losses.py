@@ -15,7 +15,7 @@ from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
-from tests.batches import CUTS, aggregate, ragged_batch, relative_distance, update_of
+from tests.batches import CUTS, aggregate, close, ragged_batch, relative_distance, update_of
 from tests.runs import compose
 from training.core_algos import (
     POLICY_LOSS_REGISTRY,
@@ -56,12 +56,6 @@ def actor_config(policy_loss=None, **actor):
 def as_losses_get_it(config, counts=None, rollout_correction=None):
     policy_loss = SimpleNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
     return SimpleNamespace(**{**vars(config), "policy_loss": policy_loss}, global_batch_info=counts or {})
-
-
-def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
-    )
 
 
 class Batch(NamedTuple):
@@ -610,6 +604,11 @@ def test_the_settings_default_to_verls():
 def test_dro_needs_its_beta(beta):
     with pytest.raises(ValueError, match=rf"dro_beta is {beta}, but policy_loss\.loss_mode=dro needs a number above 0"):
         ANCHOR.run("dro", config=actor_config({"dro_beta": beta}))
+
+
+def test_a_dual_clip_at_or_below_one_is_refused():
+    with pytest.raises(AssertionError, match=r"clip_ratio_c is 1\.0, but must be above 1"):
+        ANCHOR.run("vanilla", config=actor_config(clip_ratio_c=1.0))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from configs.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig, parse_band, parse_rejection
 from data.protocol import DataProto
+from tests.batches import close
 from training.rollout_correction import (
     DIVERGENCES,
     REDUCTIONS,
@@ -24,12 +25,6 @@ NAN = math.nan
 SEEDS = range(12)
 LEVELS = ["token", "sequence"]
 THRESHOLDS = {option: "0.5_3.0" if option.endswith("k1") else 0.4 for option in REJECTION_OPTIONS}
-
-
-def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
-    )
 
 
 def same_metrics(actual, expected, tolerance=1e-6):

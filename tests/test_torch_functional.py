@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.batches import close
 from training.torch_functional import (
     clip_by_value,
     constant_schedule_multiplier,
@@ -26,12 +27,6 @@ NAN, INF = math.nan, math.inf
 # verl's anchor input (spec 12.2).
 VALUES = torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-
-
-def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
-    )
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AGGREGATION_MODES, DataConfig
 from data.protocol import DataProto
-from tests.batches import aggregate
+from tests.batches import aggregate, close
 from training.core_algos import ADV_ESTIMATOR_REGISTRY
 from training.rollout_correction import correct_log_probs
 from training.torch_functional import logprobs_and_entropy_from_logits
@@ -43,12 +43,6 @@ ANCHOR = (
     torch.tensor([[1.0, -1.0, -2.0, 1.0], [0.5, 0.5, -0.5, 1.0]]),
     torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
 )
-
-
-def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(
-        torch.as_tensor(actual), torch.as_tensor(expected), rtol=tolerance, atol=tolerance, check_dtype=False
-    )
 
 
 @settings(max_examples=40, deadline=None)
