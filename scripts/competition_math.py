@@ -12,7 +12,7 @@ from typing import Any
 
 from data.rows import read_rows
 from scripts.gsm8k import convert
-from training.reward_score.boxed import boxed_content
+from training.reward_score.math_reward import boxed_content
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 

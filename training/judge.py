@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,11 @@ REFERENCE = "\nWhat is right:\n{ground_truth}\n"
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|reference)\}")
 GRADE = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
 MAX_MESSAGE = 300  # characters of what a server answers that are passed on
+REMEDIES = {  # by the status of a refusal
+    401: "Name the variable with the key in reward_kwargs.api_key_env.",
+    403: "Name the variable with the right key in reward_kwargs.api_key_env.",
+    404: "Look at reward_kwargs.base_url and reward_kwargs.model.",
+}
 
 only_models: dict[str, str] = {}  # by address: the one model of a server
 
@@ -109,9 +113,10 @@ def read_template(template: str) -> str:
 
 def fill_template(template: str, prompt: str, response: str, ground_truth: str | None) -> str:
     """Fills in the template, once: what is filled in is not looked through for places to fill."""
-    texts: dict[str, str] = {"prompt": prompt, "response": response, "ground_truth": ""}
-    texts["ground_truth"] = "" if ground_truth is None else str(ground_truth)
-    texts["reference"] = "" if ground_truth is None else REFERENCE.replace("{ground_truth}", texts["ground_truth"])
+    texts = {"prompt": prompt, "response": response, "ground_truth": "", "reference": ""}
+    if ground_truth is not None:
+        texts["ground_truth"] = str(ground_truth)
+        texts["reference"] = REFERENCE.replace("{ground_truth}", str(ground_truth))
     return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
 
 
@@ -151,16 +156,7 @@ async def ask_judge(session: ClientSession, method: str, url: str, body: Json | 
     except RequestRefused as error:
         if error.status is None:
             raise
-        raise ValueError(f"{error}. {remedy(error.status)}") from error
-
-
-def remedy(status: int) -> str:
-    known: Mapping[int, str] = {
-        401: "Name the variable with the key in reward_kwargs.api_key_env.",
-        403: "Name the variable with the right key in reward_kwargs.api_key_env.",
-        404: "Look at reward_kwargs.base_url and reward_kwargs.model.",
-    }
-    return known.get(status, "Look at reward_kwargs.")
+        raise ValueError(f"{error}. {REMEDIES.get(error.status, 'Look at reward_kwargs.')}") from error
 
 
 def recall(cache: str | None, key: str) -> str | None:

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import json
 from collections.abc import Sequence
-from itertools import count
 
 from rich.console import Console
 from rich.table import Table
@@ -93,15 +92,15 @@ def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> 
     flat = [(row, response) for row in rows for response in row["responses"]]
     view = view_of_rows(*zip(*flat, strict=True), validate=True)
     scores, extra, failures = view_scores(view, reward, (len(flat), 1), config)
-    scores, answers = iter(scores.reshape(len(flat)).tolist()), iter(extra.get("pred", ()))
+    scores, answers = scores.flatten().tolist(), extra.get("pred")
     left_out = failures if config.on_failure == "mask" else {}
-    numbers, graded = count(), []
+    graded, end = [], 0
     for row in rows:
-        found = [(next(numbers), next(scores), str(next(answers, ""))) for _ in row["responses"]]
-        kept = [(score, answer) for number, score, answer in found if number not in left_out]
-        said = [answer for _, answer in kept] if "pred" in extra else None
+        start, end = end, end + len(row["responses"])
+        kept = [place for place in range(start, end) if place not in left_out]
+        said = None if answers is None else [str(answers[place]) for place in kept]
         if kept:
-            graded.append(Graded(row["data_source"], [score for score, _ in kept], said))
+            graded.append(Graded(row["data_source"], [scores[place] for place in kept], said))
     return graded
 
 

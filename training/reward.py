@@ -50,7 +50,6 @@ from training.roles import RewardModel
 logger = logging.getLogger(__name__)
 RewardManager = Callable[[DataProto], Any]
 DEFAULT = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
-OUTCOMES = ("timeout", "error")  # of a response that could not be scored; else: ok
 EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
 
 
@@ -116,7 +115,7 @@ def load_functions(
         ValueError: one has an unknown form.
     """
     if config.functions:
-        return WeightedReward(load_parts(config, lambda entry, key: load_function(entry, config, tokenizer, key)))
+        return WeightedReward(load_parts(config, tokenizer))
     if config.custom_reward_function.path:
         return load_function(config.custom_reward_function, config, tokenizer)
     return None
@@ -214,7 +213,10 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
 
     Over samples that did not fail; of an episode of several rows it is the last row's.
     """
-    metrics = outcome_metrics(batch)
+    metrics: dict[str, float] = {}
+    if "reward_outcome" in batch:
+        counts = Counter(batch.non_tensor_batch["reward_outcome"])
+        metrics = {f"reward/{outcome}": float(counts[outcome]) for outcome in ("timeout", "error")}
     episodes = EpisodeRows(batch)
     completed = episodes.last_row[episodes.is_complete().numpy()]
     for name in batch.meta_info["reward_extra_keys"]:
@@ -367,14 +369,6 @@ def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -
         reasons = np.array(batch.end_reason, dtype=object)
         reasons[rows] = [f"reward_{failures[row].outcome}" for row in rows]
         batch.non_tensor_batch["end_reason"] = reasons
-
-
-def outcome_metrics(batch: DataProto) -> dict[str, float]:
-    """Counts the responses that could not be scored: reward/timeout and reward/error."""
-    if "reward_outcome" not in batch:
-        return {}
-    counts = Counter(batch.non_tensor_batch["reward_outcome"])
-    return {f"reward/{outcome}": float(counts[outcome]) for outcome in OUTCOMES}
 
 
 def score_batch(

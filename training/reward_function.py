@@ -131,7 +131,11 @@ class FunctionReward:
         return results if self.takes_one_response else results[0]
 
     def _joined(self, futures: list[Future], rows: int) -> Any:
-        results = results_of(futures)
+        try:
+            results = [future.result() for future in futures]
+        finally:
+            for future in futures:  # those that wait, if one has failed
+                future.cancel()
         if self.takes_one_response:
             return results
         [result] = results
@@ -154,15 +158,6 @@ def requires(signature: inspect.Signature, argument: str) -> bool:
     if parameter is None or parameter.default is not parameter.empty:
         return False
     return not re.search("None|Optional", str(parameter.annotation))
-
-
-def results_of(futures: list[Future]) -> list[Any]:
-    """Returns the results of calls in order; if waiting for them ends early, cancels the calls."""
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def load_function(
@@ -306,8 +301,8 @@ class WeightedReward:
         return [lost.get(row, result) for row, result in enumerate(combined)]
 
 
-def load_parts(config: ScoringConfig, load: Callable[[WeightedFunctionConfig, str], FunctionReward]) -> list[Part]:
-    """Loads the functions of reward.functions by `load(entry, key)`.
+def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
+    """Loads the functions of reward.functions.
 
     Raises:
         ConfigError: two would be logged under one name.
@@ -317,7 +312,7 @@ def load_parts(config: ScoringConfig, load: Callable[[WeightedFunctionConfig, st
     for place, (entry, label) in enumerate(zip(config.functions, labels(config.functions), strict=True)):
         key = f"reward.functions[{place}]"
         try:
-            function = load(entry, key)
+            function = load_function(entry, config, tokenizer, key)
         except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
             raise ConfigError(f"{key}: {error}") from error
         if not function.columns:

@@ -229,7 +229,7 @@ def audit(rows: list[Row], score: Score) -> list[Finding]:
     rows = distinct(rows)[:: -(-len(distinct(rows)) // MOST_ROWS)]
     form, right = best_form(rows, score)
     asked = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
-    outcomes = score([with_response(row, answer) for _, row, answer in asked])
+    outcomes = score([row | {"responses": answer} for _, row, answer in asked])
     tried: dict[str, list[tuple[str, Outcome]]] = {}
     for (kind, _, answer), outcome in zip(asked, outcomes, strict=True):
         tried.setdefault(kind, []).append((answer, outcome))
@@ -249,7 +249,7 @@ def distinct(rows: list[Row]) -> list[Row]:
 def best_form(rows: list[Row], score: Score) -> tuple[str, list[Outcome]]:
     """Returns the form in which right answers earn most, and their outcomes; none if no right answer is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
-    outcomes = score([with_response(row, form.format(text)) for form in FORMS for row, text in known]) if known else []
+    outcomes = score([row | {"responses": form.format(text)} for form in FORMS for row, text in known]) if known else []
     tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(FORMS)}
     earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in FORMS}
     form = max(FORMS, key=earned.__getitem__)
@@ -268,12 +268,13 @@ def right_answer(row: Row) -> str | None:
 
 def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
     """Lists (kind, answer) for all that should not pay for `row`; constants that are right there are left out."""
+    junk = "".join(random.Random(len(row["prompts"])).choices(string.printable, k=JUNK_CHARACTERS))
     answers = [
         ("empty text", ""),
         ("the form without an answer", form.format("")),
         ("the prompt itself", row["prompts"]),
+        (f"{JUNK_CHARACTERS // 1000} kB of junk", junk),
     ]
-    answers.append((f"{JUNK_CHARACTERS // 1000} kB of junk", junk(len(row["prompts"]))))
     truth = right_answer(row)
     targets = row["ground_truths"].get("target") if isinstance(row["ground_truths"], dict) else row["ground_truths"]
     right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
@@ -287,14 +288,6 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
         answers.append((f'"{form.format("7 or ANSWER")}"', form.format(f"{other} or {truth}")))
         answers.append(("both, each in the form", f"{form.format(other)}\n{form.format(truth)}\n{form.format(other)}"))
     return list(dict.fromkeys(answers))
-
-
-def junk(seed: int) -> str:
-    return "".join(random.Random(seed).choices(string.printable, k=JUNK_CHARACTERS))
-
-
-def with_response(row: Row, response: str) -> Row:
-    return row | {"responses": response}
 
 
 def right_finding(outcomes: list[Outcome], least: float, form: str) -> Finding:

@@ -3,6 +3,7 @@
 import threading
 from contextlib import AbstractContextManager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from training.reward_score import (
@@ -18,21 +19,24 @@ from training.reward_score import (
     search_r1_like_qa_em,
 )
 
-GSM8K = ("openai/gsm8k",)
-MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
-DAPO = ("math_dapo", "math", "math_dapo_reasoning")
-DAPO_PREFIX = "aime"
-NUMINA = tuple(
-    f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
-)
-CODE = ("codecontests", "apps", "codeforces", "taco")
-GEOMETRY = ("hiyouga/geometry3k",)
-QUESTIONS = tuple(
-    f"searchR1_{name}" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-)
-COUNTDOWN = ("countdown",)
-GYM_PREFIX = "reasoning_gym/"
-KNOWN = (*COUNTDOWN, f"{GYM_PREFIX}…", *GSM8K, *MATH, *DAPO, f"{DAPO_PREFIX}…", *NUMINA, *CODE, *GEOMETRY, *QUESTIONS)
+RULES: dict[str, ModuleType] = {  # by data source; a name with … stands for all that begin so
+    "countdown": countdown,
+    "reasoning_gym/…": reasoning_gym,
+    "openai/gsm8k": gsm8k,
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_reward),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime…"), math_dapo),
+    **{
+        f"numina_{name}": prime_math
+        for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+    },
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), prime_code),
+    "hiyouga/geometry3k": geo3k,
+    **{
+        f"searchR1_{name}": search_r1_like_qa_em
+        for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    },
+}
+KNOWN = tuple(RULES)
 
 
 def default_compute_score(
@@ -54,18 +58,22 @@ def default_compute_score(
     Raises:
         NotImplementedError: no rule for `data_source`; lists those that have one.
     """
-    if data_source in CODE:
-        if sandbox_fusion_url:
-            numbered = isinstance(concurrent_semaphore, int)
-            semaphore = semaphore_of(concurrent_semaphore) if numbered else concurrent_semaphore
-            server = (sandbox_fusion_url, semaphore, memory_limit_mb)
-            result = sandbox_fusion.compute_score(*server, solution_str, ground_truth, continuous=True)
-        else:
-            result = prime_code.compute_score(
-                solution_str, ground_truth, continuous=True, memory_mb=memory_limit_mb or prime_code.MEMORY_MB
-            )
+    rule = find_rule(data_source)
+    if rule is None:
+        raise NotImplementedError(
+            f"Reward function is not implemented for data_source={data_source!r}. There are rules for "
+            f"{', '.join(KNOWN)}; for other data set reward.custom_reward_function.path to a function of yours."
+        )
+    if rule is not prime_code:
+        result = rule.compute_score(solution_str, ground_truth)
+    elif sandbox_fusion_url:
+        numbered = isinstance(concurrent_semaphore, int)
+        semaphore = semaphore_of(concurrent_semaphore) if numbered else concurrent_semaphore
+        server = (sandbox_fusion_url, semaphore, memory_limit_mb)
+        result = sandbox_fusion.compute_score(*server, solution_str, ground_truth, continuous=True)
     else:
-        result = rule_of(data_source)(solution_str, ground_truth)
+        memory_mb = memory_limit_mb or prime_code.MEMORY_MB
+        result = prime_code.compute_score(solution_str, ground_truth, continuous=True, memory_mb=memory_mb)
     if isinstance(result, dict):
         return result
     return float(result[0] if isinstance(result, tuple) else result)
@@ -79,27 +87,12 @@ def semaphore_of(places: int) -> threading.BoundedSemaphore:
 
 def has_rule(data_source: Any) -> bool:
     """Whether `default_compute_score` knows `data_source`."""
-    return isinstance(data_source, str) and (data_source in KNOWN or data_source.startswith((DAPO_PREFIX, GYM_PREFIX)))
+    return find_rule(data_source) is not None
 
 
-def rule_of(data_source: str) -> Any:
-    """The function of (response, ground truth) for a data source that is not code."""
-    rules = {
-        GSM8K: gsm8k.compute_score,
-        MATH: math_reward.compute_score,
-        DAPO: math_dapo.compute_score,
-        NUMINA: prime_math.compute_score,
-        GEOMETRY: geo3k.compute_score,
-        QUESTIONS: search_r1_like_qa_em.compute_score,
-        COUNTDOWN: countdown.compute_score,
-    }
-    for sources, rule in rules.items():
-        if data_source in sources:
-            return rule
-    for prefix, rule in ((DAPO_PREFIX, math_dapo.compute_score), (GYM_PREFIX, reasoning_gym.compute_score)):
-        if isinstance(data_source, str) and data_source.startswith(prefix):
-            return rule
-    raise NotImplementedError(
-        f"Reward function is not implemented for data_source={data_source!r}. There are rules for {', '.join(KNOWN)}; "
-        "for other data set reward.custom_reward_function.path to a function of yours."
-    )
+def find_rule(data_source: Any) -> ModuleType | None:
+    """Returns the module whose compute_score(response, ground truth) scores `data_source`; None if there is none."""
+    if not isinstance(data_source, str):
+        return None
+    prefixes = (name for name in RULES if name.endswith("…") and data_source.startswith(name[:-1]))
+    return RULES.get(data_source) or RULES.get(next(prefixes, ""))

@@ -23,6 +23,14 @@ class TestCases:
     function: str | None = None
     asserts: tuple[str, ...] = ()
 
+    def run_of(self, program: str, place: int) -> tuple[str, str]:
+        """Returns the program of the case at `place`, and its standard input."""
+        if self.asserts:
+            program = f"{program}\n\n{self.asserts[place]}"
+        given = self.inputs[place]
+        lines = given if isinstance(given, str) else "\n".join(map(json.dumps, given) if self.function else given)
+        return program, lines
+
 
 def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
     """The cases of a row: {inputs, outputs[, fn_name]}, or {assert_case[, inputs, outputs]}, or JSON of one.

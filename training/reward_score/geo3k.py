@@ -2,8 +2,7 @@ r"""Geometry3K's rule: 0.9 for a \boxed{…} that equals the reference, 0.1 for 
 
 import re
 
-from training.reward_score.boxed import boxed_content
-from training.reward_score.math_reward import is_equivalent
+from training.reward_score.math_reward import boxed_content, is_equivalent
 from training.reward_score.symbolic import symbolically_equal
 
 FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)

@@ -3,7 +3,7 @@ r"""DAPO's rule: the last "Answer: …" line is the reference's after Minerva's 
 import re
 from typing import Any
 
-from training.reward_score.boxed import boxed_content
+from training.reward_score.math_reward import boxed_content
 
 LOOKED_AT, BOX_LOOKED_AT = 300, 100  # characters at the end of a response
 ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)

@@ -2,8 +2,6 @@ r"""The rule of MATH: the last \boxed{…} is the reference's, after Hendrycks' 
 
 import re
 
-from training.reward_score.boxed import last_boxed
-
 INTEGER = r"(-?(?:0|[1-9]\d*))"
 
 
@@ -21,6 +19,28 @@ def extract_answer(text: str) -> str | None:
     if boxed is None or not boxed.startswith(r"\boxed{"):
         return None
     return boxed[len(r"\boxed{") : -1]
+
+
+def last_boxed(text: str, commands: tuple[str, ...] = (r"\boxed", r"\fbox")) -> str | None:
+    r"""The last boxed expression with its command, "\boxed{…}", up to the brace that balances the first; None: none.
+
+    The first of `commands` that occurs counts. A brace that is never closed makes it None, as in verl.
+    """
+    start = next((place for command in commands if (place := text.rfind(command)) >= 0), -1)
+    if start < 0:
+        return None
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0 and text[place] == "}":
+            return text[start : place + 1]
+    return None
+
+
+def boxed_content(text: str) -> str | None:
+    r"""The content of the last \boxed{…}; None: there is none."""
+    found = last_boxed(text, (r"\boxed{",))
+    return None if found is None else found[len(r"\boxed{") : -1]
 
 
 def is_equivalent(answer: str, truth: str) -> bool:

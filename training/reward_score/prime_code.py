@@ -61,12 +61,8 @@ def run_until_failure(program: str, cases: TestCases, places: list[int], memory_
 
 def run_case(program: str, cases: TestCases, place: int, seconds: float, memory_mb: int) -> dict[str, Any]:
     """{case, result: True, False, -1 (an error or too slow) or -2 (no program), output, error}."""
-    given, expected = cases.inputs[place], cases.outputs[place]
-    if cases.asserts:
-        program = f"{program}\n\n{cases.asserts[place]}"
-    lines = given if isinstance(given, str) else "\n".join(map(json.dumps, given) if cases.function else given)
-    done = run_python(program, lines, seconds=seconds, memory_mb=memory_mb, files_mb=FILES_MB)
-    result = judge(done, expected, by_value=cases.function is not None)
+    done = run_python(*cases.run_of(program, place), seconds=seconds, memory_mb=memory_mb, files_mb=FILES_MB)
+    result = judge(done, cases.outputs[place], by_value=cases.function is not None)
     error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
     return {"case": place, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
 

@@ -3,7 +3,7 @@ r"""PRIME's rule for competition mathematics: an answer found in prose, compared
 import math
 import re
 
-from training.reward_score.boxed import last_boxed
+from training.reward_score.math_reward import last_boxed
 from training.reward_score.math_reward import normalise as normalise_latex
 from training.reward_score.symbolic import symbolically_equal
 

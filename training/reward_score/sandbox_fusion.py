@@ -1,7 +1,6 @@
 """Programs by test cases on a sandbox-fusion server, over HTTP."""
 
 import asyncio
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -71,13 +70,9 @@ class Server:
         """{case, result: True, False, -1 (the server), -2 (an error), -3 (too slow) or -4 (no program), said}."""
         if self.broken.is_set():
             return {"case": place, "result": NO_PROGRAM, "said": None}
-        if cases.asserts:
-            program = f"{program}\n\n{cases.asserts[place]}"
-        given = cases.inputs[place]
-        stdin = given if isinstance(given, str) else "\n".join(map(json.dumps, given) if cases.function else given)
         try:
             with self.semaphore:
-                said = self.post(program, stdin)
+                said = self.post(*cases.run_of(program, place))
         except (OSError, ValueError) as error:  # no server, an error of its, or no JSON
             return {"case": place, "result": SERVER_ERROR, "said": f"{type(error).__name__}: {error}"}
         result = read_result(said, cases.outputs[place])

@@ -1,7 +1,9 @@
 """Search-R1's rule for questions: what stands in the last <answer>…</answer> is one of the targets, word by word."""
 
+import operator
 import re
 import string
+from collections.abc import Callable
 from typing import Any
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -20,13 +22,11 @@ def compute_score(
 
     `score` / 4 where <answer> or </answer> occurs more than ten times. `method` changes nothing, as in verl.
     """
-    answer = extract_answer(solution_str)
-    if answer is None:
-        return 0.0
-    if normalise(answer) not in map(normalise, targets_of(ground_truth)):
-        return format_score
+    right = is_right(solution_str, ground_truth, operator.eq)
     hedges = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MOST_TAGS
-    return score / 4 if hedges else score
+    if right:
+        return score / 4 if hedges else score
+    return 0.0 if right is None else format_score
 
 
 def compute_score_subem(
@@ -37,21 +37,18 @@ def compute_score_subem(
     score: float = 1.0,
 ) -> float:
     """As `compute_score`, but the answer need only contain a target; however many tags there are."""
-    answer = extract_answer(solution_str)
-    if answer is None:
-        return 0.0
-    said = normalise(answer)
-    return score if any(normalise(target) in said for target in targets_of(ground_truth)) else format_score
+    right = is_right(solution_str, ground_truth, operator.contains)
+    return 0.0 if right is None else score if right else format_score
 
 
-def extract_answer(text: str) -> str | None:
+def is_right(text: str, ground_truth: dict[str, Any], matches: Callable[[str, str], bool]) -> bool | None:
+    """Whether the last answer matches a target, both normalised; None: there is no answer."""
     found = ANSWER.findall(text)
-    return found[-1].strip() if found else None
-
-
-def targets_of(ground_truth: dict[str, Any]) -> list[str]:
+    if not found:
+        return None
     target = ground_truth["target"]
-    return [target] if isinstance(target, str) else list(target)
+    answer = normalise(found[-1])
+    return any(matches(answer, normalise(one)) for one in ([target] if isinstance(target, str) else target))
 
 
 def normalise(text: str) -> str:

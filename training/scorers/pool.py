@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -91,7 +91,11 @@ class Scorers:
         self.processes: list[ScorerProcess] = []
         self.free: asyncio.LifoQueue[ScorerProcess] = asyncio.LifoQueue()
         self.waiting, self.done = 0, 0  # calls
-        self.limits = RateLimits(config)
+        self.limits = [  # reward.max_rpm calls and reward.max_tpm tokens a minute
+            (AsyncTokenBucket(most / 60), amount)
+            for most, amount in ((config.max_rpm, 1.0), (config.max_tpm, float(config.estimated_tokens_per_request)))
+            if most is not None
+        ]
         self.growing: asyncio.Task | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lock = threading.Lock()
@@ -111,7 +115,8 @@ class Scorers:
             ) from error
         with self.lock:
             if self.loop is None:
-                self._open()
+                self.loop, thread = start_loop()
+                self.end = weakref.finalize(self, end_all, self.loop, thread, self.processes)  # with this process, too
         return asyncio.run_coroutine_threadsafe(self._score(body, rows), self.loop)
 
     def close(self) -> None:
@@ -119,12 +124,9 @@ class Scorers:
         if self.loop is not None:
             self.end()
 
-    def _open(self) -> None:
-        self.loop, thread = start_loop()
-        self.end = weakref.finalize(self, end_all, self.loop, thread, self.processes)  # when this process ends, too
-
     async def _score(self, body: bytes, rows: int) -> Any:
-        await self.limits.acquire()
+        for bucket, amount in self.limits:
+            await bucket.acquire(amount)
         self.waiting += 1
         try:
             if self.growing is None or self.growing.done():
@@ -191,19 +193,3 @@ class AsyncTokenBucket:
         self.tokens -= num_tokens
         if self.tokens < 0:
             await asyncio.sleep(-self.tokens / self.rate_limit)
-
-
-class RateLimits:
-    """reward.max_rpm calls and reward.max_tpm tokens a minute, by reward.estimated_tokens_per_request."""
-
-    def __init__(self, config: ScoringConfig) -> None:
-        self.buckets: Sequence[tuple[AsyncTokenBucket, float]] = [
-            (AsyncTokenBucket(most / 60), amount)
-            for most, amount in ((config.max_rpm, 1.0), (config.max_tpm, float(config.estimated_tokens_per_request)))
-            if most is not None
-        ]
-
-    async def acquire(self) -> None:
-        """Waits until a call may begin."""
-        for bucket, amount in self.buckets:
-            await bucket.acquire(amount)

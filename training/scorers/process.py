@@ -106,17 +106,14 @@ def await_result(result: Any) -> Any:
 def seed_generators(arguments: dict[str, Any]) -> None:
     """Seeds the global generators that the function may draw from by the texts that it scores: equal runs are equal,
     whichever process a row comes to."""
-    texts = [part for name in sorted(arguments) for part in list_texts(arguments[name])]
-    seed = zlib.crc32("\0".join(texts).encode("utf-8", "replace"))
+    values = [arguments[name] for name in sorted(arguments)]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    seed = zlib.crc32("\0".join(part for part in parts if isinstance(part, str)).encode("utf-8", "replace"))
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
-
-
-def list_texts(value: Any) -> list[str]:
-    return [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)]
 
 
 def limit_memory(memory_mb: int | None) -> None:
