@@ -13,7 +13,6 @@ from custom.env_wrapper import EnvState, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from data.sampler import PromptLoader, RandomSampler
 from scripts.quickstart import demonstrations, safe_moves
 from tests.runs import compose, learning_metrics, short_run
 
@@ -45,19 +44,6 @@ def test_rows_are_the_same_whenever_and_by_whomever_they_are_asked_for():
     assert [one[i] for i in range(12)] == backwards
     assert make_dataset(first=5)[2]["extra_info"]["state"] == one[7]["extra_info"]["state"]
     assert make_dataset(seed=1)[0]["extra_info"]["state"] != one[0]["extra_info"]["state"]
-
-
-def test_a_loader_over_states_resumes_at_the_next_row():
-    def loader() -> PromptLoader:
-        dataset = make_dataset()
-        return PromptLoader(dataset, 4, RandomSampler(dataset, dataset.config, seed=0))
-
-    whole, interrupted, resumed = loader(), loader(), loader()
-    expected = [whole.next_batch()["extra_info"].tolist() for _ in range(5)]
-    for _ in range(2):
-        interrupted.next_batch()
-    resumed.load_state_dict(interrupted.state_dict())
-    assert [resumed.next_batch()["extra_info"].tolist() for _ in range(3)] == expected[2:]
 
 
 def test_an_environment_without_a_table_has_no_expected_answer():

@@ -116,11 +116,6 @@ def test_folders_and_globs_are_all_their_files_by_name(tmp_path):
             read_rows(source)
 
 
-def test_several_files_are_read_in_order(tmp_path, tokenizer):
-    files = [write(tmp_path / "a.jsonl", [{"prompt": "1"}]), write(tmp_path / "b.parquet", [{"prompt": "2"}])]
-    assert [row["raw_prompt"] for row in dataset(files, tokenizer)] == ["1", "2"]
-
-
 @pytest.mark.parametrize(
     ("columns", "prompt", "response"),
     [
@@ -152,11 +147,6 @@ def test_data_source_is_read_from_the_configured_column(tmp_path, tokenizer):
     assert dataset(path, tokenizer, prompt_key="question", reward_fn_key="task")[0]["data_source"] == "sums"
 
 
-def test_a_string_bypasses_the_template_and_messages_go_through_it(tokenizer):
-    assert text(tokenizer, encode_prompt("1+1=", tokenizer)) == "1+1="
-    assert text(tokenizer, encode_prompt(QUESTION, tokenizer)) == "s:Add.;u:1+1?;a:"
-
-
 def test_template_arguments_are_passed_on(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}])
     row = dataset(path, tokenizer, apply_chat_template_kwargs={"think": "no"})[0]
@@ -185,13 +175,6 @@ def test_the_arrays_pandas_makes_of_parquet_lists_are_prompts_too(tmp_path):
     assert parse_prompt(frame.prompt[0]) == QUESTION
 
 
-def test_a_missing_prompt_column_names_the_key_and_the_columns_there_are(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.parquet", [{"question": "a", "answer": "b"}])
-    expected = f"{path}, row 0: the prompt is None.*data.prompt_key=prompt; this row fills the columns question, answer"
-    with pytest.raises(ValueError, match=expected):
-        dataset(path, tokenizer)
-
-
 def test_a_file_that_is_not_there_is_named(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=r"rows.jsonl: there is no such file \(looked in .*data.train_files"):
         dataset(tmp_path / "rows.jsonl", tokenizer)
@@ -210,18 +193,6 @@ def test_overlong_prompts_are_dropped_counted_and_listed(tmp_path, tokenizer, ca
         "dropped 4 of 8 prompts, longer than data.max_prompt_length=10 tokens: "
         f"{path}, row 3; {path}, row 5; {path}, row 6; …"
     )
-
-
-def test_the_template_counts_toward_the_length(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": QUESTION}, {"prompt": "short"}])
-    assert len(dataset(path, tokenizer, max_prompt_length=len("s:Add.;u:1+1?;a:"))) == 2
-    assert len(dataset(path, tokenizer, max_prompt_length=len("s:Add.;u:1+1?;a:") - 1)) == 1
-
-
-def test_when_every_prompt_is_overlong_the_longest_and_the_limit_are_told(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "abcde"}, {"prompt": "abcdefg"}])
-    with pytest.raises(ValueError, match=r"all 2 prompts are longer than data.max_prompt_length=4 tokens, .* has 7"):
-        dataset(path, tokenizer, max_prompt_length=4)
 
 
 def test_an_unfiltered_overlong_prompt_is_an_error_unless_a_side_is_named(tmp_path, tokenizer):
@@ -320,10 +291,6 @@ def test_collating_stacks_tensors_and_keeps_everything_else_as_elements():
         assert all(kept is row[name] for kept, row in zip(batch[name], rows, strict=True))
 
 
-def test_a_single_row_with_nested_lists_stays_one_element():
-    assert collate_fn([{"raw_prompt": [QUESTION, QUESTION]}])["raw_prompt"].shape == (1,)
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_collating_rows_with_different_keys_names_the_key(order):
     with pytest.raises(ValueError, match=r"column 'state' is missing from row"):
@@ -394,15 +361,6 @@ def test_labels_are_found_wherever_a_row_has_them(tmp_path, tokenizer, ending):
     rows = [*dataset(path, tokenizer)]
     assert [row["reward_model"] for row in rows] == [verl, *({"ground_truth": truth} for truth in ("2", None, None))]
     assert all(row["extra_info"] == {"index": 7} and row["index"] == 7 for row in rows)
-
-
-@pytest.mark.parametrize("value", ["2", "not json", [1], '["a"]'])
-def test_a_label_that_is_no_dictionary_names_file_row_and_remedy(tmp_path, tokenizer, value):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "reward_model": value}])
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl, row 0: reward_model is .* or one written as JSON\. A bare answer"
-    ):
-        dataset(path, tokenizer)
 
 
 class Bare(Dataset):

@@ -52,7 +52,8 @@ def test_characters_are_counted_by_occurrence_and_by_row(make, found, rows):
 def test_rows_of_a_file_are_looked_at_when_they_are_read(tmp_path, capsys):
     chat = [{"role": "system", "content": "Größe?"}, {"role": "user", "content": "1→2"}]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (chat, "plain", "→")))
+    rows = [{"prompt": chat}, {"prompt": "plain"}, {"raw_prompt": "→"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     RLHFDataset(file, TOKENIZER, config=DataConfig())
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"notice: 4 characters of 2 rows of {file} have no token in ")
@@ -74,10 +75,3 @@ def test_states_of_an_environment_are_looked_at_before_training(capsys):
         said = capsys.readouterr().err.splitlines()
         assert len(said) == lines
     assert said[0].startswith("notice: 5 characters of 5 rows of 5 states of FrozenLake-v1 have no token")
-
-
-def test_rows_that_have_their_prompt_as_raw_prompt_are_looked_at_too(tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"raw_prompt": [{"role": "user", "content": "é"}]}) + "\n")
-    RLHFDataset(file, TOKENIZER, config=DataConfig())
-    assert "1 character of 1 row" in capsys.readouterr().err
