@@ -14,6 +14,7 @@ Left out: whatever needs a batch object, a device or a process group.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from functools import update_wrapper
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,8 @@ MAX_SEQUENCE_LOG_RATIO = 10.0  # the same for the ratio of a whole sequence, fro
 
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
+TokenLosses = tuple[Tensor, dict[str, Tensor]]  # losses and, by name, metrics; [B, R] each
+Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, "PolicyLoss"] = {}
@@ -169,7 +172,7 @@ class Groups:
     `index` [B] names each row's group by any hashable; it may be a list, an array or a tensor.
     """
 
-    def __init__(self, index: Sequence[Hashable] | np.ndarray | Tensor, response_mask: Tensor) -> None:
+    def __init__(self, index: Labels, response_mask: Tensor) -> None:
         labels = index.tolist() if isinstance(index, np.ndarray | Tensor) else index
         if len(labels) != len(response_mask):
             raise ValueError(
@@ -307,7 +310,7 @@ def compute_turn_gae_advantage_return(
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
+    index: Labels,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
@@ -327,7 +330,7 @@ def compute_grpo_outcome_advantage(
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
+    index: Labels,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     **kwargs: Any,
@@ -352,10 +355,7 @@ def compute_grpo_passk_outcome_advantage(
 @register_adv_est(AdvantageEstimator.RLOO)
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
-    **kwargs: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (arXiv:2402.14740): a sample's score minus the mean of the others in its group."""
     groups = Groups(index, response_mask)
@@ -369,10 +369,7 @@ def compute_rloo_outcome_advantage(
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @torch.no_grad()
 def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
-    **kwargs: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """`compute_rloo_outcome_advantage`, except that a sample alone in its group gets 0, not its score."""
     advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
@@ -383,10 +380,7 @@ def compute_rloo_vectorized_outcome_advantage(
 @register_adv_est(AdvantageEstimator.OPO)
 @torch.no_grad()
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
-    **kwargs: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """OPO (arXiv:2505.23585): a sample's score minus its group's mean, in which each sample weighs its tokens.
 
@@ -403,7 +397,7 @@ def compute_opo_outcome_advantage(
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
+    index: Labels,
     f_norm: float = 1.0,
     alpha: float = 1.0,
     **kwargs: Any,
@@ -426,7 +420,7 @@ def compute_gpg_outcome_advantage(
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
+    index: Labels,
     *,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -492,10 +486,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
-    **kwargs: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++-baseline (arXiv:2501.03262): a sample's score minus its group's mean, whitened over the batch."""
     scores = token_level_rewards.sum(-1)
@@ -523,7 +514,7 @@ def compute_remax_outcome_advantage(
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence[Hashable] | np.ndarray | Tensor,
+    index: Labels,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     *,
@@ -633,20 +624,41 @@ def clip_bounds(config: LossConfig) -> tuple[float, float]:
 
 def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, float]:
     """The metrics of a policy loss: each [B, R] quantity's mean over the mask, in one transfer from the device."""
+    if not per_token:
+        return {}
     means = torch.stack([masked_mean(values.detach().float(), response_mask) for values in per_token.values()])
     return dict(zip(per_token, means.tolist(), strict=True))
 
 
-def _weigh_and_aggregate(
-    losses: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    rollout_is_weights: Tensor | None,
-) -> Tensor:
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+    """Decorator that makes a policy loss of a function that returns losses and metrics token by token.
+
+    The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or, if
+    none is, in the config's.
+    """
+
+    def whole(of_tokens: Callable[..., TokenLosses]) -> PolicyLossFn:
+        def policy_loss(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str,
+            config: LossConfig,
+            *,
+            rollout_is_weights: Tensor | None = None,
+        ) -> tuple[Tensor, dict[str, float]]:
+            losses, metrics = of_tokens(old_log_prob, log_prob, advantages, response_mask, config)
+            if rollout_is_weights is not None:
+                losses = losses * rollout_is_weights
+            loss = agg_loss(losses, response_mask, mode or loss_agg_mode, **config.global_batch_info)
+            return loss, masked_means(metrics, response_mask)
+
+        update_wrapper(policy_loss, of_tokens)
+        del policy_loss.__wrapped__  # its signature is its own
+        return policy_loss
+
+    return whole
 
 
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
@@ -685,30 +697,23 @@ def dual_clip_loss(
 
 
 # Policy losses take log-probs, advantages, mask and importance weights of shape [B, R], and return (scalar loss with
-# gradient, metrics). In their formulas A is the advantage, ratio is exp(log_prob - old_log_prob), and sg() stops the
-# gradient. Log-probs are zeroed under the mask first, so that not even a NaN there reaches the gradient.
+# gradient, metrics); under `aggregate_tokens` stands what they do to each token. In their formulas A is the advantage,
+# ratio is exp(log_prob - old_log_prob), and sg() stops the gradient. Log-probs are zeroed under the mask first, so that
+# not even a NaN there reaches the gradient.
 
 
 @register_policy_loss("vanilla", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """PPO's clipped loss with dual clip: `dual_clip_loss` of the config's bounds."""
     clip_low, clip_high = clip_bounds(config)
     log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     losses, clipped, dual_clipped = dual_clip_loss(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=config.clip_ratio_c
     )
-    metrics = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": dual_clipped}
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means(metrics, response_mask)
+    return losses, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": dual_clipped}
 
 
 def kept_by_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -733,9 +738,7 @@ def kept_by_kl(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
     return torch.where(advantages > 0, raised, lowered)
 
 
-def dppo_loss(
-    log_ratio: Tensor, log_prob: Tensor, advantages: Tensor, kept: Tensor, max_ratio: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dppo_loss(log_ratio: Tensor, log_prob: Tensor, advantages: Tensor, kept: Tensor, max_ratio: float) -> TokenLosses:
     """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere; returns (losses, metrics), all [B, R]."""
     ratio = log_ratio.exp()
     losses = zero_masked(-advantages * ratio.clamp(max=max_ratio).detach() * log_prob, kept)
@@ -747,16 +750,10 @@ def dppo_loss(
 
 
 @register_policy_loss("dppo_tv", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_dppo_tv(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """DPPO (arXiv:2602.04879) with total variation: `dppo_loss` of the tokens that `kept_by_tv` keeps.
 
     The config's clip bounds are differences of probability, and `clip_ratio_c` the largest ratio.
@@ -764,22 +761,14 @@ def compute_policy_loss_dppo_tv(
     log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     log_prob = zero_masked(log_prob, response_mask)
     kept = kept_by_tv(log_prob, old_log_prob, advantages, *clip_bounds(config))
-    losses, metrics = dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means(metrics, response_mask)
+    return dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
 
 
 @register_policy_loss("dppo_kl", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_dppo_kl(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """DPPO (arXiv:2602.04879) with KL: `dppo_loss` of the tokens that `kept_by_kl` keeps.
 
     The config's clip bounds are divergences in nats, and `clip_ratio_c` the largest ratio.
@@ -787,9 +776,7 @@ def compute_policy_loss_dppo_kl(
     log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     log_prob = zero_masked(log_prob, response_mask)
     kept = kept_by_kl(log_prob, old_log_prob, advantages, *clip_bounds(config))
-    losses, metrics = dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means(metrics, response_mask)
+    return dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
 
 
 def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
@@ -802,25 +789,18 @@ def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
 
 
 @register_policy_loss("gspo", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """GSPO (arXiv:2507.18071), its token form: `clip_loss` of `sequence_ratio`, without the dual clip.
 
     The paper's bounds are around 3e-4, and its mean is seq-mean-token-mean.
     """
     log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
     losses, clipped = clip_loss(sequence_ratio(log_ratio, response_mask), advantages, *clip_bounds(config))
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    metrics = masked_means({"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio}, response_mask)
-    return loss, metrics | {"actor/pg_clipfrac_lower": 0.0}
+    none = torch.zeros_like(log_ratio)
+    return losses, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
 
 
 def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
@@ -833,38 +813,24 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_ne
 
 
 @register_policy_loss("sapo", silent_at_zero=True)
+@aggregate_tokens("seq-mean-token-mean")
 def compute_policy_loss_sapo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """SAPO (arXiv:2511.20347): `soft_gate_loss`, always aggregated by seq-mean-token-mean, whatever the mode."""
     log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     losses = soft_gate_loss(log_ratio, advantages, config.tau_pos, config.tau_neg)
-    loss = _weigh_and_aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
-    metrics = masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
-    return loss, {"actor/pg_clipfrac": 0.0, **metrics, "actor/pg_clipfrac_lower": 0.0}
+    none = torch.zeros_like(log_ratio)
+    return losses, {"actor/pg_clipfrac": none, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
 
 
 @register_policy_loss("gpg", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_gpg(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """GPG (arXiv:2504.02546): -A · log_prob, the plain policy gradient; `old_log_prob` is not read, no metrics."""
-    losses = -advantages * zero_masked(log_prob, response_mask)
-    return _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), {}
+    return -advantages * zero_masked(log_prob, response_mask), {}
 
 
 def token_covariances(log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
@@ -889,16 +855,10 @@ def random_choice(eligible: Tensor, count: int) -> Tensor:
 
 
 @register_policy_loss("clip_cov", over_mini_batch=True)
+@aggregate_tokens()
 def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """Clip-Cov (arXiv:2505.22617): `clip_loss`, and no loss at a few random tokens of high covariance.
 
     Drawn are `clip_cov_ratio` of the valid tokens, from those that the clip leaves alone and whose `token_covariances`
@@ -911,22 +871,14 @@ def compute_policy_loss_clip_cov(
     covariances = token_covariances(log_prob, advantages, response_mask)
     eligible = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub) & ~clipped
     dropped = random_choice(eligible, share_of_tokens(settings.clip_cov_ratio, response_mask))
-    losses = zero_masked(losses, ~dropped)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means({"actor/pg_clipfrac": dropped, "actor/ppo_kl": -log_ratio}, response_mask)
+    return zero_masked(losses, ~dropped), {"actor/pg_clipfrac": dropped, "actor/ppo_kl": -log_ratio}
 
 
 @register_policy_loss("kl_cov", over_mini_batch=True)
+@aggregate_tokens()
 def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
 
     Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
@@ -938,9 +890,7 @@ def compute_policy_loss_kl_cov(
     highest = covariances.topk(share_of_tokens(settings.kl_cov_ratio, response_mask)).indices
     penalised = torch.zeros_like(response_mask, dtype=torch.bool).flatten().index_fill(0, highest, True)
     penalty = settings.ppo_kl_coef * zero_masked(log_ratio.abs(), penalised.view_as(response_mask))
-    losses = -advantages * log_ratio.exp() + penalty
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means({"actor/ppo_kl": log_ratio.abs()}, response_mask)
+    return -advantages * log_ratio.exp() + penalty, {"actor/ppo_kl": log_ratio.abs()}
 
 
 def geometric_mean_loss(
@@ -989,38 +939,25 @@ def compute_policy_loss_geo_mean(
 
 
 @register_policy_loss("cispo", silent_at_zero=True)
+@aggregate_tokens()
 def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """CISPO (arXiv:2506.13585): -A · sg(clamp(ratio)) · log_prob, so that clipped tokens still learn."""
     clip_low, clip_high = clip_bounds(config)
     log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
     ratio = log_ratio.exp().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -advantages * bounded * zero_masked(log_prob, response_mask)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    metrics = masked_means({"actor/pg_clipfrac": ratio != bounded, "actor/ppo_kl": -log_ratio}, response_mask)
-    return loss, metrics | {"actor/pg_clipfrac_lower": 0.0}
+    none = torch.zeros_like(log_ratio)
+    return losses, {"actor/pg_clipfrac": ratio != bounded, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
 
 
 @register_policy_loss("dro")
+@aggregate_tokens()
 def compute_policy_loss_dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
     """DRO (arXiv:2405.19107), policy part: -A · log_prob + dro_beta / 2 · (log ratio)².
 
     Raises ValueError unless `policy_loss.dro_beta` is a positive number.
@@ -1033,27 +970,16 @@ def compute_policy_loss_dro(
         )
     log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
     losses = 0.5 * beta * log_ratio**2 - advantages * zero_masked(log_prob, response_mask)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means({"actor/ppo_kl": -log_ratio}, response_mask)
+    return losses, {"actor/ppo_kl": -log_ratio}
 
 
+@aggregate_tokens()
 def compute_policy_loss_reinforce(
-    rollout_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
-    *,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """REINFORCE, off policy if the weights say so: -A · log_prob · rollout_is_weights.
-
-    `rollout_log_prob` only feeds the metric: `ppo_kl` is the mean of rollout_log_prob - log_prob.
-    """
-    losses = -advantages * zero_masked(log_prob, response_mask)
-    loss = _weigh_and_aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, masked_means({"actor/ppo_kl": rollout_log_prob - log_prob}, response_mask)
+    rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
+) -> TokenLosses:
+    """REINFORCE, off policy if the importance weights say so: -A · log_prob · weight; `rollout_log_prob` only feeds
+    the metric."""
+    return -advantages * zero_masked(log_prob, response_mask), {"actor/ppo_kl": rollout_log_prob - log_prob}
 
 
 # loss_type -> (the loss, whether the importance weights enter it: a clipped ratio corrects already)
