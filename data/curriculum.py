@@ -76,9 +76,6 @@ class CurriculumSampler(AbstractCurriculumSampler):
         """The success rate of a bin, as far as it is known."""
         return self.rates.get(name, NOT_KNOWN)
 
-    def __len__(self) -> int:
-        return len(self.data_source)
-
     def __iter__(self) -> Iterator[int]:
         if self.rows_of_epoch() != len(self.bin_of):
             self._look_through()

@@ -6,10 +6,8 @@ once at the start and then after every training step. New rows are drawn from th
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from pathlib import Path
+from functools import wraps
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data.file_formats import Origin
@@ -43,15 +41,9 @@ class DynamicGenDataset(RLHFDataset):
         ValueError: it made a row that cannot be used.
     """
 
-    def __init__(
-        self,
-        data_files: str | Path | Iterable[str | Path] | None,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: Any = None,
-        config: DataConfig | None = None,
-        max_samples: int = -1,
-    ) -> None:
-        super().__init__(data_files, tokenizer, processor, config, max_samples)
+    @wraps(RLHFDataset.__init__)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
         chosen = self.config.datagen
         found = load_extern_object(chosen.path, chosen.name)
         if not isinstance(found, type) or not issubclass(found, AbstractDataGenerator):
@@ -62,12 +54,9 @@ class DynamicGenDataset(RLHFDataset):
         self.generator = found(self.config)
         self.num_of_files = len(self.rows)
         self.made: list[Row] = []  # as the generator gave them
-        self.grow(None)
+        self.on_batch_end(None)
 
-    def on_batch_end(self, batch: DataProto) -> None:
-        self.grow(batch)
-
-    def grow(self, batch: DataProto | None) -> None:
+    def on_batch_end(self, batch: DataProto | None) -> None:
         key, dataset = f"data.datagen.name={self.config.datagen.name}", {"dataset": self}
         self.add(bind(self.generator.generate, {"batch": batch}, key=key, positional=dataset)())
 

@@ -114,14 +114,9 @@ def read_json_lines(path: Path, content: bytes) -> Iterator[Found]:
             if end < len(text):
                 raise ValueError(f"something stands behind the object: {reprlib.repr(text[end:])}")
         except UnicodeDecodeError as error:
-            yield (
-                origin,
-                BadRow(
-                    origin, f"{in_line(origin)}: byte {error.start} of the line is not UTF-8: save the file as UTF-8."
-                ),
-            )
+            yield origin, bad_line(origin, f"byte {error.start} of the line is not UTF-8: save the file as UTF-8.")
         except (ValueError, RecursionError) as error:
-            yield origin, BadRow(origin, f"{in_line(origin)}: this is not JSON: {error}.")
+            yield origin, bad_line(origin, f"this is not JSON: {error}.")
         else:
             yield origin, check_row(origin, value, repeated)
 
@@ -141,13 +136,13 @@ def read_json_array(path: Path, content: bytes) -> Iterator[Found]:
         try:
             value, end, repeated = decode(text, place)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{in_line(origin)}: this is not JSON: {error}.") from error
+            raise bad_line(origin, f"this is not JSON: {error}.") from error
         yield origin, check_row(origin, value, repeated)
         place, number = skip_space(text, end), number + 1
         if text.startswith(",", place):
             place = skip_space(text, place + 1)
         elif not text.startswith("]", place):
-            raise ValueError(f"{in_line(origin)}: this is not JSON: neither , nor ] behind the row.")
+            raise bad_line(origin, "this is not JSON: neither , nor ] behind the row.")
 
 
 def decode(text: str, place: int) -> tuple[Any, int, list[str]]:
@@ -166,15 +161,11 @@ def decode(text: str, place: int) -> tuple[Any, int, list[str]]:
 def check_row(origin: Origin, value: Any, repeated: list[str]) -> Row | BadRow:
     if not isinstance(value, dict):
         return BadRow(origin, f"{origin} is {reprlib.repr(value)}; a row must be a JSON object.")
-    return (
-        BadRow(origin, f"{in_line(origin)}: an object has several keys {repeated}: keep one of each.")
-        if repeated
-        else value
-    )
+    return bad_line(origin, f"an object has several keys {repeated}: keep one of each.") if repeated else value
 
 
-def in_line(origin: Origin) -> str:
-    return f"{origin.file}, line {origin.line}"
+def bad_line(origin: Origin, what: str) -> BadRow:
+    return BadRow(origin, f"{origin.file}, line {origin.line}: {what}")
 
 
 def skip_space(text: str, place: int) -> int:
@@ -206,13 +197,8 @@ def read_csv(path: Path, content: bytes) -> Iterator[Found]:
                 continue
             number += 1
             if len(cells) != len(names):
-                yield (
-                    origin,
-                    BadRow(
-                        origin,
-                        f"{in_line(origin)}: it has {len(cells)} cells, the first line names {len(names)} columns.",
-                    ),
-                )
+                what = f"it has {len(cells)} cells, the first line names {len(names)} columns."
+                yield origin, bad_line(origin, what)
             else:
                 yield origin, {name: cell_value(cell) for name, cell in zip(names, cells, strict=True)}
     except csv.Error as error:

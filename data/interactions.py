@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from data.tool_files import load_named, read_entries
+from data.tool_files import load_class, naming_entry, read_entries
 
 SUFFIX = "Interaction"
 ENTRY_KEYS = {"name", "class_name", "config"}
@@ -52,31 +52,17 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
             twice; names file, key and remedy.
     """
     interactions: dict[str, BaseInteraction] = {}
-    for number, entry in enumerate(read_entries(path, "interaction") if path else []):
-        where = f"{path}: interaction[{number}]"
-        if strangers := sorted(entry.keys() - ENTRY_KEYS):
-            raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(ENTRY_KEYS))}.")
-        found = load_named(entry.get("class_name"), f"{where}.class_name")
-        if not isinstance(found, type) or not issubclass(found, BaseInteraction):
-            raise ValueError(
-                f"{where}.class_name is {entry['class_name']}; it must be a subclass of "
-                "data.interactions.BaseInteraction."
-            )
-        name = entry.get("name") or default_name(found.__name__)
+    for where, entry in read_entries(path, "interaction", ENTRY_KEYS) if path else []:
+        found = load_class(entry, where, BaseInteraction)
+        name = entry.get("name") or (found.__name__.removesuffix(SUFFIX) or found.__name__).lower()
         if name in interactions:
             raise ValueError(
                 f"Duplicate interaction name '{name}' found in {path}: rows name an interaction by it. Give each a "
                 "`name` of its own."
             )
-        try:
+        with naming_entry(entry, where):
             interactions[name] = found({**(entry.get("config") or {}), "name": name})
-        except (ValueError, AssertionError, KeyError, TypeError, OSError) as error:
-            raise ValueError(f"{where} ({entry['class_name']}): {type(error).__name__}: {error}") from error
     return interactions
-
-
-def default_name(class_name: str) -> str:
-    return (class_name.removesuffix(SUFFIX) or class_name).lower()
 
 
 def interaction_of(

@@ -46,7 +46,8 @@ class Dynamic(Protocol):
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many.
+    """Base of all samplers: `__iter__` yields the row positions of one epoch, `__len__` says how many: as a
+    rule, all of the dataset.
 
     `self.epoch` and `self.num_rows`, those that the dataset had as the epoch began, are set before `__iter__` is
     called: an order drawn from a seed and them needs no state to be resumed, also where the dataset grows.
@@ -62,8 +63,8 @@ class AbstractSampler(Sampler[int], ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[int]: ...
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.data_source)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -110,9 +111,6 @@ class SequentialSampler(AbstractSampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rows_of_epoch()))
-
-    def __len__(self) -> int:
-        return len(self.data_source)
 
 
 class RandomSampler(SequentialSampler):

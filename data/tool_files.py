@@ -12,8 +12,9 @@ is better served at a url.
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -58,10 +59,7 @@ def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> 
 
 
 def tools_of_yaml(path: str) -> Iterator[BaseTool]:
-    for number, entry in enumerate(read_entries(path, "tools")):
-        where = f"{path}: tools[{number}]"
-        if strangers := sorted(entry.keys() - ENTRY_KEYS):
-            raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(ENTRY_KEYS))}.")
+    for where, entry in read_entries(path, "tools", ENTRY_KEYS):
         config = entry.get("config") or {}
         kind = config.get("type", "native")
         if kind not in ("native", "mcp"):
@@ -80,13 +78,9 @@ def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) 
             raise ValueError(f"{where}.function is {entry['function']}, which is no function.")
         plain = function.function if isinstance(function, FunctionTool) else function
         return FunctionTool(plain, entry.get("name", function.name if plain is not function else None))
-    found = load_named(entry.get("class_name"), f"{where}.class_name")
-    if not isinstance(found, type) or not issubclass(found, BaseTool):
-        raise ValueError(f"{where}.class_name is {entry['class_name']}; it must be a subclass of data.tools.BaseTool.")
-    try:
+    found = load_class(entry, where, BaseTool)
+    with naming_entry(entry, where):
         return found(config=config, tool_schema=schema)
-    except (ValueError, AssertionError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{where} ({entry['class_name']}): {type(error).__name__}: {error}") from error
 
 
 def tools_of_functions(path: str) -> list[FunctionTool]:
@@ -106,11 +100,11 @@ def tools_of_functions(path: str) -> list[FunctionTool]:
     return marked or [FunctionTool(function) for function in public]
 
 
-def read_entries(path: str, key: str) -> list[dict[str, Any]]:
-    """The list under the one top `key` of a yaml file.
+def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each entry of the list under the one top `key` of a yaml file, after its place in words.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no yaml, or no list of mappings there.
+        FileNotFoundError, ValueError: no such file, no yaml, no list of mappings there, or one with other keys.
     """
     file = find_path(path)
     if not file.is_file():
@@ -127,9 +121,12 @@ def read_entries(path: str, key: str) -> list[dict[str, Any]]:
                 f"{path} must hold one key, {key!r}, with a list of mappings below it; it holds {content!r}."
             )
     for number, entry in enumerate(entries):
+        where = f"{path}: {key}[{number}]"
         if not isinstance(entry, dict) or not isinstance(entry.get("config", {}), dict | None):
-            raise ValueError(f"{path}: {key}[{number}] is {entry!r}; it must be a mapping, and so must its config.")
-    return entries
+            raise ValueError(f"{where} is {entry!r}; it must be a mapping, and so must its config.")
+        if strangers := sorted(entry.keys() - set(allowed)):
+            raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(allowed))}.")
+        yield where, entry
 
 
 def load_named(text: Any, where: str) -> Any:
@@ -138,18 +135,37 @@ def load_named(text: Any, where: str) -> Any:
     Raises:
         ValueError: it names none; begins with `where`.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
-    text = VERLS_CLASSES.get(text, text)
-    path, name = split_object(text)
-    if name is None:
-        path, _, name = text.rpartition(".")
+    path, name = "", None
+    if isinstance(text, str):
+        text = VERLS_CLASSES.get(text, text)
+        path, name = split_object(text)
+        if name is None:
+            path, _, name = text.rpartition(".")
     if not path or not name:
         raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
     try:
         return load_extern_object(path, name)
     except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{where} is {text!r}: {error}") from error
+
+
+def load_class(entry: Mapping[str, Any], where: str, base: type) -> type:
+    """Returns the class that an entry's class_name names; raises ValueError unless it is one of `base`."""
+    found = load_named(entry.get("class_name"), f"{where}.class_name")
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(
+            f"{where}.class_name is {entry['class_name']}; it must be a subclass of {base.__module__}.{base.__name__}."
+        )
+    return found
+
+
+@contextmanager
+def naming_entry(entry: Mapping[str, Any], where: str) -> Iterator[None]:
+    """Raises ValueError, with the entry and its place, if its class refuses its settings in the body."""
+    try:
+        yield
+    except (ValueError, AssertionError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{where} ({entry['class_name']}): {type(error).__name__}: {error}") from error
 
 
 class McpTool(BaseTool):
@@ -231,13 +247,6 @@ def list_schemas(name: str, server: Mapping[str, Any], where: str) -> list[dict[
         }
         for tool in found
     ]
-
-
-def innermost(error: Exception) -> Exception:
-    """The first of what an ExceptionGroup holds, however deep."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def mcp_errors() -> type[Exception]:
