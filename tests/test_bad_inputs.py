@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import main
-from tests.runs import compose, learning_metrics, run_main, short_run
+from tests.runs import learning_metrics, run_main, short_run
 
 ROWS = "".join(f'{{"prompt": "What is {i}+1?", "ground_truth": "{i + 1}"}}\n' for i in range(8))
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
@@ -324,18 +324,6 @@ def test_what_only_training_can_show_ends_in_a_traceback_whose_last_lines_name_c
     with pytest.raises(Exception) as caught:
         main.main(["--config-name", "frozenlake", *case.command(tiny_model, tmp_path)])
     message_of(case, "".join(traceback.format_exception_only(caught.value)))
-
-
-def test_a_torn_checkpoint_is_named_with_the_way_on_and_nothing_is_lost(tiny_model, tmp_path):
-    command = short_run(tiny_model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=2")
-    main.run(compose(*command))
-    before = learning_metrics(tmp_path)
-    weights = tmp_path / "global_step_2/actor/model_world_size_1_rank_0.pt"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"checkpoint file .*model_world_size.* cannot be loaded.*resume_mode"):
-        main.run(compose(*command, "trainer.total_training_steps=4"))
-    assert learning_metrics(tmp_path) == before
-    assert weights.exists()
 
 
 PROCESSES = [  # refused by the config, and by what was prepared from it

@@ -129,14 +129,15 @@ def test_a_checkpoint_is_tried_without_weights_and_leaves_nothing(tmp_path):
 
 
 def test_a_last_save_that_fails_is_an_error_and_one_before_it_is_not(tmp_path):
-    disk_is_full = False
-
     def write(folder: Path, contents: list[str]) -> None:
         if disk_is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         writer("new")(folder)
 
-    saver = Saver(tmp_path, write, ["model"])
+    saver, disk_is_full = Saver(tmp_path, write, ["model"]), True
+    saver.save(1)
+    with pytest.raises(RuntimeError, match=r"The newest checkpoint in .* is none\. Make room"):
+        saver.check(1)
     for step, disk_is_full in enumerate([False, True, False], start=1):
         assert ("training/failed_saves" in saver.save(step)) == disk_is_full
     saver.check(3)

@@ -224,6 +224,7 @@ def test_a_torn_checkpoint_names_the_file(settings, unbroken, tmp_path):
         with pytest.raises(ValueError, match=rf"file {torn / name} cannot be loaded .*trainer\.resume_mode=disable"):
             main.run(compose(*settings(tmp_path / "run", "ppo", *resume)))
         shutil.rmtree(torn)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
 def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tmp_path):

@@ -72,13 +72,20 @@ def test_validation_alone_makes_no_folder(tiny_model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_supervised_training_has_its_folder_to_itself_too(tiny_model, tmp_path, capsys):
-    config = compose_sft(tmp_path, tiny_model, ROWS)
-    overrides = [f"data.train_files={config.data.train_files}", f"model.path={tiny_model}"]
+def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_is(tiny_model, tmp_path, capsys):
+    files = compose_sft(tmp_path, tiny_model, ROWS).data.train_files
+    command = [f"data.train_files={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run"]
+    command += ["data.train_batch_size=4", "trainer.total_training_steps=2", "trainer.logger=[]"]
     with sole_run(tmp_path / "run"), pytest.raises(SystemExit) as stop:
-        sft_trainer.main([*overrides, f"trainer.default_local_dir={tmp_path}/run"])
+        sft_trainer.main(command)
     assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
-    sft_trainer.run(config)
+    sft_trainer.main(command)
+    *_, last = lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
+    folder = tmp_path / "run/global_step_2/huggingface"
+    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
 
 
 def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):
@@ -153,15 +160,6 @@ def test_a_checkpoint_without_a_model_promises_none(tiny_model, tmp_path, capsys
 SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
 
 
-def test_supervised_training_says_where_its_model_is_and_records_its_config(tiny_model, tmp_path, capsys):
-    config = compose_sft(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=2")
-    folder = sft_trainer.run(config)
-    *_, last = lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
-    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
-    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
-
-
 def test_frozenlake_by_hand_leaves_the_quickstarts_folder_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("frozenlake", "frozenlake_ppo"):
@@ -182,12 +180,6 @@ def test_a_model_whose_generation_config_cannot_be_saved_is_mended(sampling_mode
     main.run(compose(*short_run(sampling_model, tmp_path / "run", *TWO_STEPS)))
     saved = GenerationConfig.from_pretrained(tmp_path / "run/global_step_2/actor/huggingface")
     assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.95)
-
-
-def test_supervised_training_of_it_loses_nothing(sampling_model, tmp_path):
-    folder = sft_trainer.run(compose_sft(tmp_path, sampling_model, ROWS, "trainer.total_training_steps=1"))
-    assert GenerationConfig.from_pretrained(folder).do_sample
-    AutoModelForCausalLM.from_pretrained(folder)
 
 
 SAMPLER = """
@@ -224,14 +216,3 @@ def test_what_cannot_be_saved_ends_the_run_in_one_line_before_training(tiny_mode
     )
     assert read_metrics(tmp_path / "run/metrics.jsonl") == []
     assert not list((tmp_path / "run").glob("*global_step_*"))
-
-
-def test_supervised_training_on_a_disk_that_is_full_at_its_end_says_that_nothing_was_saved(tiny_model, tmp_path):
-    config = compose_sft(tmp_path, tiny_model, ROWS, "trainer.total_training_steps=1")
-    with (
-        files_of_at_most(20_000),  # of the model's weights
-        pytest.raises(RuntimeError, match=r"step 1, the last, could not be saved: .* is none\. Make room"),
-        sole_run(tmp_path / "run"),
-    ):
-        sft_trainer.train(config, sft_trainer.prepare(config))
-    assert list(learning_metrics(tmp_path / "run")) == [1]

@@ -1,7 +1,6 @@
 """Supervised training: the loss, which positions it trains, what it learns, how it goes on, which rows it refuses."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from tests.forked import python
 from tests.runs import learning_metrics
 from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
@@ -253,49 +251,6 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
             run(four_steps(tmp_path, tiny_model))
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on_as_if_it_never_was(tiny_model, unbroken, tmp_path):
-    killer = tmp_path / "killer.py"
-    killer.write_text(
-        """
-import os, signal, torch
-
-steps = 0
-
-def step(*args, original=torch.optim.AdamW.step):
-    global steps
-    original(*args)
-    steps += 1
-    if steps == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-torch.optim.AdamW.step = step
-"""
-    )
-    config = four_steps(tmp_path, tiny_model)
-    given = [f"data.train_files={config.data.train_files}", f"data.val_files={config.data.val_files}"]
-    same = ["data.train_batch_size=2", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.test_freq=2"]
-    same += ["optim.lr=1e-2", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps=2", "trainer.total_epochs=2"]
-    same += [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run", "trainer.n_threads=2"]
-    done = python("-m", "training.sft_trainer", *given, *same, f"model.external_lib={killer}")
-    assert done.returncode == -signal.SIGKILL
-    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2]
-    run(config)
-    assert_same_run(tmp_path / "run", unbroken)
-
-
-def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(tiny_model, tmp_path, capsys):
-    constant = "optim.lr_scheduler_type=constant"
-    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
-    capsys.readouterr()
-    folder = run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=2"))
-    assert "step 2 of 2 is done, so nothing is left to do" in capsys.readouterr().out
-    assert folder == tmp_path / "run/global_step_2/huggingface" and (folder / "model.safetensors").exists()
-    run(four_steps(tmp_path, tiny_model, constant, "trainer.total_training_steps=3"))
-    assert "trainer.total_training_steps: 2 → 3" in capsys.readouterr().out
-    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]
 
 
 def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
