@@ -118,6 +118,11 @@ COMMANDS = {
         algorithm.rollout_correction.rollout_rs=token_k1 algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0
         algorithm.rollout_correction.bypass_mode=False
         """,
+    "a guide's": f"""
+        algorithm.adv_estimator=grpo
+        data.image_key=images actor_rollout_ref.hybrid_engine=True {A}.fsdp_config.model_dtype=bf16
+        critic.forward_micro_batch_size_per_gpu=32
+        """,
     "own reward, one node": f"""
         algorithm.adv_estimator=grpo {FIXED_SIZES} custom_reward_function.path=Makefile
         custom_reward_function.name=compute_score reward_model.reward_manager=naive trainer.n_gpus_per_node=1
@@ -140,38 +145,35 @@ def setting_at(config: dict, key: str):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_key_of_a_command_acts_or_says_why_not(name, capsys):
-    command = overrides_of(name)
-    settings = asdict(compose(*command, name="ppo_trainer"))
+def test_every_key_of_a_command_acts_or_says_why_not_and_they_agree(name, capsys, tmp_path):
+    command = [*overrides_of(name), f"{R}.name=hf", f"trainer.default_local_dir={tmp_path}"]
+    config = compose(*command, name="ppo_trainer")
     said = capsys.readouterr().err
-    last = {override.lstrip("+").partition("=")[0]: override.partition("=")[2] for override in command}
-    for key, text in last.items():
+    settings, workers = asdict(config), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    given = [override.lstrip("+").partition("=")[::2] for override in command]
+    idle = [key for key, text in given if without_effect(renamed_key(key) or key, text)]
+    assert all(said.count(f"notice: {key}=") == idle.count(key) for key in idle)
+    for key, text in dict(given).items():
         today = renamed_key(key) or key
-        if without_effect(today, text):
-            assert f"notice: {key}=" in said
-        elif key in OF_ALL_WORKERS:
-            assert setting_at(settings, today) == int(text) // 8
-        else:
+        if key in OF_ALL_WORKERS:
+            assert setting_at(settings, today) == int(text) // workers
+        elif key not in idle:
             assert setting_at(settings, today) == OmegaConf.from_dotlist([f"v={text}"]).v, key
+    renamed = [key for key, _ in given if key not in idle and renamed_key(key)]
+    assert len(said.splitlines()) == len(idle) + len(renamed)
+    check_config(config)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_passes_the_checks_of_what_must_agree(name, tmp_path):
-    check_config(
-        compose(*overrides_of(name), f"{R}.name=hf", f"trainer.default_local_dir={tmp_path}", name="ppo_trainer")
-    )
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_unknown_key_beside_them_is_still_refused(name):
+def test_an_unknown_key_beside_them_is_still_refused():
     with pytest.raises(ConfigError, match=f"unknown key '{A}.ppo_mini_batchsize'"):
-        compose(*overrides_of(name), f"{A}.ppo_mini_batchsize=64", name="ppo_trainer")
+        compose(*overrides_of("ppo"), f"{A}.ppo_mini_batchsize=64", name="ppo_trainer")
 
 
 @pytest.mark.parametrize(
     "override",
     [
         f"{R}.quantization=fp8",
+        "actor_rollout_ref.model.lora_rank=8",
         f"{R}.agent.agent_loop_config_path=loops.yaml",
         f"{A}.optim.optimizer=SGD",
         f"{A}.tis_imp_ratio_cap=2",
