@@ -42,8 +42,9 @@ def serving(served: Served, config: ServerConfig) -> Iterator[str]:
 
 
 @contextmanager
-def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]]) -> Iterator[str]:
-    """The address of a server that answers by `answer(method, path, JSON or None) -> (status, JSON or text)`."""
+def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]], **headers: str) -> Iterator[str]:
+    """The address of a server that answers by `answer(method, path, JSON or None) -> (status, JSON or text)`, with
+    `headers`, in which _ stands for -."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -56,14 +57,15 @@ def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]])
         def say(self, status: int, content: dict | str) -> None:
             data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("content-length", str(len(data)))
+            for name, value in {"content_length": str(len(data)), **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             self.wfile.write(data)
 
         def log_message(self, *_: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

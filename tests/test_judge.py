@@ -1,14 +1,12 @@
 """Another model as the reward: what it is asked, how its grade is read, and what happens when its server fails."""
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,14 +14,14 @@ import pytest
 from configs.schema import RewardConfig, RewardFunctionConfig
 from data import http
 from data.protocol import DataProto
+from tests import servers
 from tests.runs import ROOT
-from tests.servers import KEY
 from training import judge as module
 from training.judge import GRADE, REFERENCE, TEMPLATE, fill_template, judge, read_grade, read_template, recall
 from training.reward import load_reward_manager
 from training.scorers import NotScored
 
-Answer = tuple[int, str]
+Answer = tuple[int, dict | str]
 
 
 @contextmanager
@@ -32,37 +30,18 @@ def answering(rule: Callable[[int, dict], Answer], **headers: str) -> Iterator[t
     was asked."""
     asked: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body | {"path": self.path, "key": self.headers["Authorization"]})
-            self.reply(*rule(len(asked), body))
+    def answer(method: str, path: str, body: dict | None) -> tuple[int, dict | str]:
+        if method == "GET":
+            return 200, {"data": [{"id": "grader"}]}
+        asked.append(body | {"path": path})
+        return rule(len(asked), body)
 
-        def do_GET(self) -> None:
-            self.reply(200, json.dumps({"data": [{"id": "grader"}]}))
-
-        def reply(self, status: int, text: str) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with servers.answering(answer, **headers) as url:
+        yield url, asked
 
 
 def says(text: str) -> Answer:
-    return 200, json.dumps({"choices": [{"message": {"content": text}}]})
+    return 200, {"choices": [{"message": {"content": text}}]}
 
 
 def by_length(number: int, body: dict) -> Answer:
@@ -117,20 +96,13 @@ def test_a_template_may_be_a_file_and_shows_the_response(tmp_path: Path):
         read_template("Grade it.")
 
 
-def test_the_question_and_the_score(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MY_KEY", "secret")
+def test_the_question_and_the_score():
     with answering(by_length) as (url, asked):
-        settings = {
-            "best": 5.0,
-            "temperature": 0.5,
-            "max_tokens": 9,
-            "api_key_env": "MY_KEY",
-            "template": "is {response}?",
-        }
+        settings = {"best": 5.0, "temperature": 0.5, "max_tokens": 9, "template": "is {response}?"}
         assert asked_of(f"{url}/v1/", **settings) == {"score": 1.0, "judge_said": "Hm. Score: 5"}
     messages = [{"role": "user", "content": "is good?"}]
     body = {"model": "grader", "messages": messages, "temperature": 0.5, "max_tokens": 9}
-    assert asked == [body | {"path": "/v1/chat/completions", "key": "Bearer secret"}]
+    assert asked == [body | {"path": "/v1/chat/completions"}]
 
 
 def test_a_busy_or_failing_server_is_asked_again_and_then_no_more():
@@ -241,7 +213,7 @@ def test_a_server_that_hangs_costs_its_row_and_no_other():
 
 
 def test_our_own_server_is_a_judge(address: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("JUDGE_KEY", servers.KEY)
     with pytest.raises(ValueError, match="answer has no grade"):  # of a model with random weights
         asked_of(address, api_key_env="JUDGE_KEY", template="{response}", max_tokens=4)
     with pytest.raises(ValueError, match=r"status 401.*api_key_env"):

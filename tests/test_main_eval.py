@@ -52,12 +52,6 @@ def test_without_a_function_the_rule_of_the_data_source_scores(tmp_path: Path):
     assert found["openai/gsm8k"]["mean@2"] == 0.5
 
 
-def test_a_data_source_without_a_rule_asks_for_a_function(tmp_path: Path, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        run(tmp_path, "reward.custom_reward_function.path=null")
-    assert "no rule for the data sources products, sums: name the file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_passed_response(n):
     for passed in range(n + 1):
@@ -111,14 +105,6 @@ def test_figures_by_hand():
     assert found["pass@4"] == 0.5 and not any(name.startswith("maj") for name in found)
 
 
-def test_a_lower_pass_score_lets_more_pass():
-    graded = [Graded("a", [0.5, 0.0])]
-    assert (
-        compute_evaluation_metrics(graded, 1.0)["pass@2"] == 0
-        and compute_evaluation_metrics(graded, 0.5)["pass@2"] == 1
-    )
-
-
 def test_sources_are_apart_and_together_and_k_is_what_every_prompt_has():
     found = evaluate([Graded("a", [1.0] * 4), Graded("a", [0.0] * 3), Graded("b", [0.0])], 1.0)
     assert [*found] == ["a", "b", "all"]
@@ -153,7 +139,11 @@ def test_columns_of_other_names_and_a_single_response(tmp_path):
     ("rows", "overrides", "message"),
     [
         (ROWS, ["data.path=null"], "data.path is not set"),
-        (ROWS, ["reward.custom_reward_function.path=null"], "reward.custom_reward_function.path is not set"),
+        (
+            ROWS,
+            ["reward.custom_reward_function.path=null"],
+            "path is not set, and there is no rule for the data sources products, sums: name the file",
+        ),
         (ROWS, ["data.response_key=answers"], "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
         ([{"prompt": "x", "responses": [3]}], [], "they must be a string or a list of strings"),
         ([{"prompt": "x", "responses": []}], [], "they must be a string or a list of strings"),

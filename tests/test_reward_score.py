@@ -1,16 +1,14 @@
 """The rules of public data sets pay what they say, case by case (tests/reward_cases.py), and rows find their rule."""
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 
 import pytest
 
 from data import http
 from tests import reward_cases as cases
+from tests.servers import answering
 from training.reward_score import (
     KNOWN,
     default_compute_score,
@@ -207,39 +205,24 @@ ANSWERS = [  # (what the server says, result of the case)
 @table(ANSWERS)
 def test_what_a_sandbox_fusion_server_says(case):
     said, result = case
-    assert sandbox_fusion.read_result(said, "4") is result or sandbox_fusion.read_result(said, "4") == result
+    assert sandbox_fusion.read_result(said, "4") == result
 
 
 @contextmanager
-def fusion_server(answers: list[tuple[int, dict]]) -> Iterator[tuple[str, list[dict]]]:
+def fusion_server(*answers: tuple[int, dict]) -> Iterator[tuple[str, list[dict]]]:
     """A server that gives these (status, body) one after the other, the last for ever: (its url, what it was sent)."""
     asked: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, said = answers[min(len(asked), len(answers)) - 1]
-            body = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(method: str, path: str, body: dict) -> tuple[int, dict]:
+        asked.append(body)
+        return answers[min(len(asked), len(answers)) - 1]
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/run_code", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(answer) as url:
+        yield f"{url}/run_code", asked
 
 
 def test_code_is_run_on_a_sandbox_fusion_server_where_there_is_a_url():
-    with fusion_server([(200, OK)]) as (url, asked):
+    with fusion_server((200, OK)) as (url, asked):
         test_cases = {"inputs": ["2", "3"], "outputs": ["4", "9"]}
         limits = {"sandbox_fusion_url": url, "concurrent_semaphore": 1, "memory_limit_mb": 128}
         assert default_compute_score("apps", cases.SQUARE, test_cases, **limits) == 0.5
@@ -254,10 +237,10 @@ def test_code_is_run_on_a_sandbox_fusion_server_where_there_is_a_url():
 def test_a_gateway_that_gave_up_is_asked_again_and_other_errors_are_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
     one = {"inputs": ["2"], "outputs": ["4"]}
-    with fusion_server([(504, {}), (504, {}), (200, OK)]) as (url, asked):
+    with fusion_server((504, {}), (504, {}), (200, OK)) as (url, asked):
         assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 1.0
         assert len(asked) == 3
-    with fusion_server([(500, {})]) as (url, asked):
+    with fusion_server((500, {})) as (url, asked):
         score, [result] = sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
         assert (score, result["result"], len(asked)) == (0.0, -1, 1) and "500" in result["said"]
     assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 0.0  # nobody is there any more
@@ -270,7 +253,7 @@ def test_a_program_that_does_not_compile_is_none_for_all_later_cases():
 
 
 def test_a_function_is_called_by_lines_of_json():
-    with fusion_server([(200, OK)]) as (url, asked):
+    with fusion_server((200, OK)) as (url, asked):
         test_cases = {"inputs": ["2"], "outputs": ["4"], "fn_name": "square"}
         response = "```python\ndef square(x): return x * x\n```"
         assert sandbox_fusion.compute_score(url, None, None, response, test_cases)[0] == 1.0

@@ -21,6 +21,7 @@ from training.reward_score import search_r1_like_qa_em as questions
 from training.try_reward import Finding, Outcome, audit, load_reward, main, read_views, score_rows
 
 SUMS = [(3, 9), (2, 5), (8, 8), (1, 3)]
+OR_7 = '"ANSWER or 7"'
 ROOMY = ScoringConfig(timeout=120.0, max_failed_fraction=1.0)  # for a busy machine
 
 
@@ -30,10 +31,6 @@ def rows(**columns: object) -> list[dict]:
     ]
 
 
-def numbers_in(text: str) -> list[str]:
-    return re.findall(r"-?\d+", text)
-
-
 def as_number(text: str) -> float:
     try:
         return float(text)
@@ -41,71 +38,45 @@ def as_number(text: str) -> float:
         return 1e9
 
 
-def contains(solution_str, ground_truth):
-    return float(ground_truth in solution_str)
-
-
-def contained(solution_str, ground_truth):
-    return float(solution_str.strip() in f"the answer is {ground_truth}")
-
-
-def not_far(solution_str, ground_truth):
-    return 0.0 if abs(as_number(solution_str) - float(ground_truth)) > 1e-6 else 1.0
-
-
-def constant(solution_str, ground_truth):
-    return 1.0
-
-
-def long_enough(solution_str, ground_truth):
-    return min(len(solution_str) / 1000, 1.0) + float(solution_str == ground_truth)
-
-
-def never(solution_str, ground_truth):
-    return float(solution_str == float(ground_truth))
-
-
-def like_the_prompt(prompt, response, ground_truth):
-    asked = set(prompt.split())
-    return max(len(asked & set(response.split())) / len(asked), float(response == ground_truth))
-
-
-def zero_is_fine(solution_str, ground_truth):
-    return float(solution_str.strip() in (ground_truth, "0"))
-
-
-def any_number(solution_str, ground_truth):
-    return float(ground_truth in numbers_in(solution_str)[:5])
-
-
-def last_word(solution_str, ground_truth):
-    return float(solution_str.split()[-1] == ground_truth)
-
-
-HOLES = {  # what is planted, and which kinds of answers the audit must name
-    contains: {"20 kB of junk", '"ANSWER or 7"'},
-    contained: {"empty text"},
-    not_far: {'always "nan"'},
-    constant: {"the right answer"},
-    long_enough: {"20 kB of junk"},
-    never: {"the right answer"},
-    like_the_prompt: {"the prompt itself"},
-    zero_is_fine: {'always "0"'},
-    any_number: {'"ANSWER or 7"', '"7 or ANSWER"'},
-    last_word: {"empty text"},
+HOLES: dict[str, tuple[Callable, set[str]]] = {  # what is planted, and which kinds of answers the audit must name
+    "contains": (lambda solution_str, ground_truth: float(ground_truth in solution_str), {"20 kB of junk", OR_7}),
+    "contained": (
+        lambda solution_str, ground_truth: float(solution_str.strip() in f"the answer is {ground_truth}"),
+        {"empty text"},
+    ),
+    "not far": (
+        lambda solution_str, ground_truth: 0.0 if abs(as_number(solution_str) - float(ground_truth)) > 1e-6 else 1.0,
+        {'always "nan"'},
+    ),
+    "constant": (lambda solution_str, ground_truth: 1.0, {"the right answer"}),
+    "long enough": (
+        lambda solution_str, ground_truth: min(len(solution_str) / 1000, 1.0) + float(solution_str == ground_truth),
+        {"20 kB of junk"},
+    ),
+    "never": (lambda solution_str, ground_truth: float(solution_str == float(ground_truth)), {"the right answer"}),
+    "like the prompt": (
+        lambda prompt, response, ground_truth: max(
+            len({*prompt.split()} & {*response.split()}) / len({*prompt.split()}), float(response == ground_truth)
+        ),
+        {"the prompt itself"},
+    ),
+    "zero is fine": (
+        lambda solution_str, ground_truth: float(solution_str.strip() in (ground_truth, "0")),
+        {'always "0"'},
+    ),
+    "any number": (
+        lambda solution_str, ground_truth: float(ground_truth in re.findall(r"-?\d+", solution_str)[:5]),
+        {OR_7, '"7 or ANSWER"'},
+    ),
+    "last word": (
+        lambda solution_str, ground_truth: float(solution_str.split()[-1] == ground_truth),
+        {"empty text"},
+    ),
 }
 
 
 def exact(solution_str, ground_truth):
     return float(solution_str.strip() == ground_truth)
-
-
-def boxed(solution_str, ground_truth):
-    return math_reward.compute_score(solution_str, ground_truth)
-
-
-def by_line(solution_str, ground_truth):
-    return math_dapo.compute_score(solution_str, ground_truth)
 
 
 def by_tag(solution_str, ground_truth):
@@ -121,14 +92,14 @@ def warned(reward: Callable, data: list[dict] | None = None) -> dict[str, Findin
     return {finding.answer: finding for finding in findings if finding.warning}
 
 
-@pytest.mark.parametrize("reward", HOLES, ids=lambda reward: reward.__name__)
-def test_the_audit_finds_a_planted_hole(reward: Callable):
+@pytest.mark.parametrize(("reward", "kinds"), HOLES.values(), ids=HOLES)
+def test_the_audit_finds_a_planted_hole(reward: Callable, kinds: set[str]):
     named = warned(reward)
-    assert HOLES[reward] <= set(named), set(named)
+    assert kinds <= set(named), set(named)
     assert all(finding.earned is None or "pay" in finding.warning for finding in named.values())
 
 
-@pytest.mark.parametrize("reward", [exact, boxed, by_line, by_tag, in_lists], ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize("reward", [exact, math_reward.compute_score, math_dapo.compute_score, by_tag, in_lists])
 def test_the_audit_passes_a_sound_reward(reward: Callable):
     assert not warned(reward)
 
@@ -154,13 +125,9 @@ def test_without_ground_truths_the_audit_says_so():
     ("result", "outcome"),
     [
         ("1", Outcome("ok", 1.0)),
-        ("True", Outcome("ok", 1.0)),
         ("{'score': 0.5, 'n': 2}", Outcome("ok", 0.5, {"n": 2})),
-        ("__import__('numpy').bool_(True)", Outcome("ok", 1.0)),
         ("__import__('numpy').float32(0.5)", Outcome("ok", 0.5)),
         ("__import__('numpy').zeros(2)", "the reward f (RETURNS) returned [0.0, 0.0] for response 0: it must be a num"),
-        ("None", "the reward f (RETURNS) returned None for response 0: it must be a number, or a dict"),
-        ("{'acc': 1}", "the reward f (RETURNS) returned ['acc'] for response 0"),
         ("'1'", "the reward f (RETURNS) returned '1' for response 0"),
         ("float('nan')", "the reward f (RETURNS) returned nan for response 0 (1 of 1 scores are not finite)"),
         ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict of 'score'"),

@@ -33,30 +33,15 @@ def compute_score(
     except ValueError:
         return False, None
     places = range(len(cases.inputs))
-    if not continuous:
-        results = run_until_failure(program, cases, list(places), memory_mb)
-        return bool(places) and len(results) == len(places) and all_pass(results), results
-    results = [run_case(program, cases, place, SECONDS_ALONE, memory_mb) for place in places[:FIRST]]
-    if results and all_pass(results):
-        results += run_until_failure(program, cases, list(places[FIRST:]), memory_mb)
-        if len(results) == len(places) and all_pass(results):
-            return True, results
-    first = [result["result"] is True for result in results[:FIRST]]
-    return (sum(first) / len(first) if first else False), results
-
-
-def all_pass(results: list[dict[str, Any]]) -> bool:
-    return all(result["result"] is True for result in results)
-
-
-def run_until_failure(program: str, cases: TestCases, places: list[int], memory_mb: int) -> list[dict[str, Any]]:
-    """Runs the cases at `places`, up to the first that fails."""
-    results: list[dict[str, Any]] = []
-    for place in places:
+    first = places[: FIRST if continuous else 0]
+    results = [run_case(program, cases, place, SECONDS_ALONE, memory_mb) for place in first]
+    passed = sum(result["result"] is True for result in results)
+    for place in places[len(first) :] if passed == len(first) else ():  # up to the first that fails
         results.append(run_case(program, cases, place, SECONDS, memory_mb))
         if results[-1]["result"] is not True:
             break
-    return results
+    is_right = bool(results) and len(results) == len(places) and all(result["result"] is True for result in results)
+    return (passed / len(first) if first and not is_right else is_right), results
 
 
 def run_case(program: str, cases: TestCases, place: int, seconds: float, memory_mb: int) -> dict[str, Any]:
