@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from training.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     AdaptiveKLController,
     FixedKLController,
-    get_adv_estimator_fn,
     register_adv_est,
 )
 
@@ -136,21 +134,6 @@ def test_anything_but_two_tensors_of_the_right_shape_is_refused(estimator, resul
     estimator(lambda rewards: result)
     with pytest.raises(ValueError, match=rf"=mine: .*test_advantage.py\) returned {found}; .*of shape \(3, 4\)"):
         advantages_of(make_batch())
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gae", "reinforce_plus_plus"])
-def test_shipped_estimators_are_called_with_the_configs_numbers(name):
-    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.7, norm_adv_by_std_in_grpo=False)
-    values = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3)
-    found, _ = compute_advantage(make_batch(values=values), config)
-    index, estimate = ["a", "a", "b"], get_adv_estimator_fn(name)
-    expected = {
-        "grpo": lambda: estimate(SCORES, MASK, index, norm_adv_by_std_in_grpo=False),
-        "rloo": lambda: estimate(SCORES, MASK, index),
-        "gae": lambda: estimate(SCORES, values, MASK, gamma=0.9, lam=0.7),
-        "reinforce_plus_plus": lambda: estimate(SCORES, MASK, config=SimpleNamespace(gamma=0.9)),
-    }[name]()
-    assert torch.equal(found["advantages"], expected[0]) and torch.equal(found["returns"], expected[1])
 
 
 def test_kl_in_the_reward_by_hand():

@@ -362,6 +362,7 @@ def twin_of(name, batch, mode):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_loss_equals_its_twin_in_loops(name, seed):
+    """The twin sees policy tokens alone: so failed rows, observations and NaN under the mask are nothing to it."""
     batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
     loss, metrics, gradient = batch.run(name, mode, TIGHT)
     twin_loss, twin_metrics, twin_gradient = twin_of(name, batch, mode)
@@ -446,53 +447,12 @@ def test_any_cut_into_micro_batches_on_any_ranks_gives_the_whole(name, mode, pie
         close(pooled, value)
 
 
-@pytest.mark.parametrize("spoilt", [["old"], ["new"], ["advantages"], ["weights"], Batch._fields])
-@pytest.mark.parametrize("name", EVERY)
-def test_what_lies_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name, spoilt):
-    with_nan = Batch.draw(2)
-    with_zeros = Batch(*(column.nan_to_num(0) for column in with_nan))
-    partly = with_zeros._replace(**{column: getattr(with_nan, column) for column in spoilt})
-    loss, metrics, gradient = partly.run(name, config=TIGHT)
-    clean_loss, clean_metrics, clean_gradient = with_zeros.run(name, config=TIGHT)
-    assert loss == clean_loss and metrics == clean_metrics and torch.equal(gradient, clean_gradient)
-    assert gradient.any() and not gradient[with_nan.mask == 0].any()
-
-
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", EVERY)
-def test_a_failed_row_equals_an_absent_row_and_a_failed_batch_is_zero(name, mode):
+def test_a_failed_batch_is_zero(name, mode):
     batch = Batch.draw(0)
-    there = [row for row in range(6) if batch.mask[row].any()]
-    assert len(there) < 6
-    loss, metrics, gradient = batch.run(name, mode, TIGHT)
-    without_loss, without_metrics, without_gradient = batch.rows(there).run(name, mode, TIGHT)
-    close(loss, without_loss, 1e-12)
-    assert metrics == pytest.approx(without_metrics)
-    close(gradient[there], without_gradient, 1e-12)
-    empty = batch._replace(mask=torch.zeros_like(batch.mask))
-    loss, metrics, gradient = empty.run(name, mode, TIGHT)
+    loss, metrics, gradient = batch._replace(mask=torch.zeros_like(batch.mask)).run(name, mode, TIGHT)
     assert loss == 0 and not any(metrics.values()) and not gradient.any()
-
-
-@pytest.mark.parametrize("junk", [NAN, 1e3, -1e3])
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-@pytest.mark.parametrize("name", EVERY)
-def test_observation_tokens_anywhere_change_nothing(name, mode, junk):
-    batch = Batch.draw(5)
-    generator = torch.Generator().manual_seed(0)
-    columns = torch.stack([torch.randperm(8, generator=generator)[:5].sort().values for _ in range(6)])
-    stretched = Batch(
-        *(torch.full((6, 8), 0 if c is batch.mask else junk, dtype=c.dtype).scatter(1, columns, c) for c in batch)
-    )
-    counts = global_counts(
-        batch
-    )  # a given factor, as the trainer gives one: seq-mean-token-sum-norm's own is the width
-    loss, metrics, gradient = batch.run(name, mode, TIGHT, counts)
-    stretched_loss, stretched_metrics, stretched_gradient = stretched.run(name, mode, TIGHT, counts)
-    close(stretched_loss, loss, 1e-9)
-    close(stretched_gradient.gather(1, columns), gradient, 1e-9)
-    assert not stretched_gradient[stretched.mask == 0].any()
-    assert stretched_metrics == pytest.approx(metrics, abs=1e-7)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
@@ -507,21 +467,16 @@ def test_on_the_first_update_the_gradient_is_that_of_reinforce(name, mode):
     assert gradient.any() and not any(metrics.values())
 
 
-@pytest.mark.parametrize("name", ["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo"])
-@pytest.mark.parametrize("distance", [-500.0, 500.0])
-def test_a_far_off_policy_token_stays_finite(name, distance):
-    far = ANCHOR._replace(new=ANCHOR.old + distance)
-    loss, metrics, gradient = far.run(name, config=actor_config(clip_ratio_c=1e30))
-    assert loss.isfinite() and gradient.isfinite().all()
-    close(metrics[KL], -math.copysign(500 if name == "gspo" else 20, distance))
-
-
-@pytest.mark.parametrize("distance", [-30.0, 30.0])
+@pytest.mark.parametrize("distance", [-30.0, 30.0, -500.0, 500.0])
 @pytest.mark.parametrize("name", [name for name in [*LOSSES, "reinforce"] if name != "gpg"])  # which has no metric
 def test_only_losses_of_token_ratios_that_verl_bounds_are_bounded(name, distance):
-    _, metrics, _ = ANCHOR._replace(new=ANCHOR.old + distance).run(name)
-    far = 20 if name in ("vanilla", "dppo_tv", "dppo_kl", "sapo", "cispo") else 30
-    close(metrics[KL], far if name == "kl_cov" else -math.copysign(far, distance))
+    far = ANCHOR._replace(new=ANCHOR.old + distance)
+    loss, metrics, gradient = far.run(name, config=actor_config({"dro_beta": 0.4}, clip_ratio_c=1e30))
+    bounded = name in ("vanilla", "dppo_tv", "dppo_kl", "sapo", "cispo")
+    if bounded or name == "gspo":
+        assert loss.isfinite() and gradient.isfinite().all()
+    size = 20 if bounded else abs(distance)
+    close(metrics[KL], size if name == "kl_cov" else -math.copysign(size, distance))
 
 
 @pytest.mark.parametrize(("distance", "ratio"), [(25.0, math.exp(10)), (-25.0, math.exp(-25))])

@@ -1,5 +1,6 @@
 """Rollout correction: verl's numbers, each weight and rejection rule by hand, loops over tokens, and invariances."""
 
+import inspect
 import math
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -527,20 +528,15 @@ class TestPresets:
             "loss_type": loss_type,
         }
 
-    @pytest.mark.parametrize(
-        "name", [name for name in PRESETS if name.endswith("_tis") or name == "decoupled_seq_is_rs"]
-    )
-    def test_both_thresholds_may_be_others(self, name):
-        config = getattr(RolloutCorrectionConfig, name)(is_threshold=3.0, rs_threshold="0.1_9")
-        assert (config.rollout_is_threshold, config.rollout_rs_threshold) == (3.0, "0.1_9")
-
-    @pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_seq_is", "bypass_pg_is"])
-    def test_the_only_threshold_may_be_another(self, name):
-        assert getattr(RolloutCorrectionConfig, name)(threshold=3.0).rollout_is_threshold == 3.0
-
-    @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith(("_geo_rs", "_k3_rs"))])
-    def test_the_only_bound_of_rejection_may_be_another(self, name):
-        assert getattr(RolloutCorrectionConfig, name)(rs_threshold="0.2").rollout_rs_threshold == "0.2"
+    @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("icepop")])
+    def test_every_threshold_may_be_another(self, name):
+        other = {"threshold": 3.0, "is_threshold": 3.0, "rs_threshold": "0.1_9"}
+        make = getattr(RolloutCorrectionConfig, name)
+        given = {argument: other[argument] for argument in inspect.signature(make).parameters}
+        (level, threshold), (options, bound), *_ = PRESETS[name]
+        config = make(**given)
+        assert config.rollout_is_threshold == (3.0 if level else threshold)
+        assert config.rollout_rs_threshold == ("0.1_9" if options else bound)
 
     @pytest.mark.parametrize("name", ["decoupled_token_icepop", "bypass_pg_token_icepop"])
     def test_icepop_s_bounds_may_be_others(self, name):

@@ -102,9 +102,6 @@ def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_are_drawn_as_often_as_their_weights_say(method):
     weights = torch.tensor(METHODS[method], dtype=torch.float64)
-    assert pf_ppo_weights(torch.tensor(SCORES)[list(COMPLETED)], method).tolist() == pytest.approx(
-        weights.tolist(), abs=1e-7
-    )
     draws = [drawn(method, seed) for seed in range(1000)]
     assert {len(rows) for rows in draws} == {5}
     counts = Counter(row for rows in draws for row in rows)
@@ -154,17 +151,3 @@ def test_pf_ppo_weights_by_hand_and_an_unknown_method():
         assert pf_ppo_weights(scores, *arguments).tolist() == pytest.approx([weight + 1e-8 for weight in weights])
     with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
         pf_ppo_weights(scores, "median")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_pf_ppo_weights_equal_a_loop(seed):
-    torch.manual_seed(seed)
-    scores = torch.randint(-3, 4, (1 + seed % 6,)).double()
-    best, worst = max(scores.tolist()), min(scores.tolist())
-    for method, weigh in {
-        "pow": lambda score: abs(score) ** 1.5,
-        "max_min": lambda score: 1.0 if score in (best, worst) else 0.0,
-        "max_random": lambda score: 0.4 if score == best else 0.1,
-    }.items():
-        expected = [weigh(score) + 1e-8 for score in scores.tolist()]
-        assert pf_ppo_weights(scores, method, 1.5).tolist() == pytest.approx(expected)
