@@ -21,12 +21,14 @@ SHOWN_UNKNOWN = 8  # without a token, that a notice spells out
 
 
 class BadRows:
-    """Rows that cannot be used, of `total`; at most a share of `max_fraction` may be."""
+    """Rows that cannot be used, of `total`, first the `unread`; at most a share of `max_fraction` may be."""
 
-    def __init__(self, total: int, max_fraction: float) -> None:
+    def __init__(self, total: int, max_fraction: float, unread: Iterable[BadRow] = ()) -> None:
         self.total, self.allowed = total, int(total * max_fraction)
         self.max_fraction = max_fraction
         self.errors: list[BadRow] = []
+        for error in unread:
+            self.add(error)
 
     def add(self, error: BadRow) -> None:
         """Raises ValueError as soon as it is clear that there are too many, with a few of them."""

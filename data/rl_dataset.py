@@ -152,9 +152,7 @@ class RLHFDataset(Dataset):
     def _load(self, data_files: str | Path | Iterable[str | Path], max_samples: int) -> None:
         unread: list[BadRow] = []
         rows = self._sample(read_rows(data_files, unread), max_samples)
-        bad, overlong = BadRows(len(rows) + len(unread), self.config.max_bad_fraction), []
-        for error in unread:
-            bad.add(error)
+        bad, overlong = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread), []
         for origin, row in track(rows, "tokenising prompts", disable=len(rows) < PROGRESS_BAR_FROM):
             try:
                 length = self._add(row, origin)

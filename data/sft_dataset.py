@@ -65,9 +65,7 @@ class SFTDataset(Dataset):
         """Fills `samples`, and reports on the rows; returns those that are kept."""
         unread: list[BadRow] = []
         rows, kept = read_rows(data_files, unread), []
-        bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction)
-        for error in unread:
-            bad.add(error)
+        bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread)
         for origin, row in rows:
             try:
                 self.samples.append(self._encode(row, origin))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
+from data.tool_parsers import read_json
+
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -220,7 +222,8 @@ def _as_typed(name: str, value: Any, described: Mapping[str, Any]) -> Any:
     if kind is None or (value is None and described.get("nullable")):
         return value
     if isinstance(value, str) and kind != "string":
-        value = _from_text(value, kind)
+        read = read_json(value)
+        value = read if isinstance(read, JSON_TYPES[kind]) else value
     elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if kind == "integer" and isinstance(value, float) and value.is_integer():
@@ -230,15 +233,6 @@ def _as_typed(name: str, value: Any, described: Mapping[str, Any]) -> Any:
     if "enum" in described and value not in described["enum"]:
         raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, described['enum']))}")
     return value
-
-
-def _from_text(text: str, kind: str) -> Any:
-    """The value that `text` spells in JSON, if it is of that kind; else the text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, JSON_TYPES[kind]) else text
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:

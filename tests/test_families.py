@@ -42,9 +42,19 @@ SHAPE = {
     "eos_token_id": None,
 }
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
 LATENT |= {"num_key_value_heads": 4}
 LAYERS = ["sliding_attention", "full_attention"]
+PER_LAYER = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "layer_types": LAYERS * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 102,
+    "sliding_window": WINDOW,
+}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
 MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -99,60 +109,19 @@ FAMILIES = {
     "Gemma 3": Family("gemma3_text", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),
     "Gemma 3n": Family(
         "gemma3n_text",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 8,
-            "layer_types": LAYERS * 2,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 102,
-            "laurel_rank": 4,
-            "altup_num_inputs": 2,
-            "sliding_window": WINDOW,
-            "activation_sparsity_pattern": [0.0] * 4,
-        },
+        {**PER_LAYER, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
         PACKED,
         OWN,
     ),
-    "Gemma 4": Family(
-        "gemma4_text",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "layer_types": LAYERS * 2,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 102,
-            "sliding_window": WINDOW,
-        },
-        PACKED,
-        OWN,
-    ),
+    "Gemma 4": Family("gemma4_text", {**PER_LAYER, "global_head_dim": 8}, PACKED, OWN),
     "Phi": Family("phi", {"num_key_value_heads": 4}),
     "Phi-3, longrope": Family("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
     "PhiMoE, with a window": Family(
         "phimoe", {"num_local_experts": 4, "sliding_window": WINDOW, "router_jitter_noise": 0.5}
     ),
-    "DeepSeek-V2": Family(
-        "deepseek_v2",
-        {**LATENT, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        PACKED,
-        OWN,
-    ),
+    "DeepSeek-V2": Family("deepseek_v2", {**LATENT, **ROUTED}, PACKED, OWN),
     "DeepSeek-V3": Family(
-        "deepseek_v3",
-        {
-            **LATENT,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-        PACKED,
-        OWN,
+        "deepseek_v3", {**LATENT, **ROUTED, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}, PACKED, OWN
     ),
     "MiniCPM3": Family("minicpm3", LATENT, PADDED, OWN),
     "GPT-OSS": Family(

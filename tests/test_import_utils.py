@@ -45,10 +45,12 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_file_is_found_absolute_relative_and_as_a_url(reward_file, monkeypatch):
+def test_a_file_is_found_absolute_relative_and_as_a_url_and_executed_once(reward_file, monkeypatch):
+    load_module(str(reward_file)).CALLS.append("kept")
     monkeypatch.chdir(reward_file.parent)
     for path in (str(reward_file), "my_reward.py", "./my_reward.py", f"file://{reward_file}"):
         assert load_extern_object(path, "compute_score")("any", "42", "42") == 1.0
+        assert load_module(path).CALLS == ["kept"]
 
 
 def test_a_file_without_the_py_ending_is_found(tmp_path):
@@ -60,13 +62,6 @@ def test_a_file_without_the_py_ending_is_found(tmp_path):
 @pytest.mark.parametrize("path", ["user_pkg.rewards", "pkg://user_pkg.rewards", "pkg://user_pkg/rewards"])
 def test_a_module_is_found_by_its_dotted_name(package, path):
     assert load_extern_object(path, "compute_score")("any", "42", "41") == 0.0
-
-
-def test_a_file_is_executed_once_however_it_is_named(reward_file, monkeypatch):
-    load_module(str(reward_file)).CALLS.append("kept")
-    monkeypatch.chdir(reward_file.parent)
-    assert load_module("my_reward.py").CALLS == ["kept"]
-    assert load_module(f"file://{reward_file}").CALLS == ["kept"]
 
 
 def test_one_module_several_or_none_are_loaded_in_order(reward_file, package):

@@ -76,13 +76,6 @@ def test_there_is_one_batch_dimension():
         DataProto(TensorDict({"obs": torch.zeros(10, 3)}, batch_size=[10, 3]))
 
 
-@pytest.mark.parametrize("tensors", [None, {}])
-def test_from_dict_without_tensors_has_no_batch(tensors):
-    data = DataProto.from_dict(tensors, {"label": ["a", "b"]})
-    assert data.batch is None
-    assert len(data) == 2
-
-
 def test_from_dict_leaves_the_callers_dict_alone_and_makes_equal_lists_two_dimensional():
     given_columns = {"pairs": [["a", "b"], ["c", "d"]], "ragged": [[1], [1, 2]]}
     data = DataProto.from_dict(non_tensors=given_columns)
@@ -147,6 +140,9 @@ def test_length_in_every_shape():
     assert len(DataProto(None, {})) == 0
     assert len(DataProto(None, None, None)) == 0
     assert len(DataProto()) == 0
+    for tensors in (None, {}):
+        data = DataProto.from_dict(tensors, {"label": ["a", "b"]})
+        assert data.batch is None and len(data) == 2
 
 
 # Plain access

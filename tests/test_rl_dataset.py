@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast
 
 from configs import errors
 from configs.schema import DataConfig, DatagenConfig, DatasetClassConfig
@@ -23,6 +21,7 @@ from data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset, get_data
 from data.rows import read_rows
 from data.sampler import PromptLoader, SequentialSampler
 from tests.runs import compose
+from tests.test_chat import tokenizer_with
 from training.preparation import overlong_rows, prepare, row_maker
 
 TEMPLATE = (
@@ -41,13 +40,7 @@ GSM8K_ROW = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a character, so lengths can be counted by eye."""
-    vocab = {character: i for i, character in enumerate(["<eos>", "\n", *map(chr, range(32, 127))])}
-    characters = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<eos>")
-    made.chat_template = TEMPLATE
-    return made
+    return tokenizer_with(TEMPLATE, "</s>")
 
 
 @pytest.fixture
