@@ -121,22 +121,15 @@ def score(result, batch: DataProto) -> tuple[torch.Tensor, dict]:
 
 @pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("form", FILES)
-def test_every_form_works_alone_and_in_a_run(tmp_path, form, in_process):
+def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, form, in_process):
     name, text = FILES[form]
-    reward = load(tmp_path, text, name, in_process)
+    reward = load(tmp_path, text, name, in_process, weight=0.5)
     alone = [result["score"] if isinstance(result, dict) else float(result) for result in reward(ALONE)]
-    assert alone == [1.0, 0.0]
+    assert alone == [0.5, 0.0]
     labels = [{"style": "rule", "ground_truth": "4"}] * 2
     batch = rollout("4", "5", reward_model=labels, data_source=["sums"] * 2, extra_info=[{}] * 2)
     scores, *_ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
-    assert scores.sum(1).tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("form", FILES)
-def test_reward_kwargs_reach_every_form(tmp_path, form):
-    name, text = FILES[form]
-    results = load(tmp_path, text, name, weight=0.5)(ALONE)
-    assert [result["score"] if isinstance(result, dict) else float(result) for result in results] == [0.5, 0.0]
+    assert scores.sum(1).tolist() == [0.5, 0.0]
 
 
 def test_reward_kwargs_win_over_what_the_caller_passes(tmp_path):
@@ -194,22 +187,7 @@ def test_a_function_of_lists_is_called_once_with_what_it_names():
     assert not FunctionReward(lambda solution_strs, ground_truths=None: []).needs_ground_truth
 
 
-def test_async_rewards_run_side_by_side_even_inside_a_running_loop():
-    waiting = []
-
-    async def compute_score(solution_str):  # passes only if all calls are under way together
-        waiting.append(solution_str)
-        while len(waiting) < 2:
-            await asyncio.sleep(0)
-        return 1.0
-
-    async def notebook():
-        return FunctionReward(compute_score)(ALONE)
-
-    assert asyncio.run(notebook()) == [1.0, 1.0]
-
-
-def test_async_rewards_run_no_more_than_so_many_at_once():
+def test_async_rewards_run_side_by_side_no_more_than_so_many_at_once_even_inside_a_running_loop():
     under_way, most = set(), []
 
     async def compute_score(solution_str):
@@ -220,11 +198,14 @@ def test_async_rewards_run_no_more_than_so_many_at_once():
         under_way.remove(solution_str)
         return float(solution_str)
 
+    async def notebook():
+        return FunctionReward(compute_score)(answers)
+
     answers = DataProto.from_single_dict({"responses": [str(row) for row in range(50)]})
     assert FunctionReward(compute_score, max_concurrent=7)(answers) == [float(row) for row in range(50)]
     assert max(most) == 7
     most.clear()
-    FunctionReward(compute_score)(answers)
+    assert asyncio.run(notebook()) == [float(row) for row in range(50)]
     assert max(most) == 50 <= RewardConfig.max_concurrent
 
 
@@ -310,22 +291,16 @@ def test_the_limits_of_async_rewards_are_the_configs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "reward_kwargs", "message"),
     [
-        (lambda text: 1.0, "none of the known forms.*compute_score"),
-        (lambda solution_str, secret: 1.0, "cannot be called: missing a required argument: 'secret'"),
+        (lambda text: 1.0, {}, "none of the known forms.*compute_score"),
+        (lambda solution_str, secret: 1.0, {}, "cannot be called: missing a required argument: 'secret'"),
+        (lambda response: 1.0, {"wight": 0.5}, "got an unexpected keyword argument 'wight'.*reward_kwargs"),
     ],
 )
-def test_a_function_of_another_form_is_refused_at_the_start(function, message):
+def test_a_function_of_another_form_or_other_arguments_is_refused_at_the_start(function, reward_kwargs, message):
     with pytest.raises(ValueError, match=message):
-        FunctionReward(function)
-
-
-def test_reward_kwargs_that_the_function_does_not_take_are_refused_at_the_start(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cannot be called: got an unexpected keyword argument 'wight'.*reward_kwargs"
-    ):
-        load(tmp_path, PER_TEXT, "compute_reward", wight=0.5)
+        FunctionReward(function, TOKENIZER, reward_kwargs)
 
 
 def test_without_any_reward_the_rules_of_public_data_sets_score():
