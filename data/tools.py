@@ -49,6 +49,13 @@ class ToolSchema(dict):
         return deepcopy(dict(self))
 
 
+def schema_of_text(name: str, description: str, argument: str, about: str) -> ToolSchema:
+    """Returns the schema of a tool with one argument, a text."""
+    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": about}}}
+    parameters["required"] = [argument]
+    return ToolSchema(type="function", function={"name": name, "description": description, "parameters": parameters})
+
+
 @dataclass(frozen=True)
 class ToolResponse:
     """The result of a call: a text, for the policy to read.

@@ -8,12 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from time import sleep
+from typing import Any
 
 import uvicorn
+from transformers import AutoTokenizer
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
+from configs.schema import ModelConfig, RolloutConfig
 from configs.serving import ServerConfig
 from training.main_server import bind_socket
+from workers.load_rollout import build_rollout
+from workers.models import load_causal_lm
+from workers.openai.rollout import OpenAIRollout
 from workers.server.app import Served, build_app
 
 KEY = "a secret"
@@ -41,10 +47,21 @@ def serving(served: Served, config: ServerConfig) -> Iterator[str]:
         thread.join()
 
 
+def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: Any) -> OpenAIRollout:
+    """The engine of the server at `url`, with the model in `folder`; `settings` are of engine_kwargs.openai."""
+    own = {"openai": {"base_url": f"{url}/v1", "timeout": 60.0, **settings}}
+    lengths = {"prompt_length": 40, "response_length": 24}
+    config = RolloutConfig(name="openai", max_num_seqs=max_num_seqs, engine_kwargs=own, **lengths)
+    module = load_causal_lm(ModelConfig(path=str(folder)))
+    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), module)
+
+
 @contextmanager
-def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]], **headers: str) -> Iterator[str]:
+def answering(
+    answer: Callable[[str, str, dict | None], tuple[int, dict | str]], key: str | None = None, **headers: str
+) -> Iterator[str]:
     """The address of a server that answers by `answer(method, path, JSON or None) -> (status, JSON or text)`, with
-    `headers`, in which _ stands for -."""
+    `headers`, in which _ stands for -. Whoever does not send the `key`, if there is one, is refused."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -55,6 +72,8 @@ def answering(answer: Callable[[str, str, dict | None], tuple[int, dict | str]],
             self.say(*answer("POST", self.path, json.loads(body) if body else None))
 
         def say(self, status: int, content: dict | str) -> None:
+            if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+                status, content = 401, "another key"
             data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
             for name, value in {"content_length": str(len(data)), **headers}.items():

@@ -1,6 +1,9 @@
-"""What every shipped engine promises, held against the trainer and against plain arithmetic: hf, and where vLLM is
-installed vllm, and openai with vLLM's server behind it, which gets its weights through shared memory. An engine of
-one's own passes here too, if its name is added to ENGINES."""
+"""The contract of every engine, one suite run over all: hf, and where vLLM is installed vllm, and openai with vLLM's
+server behind it, which gets its weights through shared memory. They are held against the trainer and plain arithmetic.
+
+Tests with `every_engine` run over two scripted ones besides, which define `step` or `generate` alone. An engine of
+one's own passes here too, if its name is added to ENGINES. Columns and refusals: tests/test_rollout_contract.py.
+"""
 
 import gc
 import math
@@ -22,7 +25,7 @@ from custom.env_wrapper import make_env
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from tests.engines import drain, plans, play
+from tests.engines import Generating, Stepping, drain, plans, play
 from tests.runs import compose, needs_vllm
 from tests.servers import KEY
 from training.environment import EnvSetup
@@ -41,10 +44,13 @@ from workers.vllm_setup import BLOCK
 P, R = 40, 12
 CPU = torch.device("cpu")
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=3"
+SCRIPTED = {"generate alone": Generating, "step alone": Stepping}
 ENGINES = ["hf", pytest.param("vllm", marks=needs_vllm), pytest.param("openai", marks=needs_vllm)]
 CONFIG = {"prompt_length": P, "response_length": R, "max_num_seqs": 64}
 PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [*range(10, 46)]]
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, R)
+# As ENGINES, and then the scripted ones: pytest groups tests by the places of parameters, so each engine starts once.
+every_engine = pytest.mark.parametrize("built", [*ENGINES, *SCRIPTED], indirect=True)
 
 
 def sampling(
@@ -104,7 +110,7 @@ def built(
     if name == "openai":
         own = {name: {"base_url": request.getfixturevalue("vllm_address"), "api_key": KEY}}
     config = RolloutConfig(name=name, engine_kwargs=own, **CONFIG)
-    engine = build_rollout(load_rollout_class(name), config, tokenizer, policy.module)
+    engine = build_rollout(SCRIPTED.get(name) or load_rollout_class(name), config, tokenizer, policy.module)
     yield Bench(engine, policy)
     engine.close()
 
@@ -147,7 +153,7 @@ def distances(bench: Bench, batch: DataProto, temperature: float) -> torch.Tenso
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_the_trainer_gives_sampled_tokens_the_log_prob_they_were_drawn_with(bench: Bench, temperature: float):
-    """Before and after the weights have changed, tied head included."""
+    """Before and after the weights have changed, tied head included; one prompt fills a block of vLLM's cache."""
     bench.engine.stop_ids = {*ids(bench.generate(PROMPTS, GREEDY))[0][4:5]}
     before = None
     for _ in range(2):
@@ -301,13 +307,6 @@ def test_stop_ids_of_a_request_end_that_request_alone(bench: Bench):
     assert lengths[0] <= 9 and lengths[1] <= 4 and lengths[2] == 1 and lengths[3] <= 3 and lengths[5] > lengths[1]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5])
-def test_a_response_has_at_most_max_tokens(bench: Bench, max_tokens: int):
-    completions = bench.generate(PROMPTS, replace(GREEDY, max_tokens=max_tokens))
-    assert [len(done.token_ids) for done in completions] == [max_tokens] * len(PROMPTS)
-    assert {done.finish_reason for done in completions} == {"length"}
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
@@ -336,6 +335,29 @@ def test_prompts_up_to_the_limit_of_the_context_are_answered(bench: Bench):
     assert len(last.token_ids) == 1
 
 
+@every_engine
+def test_completions_come_in_the_order_of_the_requests(bench: Bench):
+    rows = [Request(row, prompt, GREEDY, seed=row) for row, prompt in enumerate(PROMPTS)]
+    alone = [bench.engine.generate([row])[0].token_ids for row in rows]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], []):
+        found = bench.engine.generate([rows[row] for row in order])
+        assert [(done.id, done.token_ids) for done in found] == [(row, alone[row]) for row in order]
+        assert all(len(done.token_ids) == len(done.log_probs) for done in found)
+    assert not bench.engine.has_unfinished_requests() and bench.engine.step() == []
+
+
+@every_engine
+def test_requests_join_at_any_time_and_come_out_once(bench: Bench):
+    rows = [Request(row, PROMPTS[row], replace(GREEDY, max_tokens=3 + row), seed=row) for row in range(5)]
+    wanted, found = {done.id: done.token_ids for done in bench.engine.generate(rows)}, {}
+    for row in rows:
+        bench.engine.add(row)
+        found |= {done.id: done for done in bench.engine.step()}
+    found |= drain(bench.engine)
+    assert {i: done.token_ids for i, done in found.items()} == wanted
+
+
+@every_engine
 def test_waiting_and_running_requests_are_aborted_while_others_go_on(bench: Bench):
     rows = [Request(row, PROMPTS[row % 5], sampling(), derive_seed(1, row)) for row in range(100)]  # places: 64
     wanted = {done.id: done.token_ids for done in bench.engine.generate(rows)}
@@ -445,14 +467,19 @@ def test_vllm_computes_of_a_next_turn_what_follows_the_whole_blocks_of_the_past(
     assert BLOCK == 32 and cached == [(36, 0), (40, 32), (44, 32)]
 
 
+@every_engine
 def test_a_request_in_flight_is_not_added_again(bench: Bench):
     request = Request(2, PROMPTS[0], GREEDY, 0)
     bench.engine.add(request)
     with pytest.raises(AssertionError, match="request 2 is waiting already"):
         bench.engine.add(request)
-    bench.engine.step()
-    with pytest.raises(AssertionError, match="request 2 is running already"):
-        bench.engine.add(request)
+    if not isinstance(bench.engine, Generating):  # it knows of no others
+        with pytest.raises(AssertionError, match="in flight, whose completions would be lost"):
+            bench.engine.generate([replace(request, id=3)])
+    if not isinstance(bench.engine, (*SCRIPTED.values(),)):  # a step ends what it begins
+        bench.engine.step()
+        with pytest.raises(AssertionError, match="request 2 is running already"):
+            bench.engine.add(request)
     assert list(drain(bench.engine)) == [2]
 
 
@@ -471,6 +498,7 @@ def test_a_thousand_ragged_requests_are_all_answered(bench: Bench):
     assert len({done.finish_reason for done in found}) == 2
 
 
+@every_engine
 def test_completions_carry_the_version_of_their_weights(bench: Bench):
     bench.engine.load_weights(bench.policy.weights(), 41)
     assert {done.weight_version for done in bench.generate(PROMPTS, GREEDY)} == {41}
@@ -481,20 +509,6 @@ def test_completions_carry_the_version_of_their_weights(bench: Bench):
     bench.engine.sleep()
     bench.engine.wake_up()
     assert bench.generate(PROMPTS[:1], GREEDY)[0].weight_version == 41
-
-
-def test_caches_of_old_weights_are_dropped(bench: Bench):
-    """A prompt of more than a block, answered before and after a change, and by the changed weights alone."""
-    prompt = [*range(6, 6 + P)]
-    before = ids(bench.generate([prompt], GREEDY))
-    change_weights(bench.model)
-    bench.sync()
-    with torch.no_grad():
-        logits = bench.model(torch.tensor([prompt])).logits[0, -1]
-    [after] = bench.generate([prompt], replace(GREEDY, max_tokens=1))
-    assert after.token_ids == [int(logits.argmax())]
-    assert after.log_probs == pytest.approx([logits.log_softmax(-1).max().item()], abs=1e-4)
-    assert ids(bench.generate([prompt], GREEDY)) != before
 
 
 def test_a_policy_that_has_diverged_is_said_to_be(bench: Bench):
@@ -532,7 +546,7 @@ def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench
 
 
 def test_an_engine_leaves_the_process_as_it_is(bench: Bench):
-    """What vLLM sets when it starts is put back; the engine of this module has started already."""
+    """The engine of this module has started already, and all that vLLM sets then is put back."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1

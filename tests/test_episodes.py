@@ -289,6 +289,11 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
         "3 of 6 episodes failed (2 by env_error, 1 by timeout), more than env.max_failed_fraction=0.4"
     )
     assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
+    check_failures(failing(None, None), 0.0)
+    check_failures(failing("timeout", "timeout"), 1.0)
+    check_failures(DataProto.from_single_dict({"end_reason": ["timeout"]}), 0.0)  # rows that are no episodes
+    with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\."):
+        check_failures(failing(None, "env_error", cause="boom"), 0.0)
 
 
 def test_valid_episodes_are_the_last_rows_of_those_that_did_not_fail():
@@ -296,17 +301,6 @@ def test_valid_episodes_are_the_last_rows_of_those_that_did_not_fail():
     assert [*valid_episodes(batch).episode] == [0, 3] and valid_episodes(batch).batch["turn_ids"].tolist() == [[1], [1]]
     for reason in FAILED_END_REASONS:
         assert len(valid_episodes(failing(reason))) == 0, f"training leaves {reason} out, so validation does"
-
-
-def test_any_failure_is_too_many_for_a_limit_of_zero_and_none_for_one():
-    check_failures(failing(None, None), 0.0)
-    check_failures(failing("timeout", "timeout"), 1.0)
-    with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\."):
-        check_failures(failing(None, "env_error", cause="boom"), 0.0)
-
-
-def test_rows_that_are_no_episodes_cannot_fail_as_such():
-    check_failures(DataProto.from_single_dict({"end_reason": ["timeout"]}), 0.0)
 
 
 # Files, and what is seen

@@ -1,12 +1,9 @@
 """Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
 
 import asyncio
-import json
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -19,6 +16,7 @@ from data.http import RequestRefused
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from tests.servers import answering
 from training.preparation import check_rows, tool_schemas
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.interactions.endpoint import EndpointInteraction
@@ -48,7 +46,9 @@ def episodes(path: str, **settings: Any) -> ToolEpisodes:
 
 
 def test_verls_user_asks_until_the_answer_is_right(write):
-    episode = episodes(write("users.yaml", GSM8K))(row(name="gsm8k", query="…", ground_truth="18"))
+    make = episodes(write("users.yaml", GSM8K))
+    assert make.interactions["gsm8k"].config == {"name": "gsm8k"}, "the name of its class"
+    episode = make(row(name="gsm8k", query="…", ground_truth="18"))
     wrong, right = talk(episode, "#### 17", "#### 18")
     assert wrong.messages == [
         {
@@ -128,11 +128,6 @@ def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):
         load_interactions(write("users.yaml", text))
 
 
-def test_names_default_to_the_class(write):
-    users = load_interactions(write("users.yaml", GSM8K))
-    assert [*users] == ["gsm8k"] and users["gsm8k"].config == {"name": "gsm8k"}
-
-
 def test_a_row_names_who_speaks():
     known = {"a": BaseInteraction({"name": "a"})}
     assert interaction_of({}, None) is None
@@ -186,42 +181,25 @@ def test_schemas_for_prompts_and_a_template_that_does_not_show_them(write, capsy
 # A user that a model plays
 
 
-class ModelUser(BaseHTTPRequestHandler):
-    """Answers chat completions: how many messages it was shown, and the end after the second."""
-
-    seen: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.seen.append({"path": self.path, "key": self.headers["Authorization"], **body})
-        said = "More, please." if len(body["messages"]) < 5 else "Thanks <end>"
-        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(200 if body["model"] == "it" else 404)
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Says nothing."""
-
-
 def test_another_model_plays_the_user(write):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), ModelUser)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    config = f"{{base_url: '{url}', model: it, api_key: k, sampling: {{max_tokens: 9}}}}"
-    entry = f"{{name: user, class_name: workers.interactions.endpoint.EndpointInteraction, config: {config}}}"
-    try:
+    seen = []
+
+    def answer(method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        seen.append({"path": path, **body})
+        said = "More, please." if len(body["messages"]) < 5 else "Thanks <end>"
+        return 200 if body["model"] == "it" else 404, {"choices": [{"message": {"content": said}}]}
+
+    with answering(answer, key="k") as address:
+        url = f"{address}/v1"
+        config = f"{{base_url: '{url}', model: it, api_key: k, sampling: {{max_tokens: 9}}}}"
+        entry = f"{{name: user, class_name: workers.interactions.endpoint.EndpointInteraction, config: {config}}}"
         make = episodes(write("users.yaml", f"interaction: [{entry}]"))
         first, last = talk(make(row(name="user", persona="You are hungry.")), "soup?", "bread?")
-        refused = EndpointInteraction({"base_url": url, "model": "none"})
+        refused = EndpointInteraction({"base_url": url, "model": "none", "api_key": "k"})
         with pytest.raises(RequestRefused, match="chat/completions refused the request, status 404"):
             asyncio.run(refused.generate_response("1", []))
-    finally:
-        server.shutdown()
-        server.server_close()
     assert first.messages == [{"role": "user", "content": "More, please."}]
     assert last.end_reason == "terminated"
-    asked = ModelUser.seen[0]
-    assert (asked["path"], asked["key"], asked["max_tokens"]) == ("/v1/chat/completions", "Bearer k", 9)
-    assert asked["messages"][0]["content"].endswith("You are hungry.")
-    assert [message["role"] for message in asked["messages"]] == ["system", "assistant", "user"]
+    assert (seen[0]["path"], seen[0]["max_tokens"]) == ("/v1/chat/completions", 9)
+    assert seen[0]["messages"][0]["content"].endswith("You are hungry.")
+    assert [message["role"] for message in seen[0]["messages"]] == ["system", "assistant", "user"]

@@ -2,9 +2,6 @@
 tests/test_weight_transfer.py. What engines promise, with vLLM's server behind it: tests/test_engine_contract.py."""
 
 import asyncio
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,14 +12,12 @@ from time import sleep
 import pytest
 from transformers import AutoTokenizer
 
-from configs.schema import ModelConfig, RolloutConfig
 from data import http
 from data.http import RequestRefused, ServerError, ask_once
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
-from tests.servers import KEY, answering
+from tests.servers import KEY, answering, engine_for
 from workers.load_rollout import build_rollout
-from workers.models import load_causal_lm
 from workers.openai import rollout as openai_rollout
 from workers.openai.rollout import OpenAIRollout
 from workers.server.app import Served
@@ -30,15 +25,6 @@ from workers.server.app import Served
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}
 CHOICE = {"finish_reason": "length", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, 0.0]}}
-
-
-def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: object) -> OpenAIRollout:
-    own = {"openai": {"base_url": f"{url}/v1", "timeout": 60.0, **settings}}
-    config = RolloutConfig(
-        name="openai", prompt_length=40, response_length=24, max_num_seqs=max_num_seqs, engine_kwargs=own
-    )
-    module = load_causal_lm(ModelConfig(path=str(folder)))
-    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), module)
 
 
 @contextmanager
@@ -149,42 +135,19 @@ def test_a_server_that_fails_each_time_is_named_with_its_status(tiny_model: Path
         assert not engine.has_unfinished_requests()
 
 
-HANGS = """
-from http.server import *
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(b'{"data": [{"id": "tiny"}]}')
-    def do_POST(self):
-        if b'"max_tokens": 6,' in self.rfile.read(int(self.headers["content-length"])):
-            print("hangs", flush=True)
-            __import__("time").sleep(1000)
-        choice = b'{"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [0.0]}}'
-        self.answer(b'{"choices": [' + choice + b']}')
-    def answer(self, data):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(data)
-    def log_message(self, *_): ...
-server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
+def test_a_server_that_goes_away_is_named(tiny_model: Path, impatient: None):
+    """While it generates, then for good."""
 
+    def complete(body: dict) -> tuple[int, dict]:
+        if body["max_tokens"] == PLAIN.max_tokens:
+            raise ConnectionError  # in the thread that would answer: the connection is closed
+        return sure(body)
 
-def test_a_server_that_is_killed_while_it_generates_is_named(tiny_model: Path, impatient: None):
-    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as process:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    with scripted(complete) as url:
         engine = engine_for(url, tiny_model)
-        engine.add(Request(0, [20], PLAIN, 0))
-        engine.step()
-        engine.step()
-        assert process.stdout.readline() == "hangs\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times, .*Connect"):
-            while engine.has_unfinished_requests():
-                engine.step()
-    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Look whether the server runs"):
+        with pytest.raises(ServerError, match=f"{url}/v1/completions failed 3 times, .*[Dd]isconnected"):
+            engine.generate([Request(0, [20], PLAIN, 0)])
+    with pytest.raises(ServerError, match=f"{url}/v1/models failed 3 times, .*Connect.*Look whether the server runs"):
         engine_for(url, tiny_model)
 
 

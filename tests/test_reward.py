@@ -797,7 +797,7 @@ def test_episodes_of_an_environment_are_not_scored_early(tmp_path):
     """They bring their scores."""
     (tmp_path / "my_reward.py").write_text(TALKS)
     config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
-    early, loop = EarlyScores(config, TOKENIZER), SimpleNamespace(environments=object(), on_finished=None)
+    early, loop = EarlyScores(config, TOKENIZER), SimpleNamespace(game=object(), on_finished=None)
     with early.of_episodes(loop, DataProto.from_single_dict({"uid": [0]})):
         assert loop.on_finished is nothing
     early.close()

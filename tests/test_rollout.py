@@ -1,4 +1,4 @@
-"""The rollout contract, and the sampling loop of our own against `generate` and against plain softmax arithmetic."""
+"""The engine `hf`: its sampling loop against whole forwards and plain softmax arithmetic, and the memory it keeps."""
 
 import copy
 import itertools
@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from configs.schema import ModelConfig, RolloutConfig
-from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
@@ -32,7 +31,6 @@ from workers.hf import batch as rollout_batch
 from workers.hf.rollout import HFRollout
 from workers.hf.sampling import sample, sample_rows
 from workers.hf.separate import NoCacheBatch
-from workers.models import load_causal_lm
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
@@ -50,18 +48,6 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-@pytest.fixture
-def model(tiny_model: Path) -> PreTrainedModel:
-    """With larger weights: left as it is, a random model is nearly uniform whatever its context, and hides mistakes."""
-    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for matrix in (parameter for parameter in module.model.layers.parameters() if parameter.ndim == 2):
-            matrix.mul_(10)
-    module.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn(module.lm_head.weight.shape, generator=generator))
-    return module
-
-
 def make_rollout(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -75,41 +61,12 @@ def make_rollout(
     return HFRollout(config, tokenizer, model)
 
 
-def batch_of(prompts: list[list[int]], **columns: list) -> DataProto:
-    objects = {"raw_prompt_ids": object_array(prompts), **{name: object_array(rows) for name, rows in columns.items()}}
-    return DataProto.from_dict(None, objects)
-
-
 def generate(rollout: Rollout, prompts: list[list[int]], params: SamplingParams, seed: int = 0) -> list[Completion]:
     return rollout.generate([Request(i, ids, params, derive_seed(seed, i)) for i, ids in enumerate(prompts)])
 
 
 def ids(completions: list[Completion]) -> list[list[int]]:
     return [done.token_ids for done in completions]
-
-
-def reachable_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Two ids that greedy decoding meets, one late in the first answer, one early in the second."""
-    first, second, *_ = ids(generate(make_rollout(model, tokenizer), PROMPTS, GREEDY))
-    return first[5], second[2]
-
-
-def test_greedy_equals_transformers_generate_token_for_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-):
-    stops = reachable_stops(model, tokenizer)
-    found = generate(make_rollout(model, tokenizer, stops), PROMPTS, GREEDY)
-    width = max(map(len, PROMPTS))
-    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    generated = model.eval().generate(
-        padded, attention_mask=mask, do_sample=False, max_new_tokens=R, pad_token_id=0,
-        eos_token_id=[*stops, tokenizer.eos_token_id],
-    )  # fmt: skip
-    for done, row in zip(found, generated[:, width:].tolist(), strict=True):
-        assert row == done.token_ids + [0] * (len(row) - len(done.token_ids))
-    assert {done.finish_reason for done in found} == {"stop", "length"}
-    assert len({len(done.token_ids) for done in found}) > 2, "rows must end at different times for this to say much"
 
 
 FAMILIES = {
@@ -219,19 +176,18 @@ def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("places", [1024, 3])
-def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
-    tokenizer: PreTrainedTokenizerBase, forward: str, places: int
+@pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
+def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(
+    tokenizer: PreTrainedTokenizerBase, family: str, forward: str
 ):
-    """Every row alone; all at once; and some more every few steps, while others run."""
-    model = random_model("Llama, 2 query heads a key head", forward)
-    rollout = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=places)
-    rows = mixed_requests(12)
-    alone = {row.id: rollout.generate([row])[0] for row in rows}
+    """With places for all and for few; all at once, and some more every few steps, while others run."""
+    model, rows = random_model(family, forward), mixed_requests(17)
+    alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
     assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
-    assert_same(rollout.generate(rows), alone)
-    rng = np.random.default_rng(places)
-    for _ in range(2):
+    for budget, places in itertools.product((1, 12, 19, 8192), (1024, 3)):
+        rollout = make_rollout(model, tokenizer, (7, 40, 80), places, budget)
+        assert_same(rollout.generate(rows), alone)
+        rng = np.random.default_rng(places + budget)
         waiting, found = [rows[place] for place in rng.permutation(len(rows))], []
         while waiting:
             for _ in range(rng.integers(1, 6)):
@@ -240,19 +196,6 @@ def test_a_row_depends_on_neither_its_company_nor_the_time_it_joined(
             for _ in range(rng.integers(0, 5)):
                 found += rollout.step()
         assert_same([*found, *drain(rollout).values()], alone)
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
-def test_rows_do_not_depend_on_how_their_prompts_are_cut_into_passes(
-    tokenizer: PreTrainedTokenizerBase, family: str, forward: str
-):
-    """With places for all, and for so few that rows join while others run."""
-    model, rows = random_model(family, forward), mixed_requests(17)
-    alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
-    for budget, places in itertools.product((1, 12, 19, 8192), (1024, 5)):
-        rollout = make_rollout(model, tokenizer, (7, 40, 80), places, budget)
-        assert_same(rollout.generate(rows), alone)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -364,30 +307,6 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
     assert rollout.batch is None and rollout.module.training
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
-def test_running_and_waiting_rows_are_aborted_while_others_go_on(tokenizer: PreTrainedTokenizerBase, forward: str):
-    model = random_model("Llama, untied", forward)
-    rollout = make_rollout(model, tokenizer, max_num_seqs=8)
-    rows = mixed_requests(24)
-    alone = {done.id: done for done in rollout.generate(rows)}
-    for row in rows:
-        rollout.add(row)
-    found = rollout.step() + rollout.step()
-    assert 0 in rollout.batch and 3 in rollout.batch and 20 in rollout.waiting
-    rollout.abort([0, 20, 99])
-    assert 0 not in rollout.batch and 20 not in rollout.waiting
-    rollout.add(replace(rows[0], id=30))  # in a place that is free again
-    found += drain(rollout).values()
-    wanted = {i: done for i, done in alone.items() if i not in (0, 20)}
-    assert_same(found, wanted | {30: replace(alone[0], id=30)})
-    for row in rows:
-        rollout.add(row)
-    rollout.step()
-    rollout.abort(range(24))
-    assert not rollout.has_unfinished_requests() and model.training and rollout.step() == []
-    assert_same(rollout.generate(rows), alone)
-
-
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
     """However many have come and gone since the engine was idle."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
@@ -406,7 +325,7 @@ def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedT
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
-    """Once nothing is left to do, or when it fails: its attention, its weights and its mode are those of before."""
+    """Once nothing is left to do, also by an abort, or when it fails: its attention, weights and mode are as before."""
     model = random_model("Llama, untied", "packed").train()
     rollout = make_rollout(model, tokenizer)
 
@@ -423,6 +342,12 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerB
     assert not model.training and not is_as_before()
     drain(rollout)
     assert is_as_before()
+    for row, ids in enumerate(PROMPTS):
+        rollout.add(Request(row, ids, GREEDY, row))
+    rollout.step()
+    assert not is_as_before()
+    rollout.abort(range(5))
+    assert is_as_before() and rollout.step() == []
     monkeypatch.setattr(rollout_batch, "sample_rows", fail_at_call(3))
     with pytest.raises(RuntimeError, match="call 3"):
         generate(rollout, PROMPTS, GREEDY)
@@ -546,9 +471,8 @@ def test_the_stop_set_is_generation_config_and_tokenizer_and_template(
     assert stop_token_ids(own, config) == set(own.convert_tokens_to_ids(sorted(wanted)))
 
 
-def test_nothing_but_stop_ids_is_inherited_from_generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-):
+def test_nothing_but_stop_ids_is_inherited_from_generation_config(tokenizer: PreTrainedTokenizerBase):
+    model = random_model("Llama, untied", "packed")
     plain = ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1))
     model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
     assert ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1)) == plain

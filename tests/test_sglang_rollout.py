@@ -23,7 +23,7 @@ SLOW = 60  # the stand-in answers a prompt of this token when it is aborted, and
 
 
 class StandIn:
-    """What workers/sglang_rollout.py uses of sglang.Engine, as SGLang 0.5.23 has it: counts up from the prompt."""
+    """As much of sglang.Engine as workers/sglang_rollout.py uses, as in SGLang 0.5.23: counts up from the prompt."""
 
     def __init__(self, **settings: object) -> None:
         self.settings, self.calls, self.asked = settings, [], []

@@ -167,37 +167,30 @@ def test_a_run_on_vllm_samples_by_the_probabilities_that_it_trains(wide_headed_m
 
 @needs_vllm
 @pytest.mark.slow
-def test_two_workers_with_an_engine_each_equal_one(wide_headed_model: Path, tmp_path: Path, cluster: None):
-    for count in (1, 2):
-        main.run(compose(*vllm_run(wide_headed_model, tmp_path / str(count), f"trainer.n_workers_per_node={count}")))
-    one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
-    assert one.keys() == two.keys()
-    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
-        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_an_engine_split_over_two_workers_equals_one_in_one_also_in_whole_episodes(tmp_path: Path, cluster: None):
+def test_an_engine_for_each_of_two_workers_or_split_over_them_equals_one(tmp_path: Path, cluster: None):
+    """In whole episodes."""
     model = tmp_path / "model"
     save_tiny_model(model, hidden_size=256, layers=1)
 
     def shared() -> set[Path]:
         return {*Path("/dev/shm").glob("*cpushm*"), *Path("/dev/shm").glob("psm_*")}
 
-    before = shared()
-    for count in (1, 2):
-        split = [f"trainer.n_workers_per_node={count}", f"actor_rollout_ref.rollout.tensor_model_parallel_size={count}"]
+    before, found = shared(), []
+    for workers, parts in ((1, 1), (2, 1), (2, 2)):
+        split = f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
         # No episode is won in two turns: without the entropy, AdamW would step by the rounding of a gradient of 0.
-        signal = ["actor_rollout_ref.actor.entropy_coeff=0.01"]
-        short = [*split, *signal, "trainer.total_training_steps=2", "env.max_turns=2"]
-        main.run(compose(*vllm_run(model, tmp_path / str(count), *short), name="frozenlake_multiturn"))
-    one, two = (learning_metrics(tmp_path / str(count)) for count in (1, 2))
-    assert one.keys() == two.keys() == {0, 1, 2}
+        signal = ["actor_rollout_ref.actor.entropy_coeff=0.01", f"trainer.n_workers_per_node={workers}"]
+        run, short = tmp_path / f"{workers}_{parts}", ["trainer.total_training_steps=2", "env.max_turns=2"]
+        main.run(compose(*vllm_run(model, run, split, *signal, *short), name="frozenlake_multiturn"))
+        found.append(learning_metrics(run))
+    one, each, split = found
+    assert one.keys() == each.keys() == split.keys() == {0, 1, 2}
     for step in one:
-        for name in one[step]:
-            assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-5), name
-    assert max(step.get("rollout_mismatch/abs_log_prob_diff", 0) for step in two.values()) < 1e-5
+        for name, value in one[step].items():
+            assert split[step][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert each[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+    assert max(step.get("rollout_mismatch/abs_log_prob_diff", 0) for step in split.values()) < 1e-5
     assert shared() <= before, "a later run would find what this one shared"
 
 

@@ -1,4 +1,4 @@
-"""How weights get to a server: files in shared memory, and vLLM's own transfer over NCCL, for which there is a stand-in
+"""The ways of weights to a server: files in shared memory, and vLLM's own transfer over NCCL, which has a stand-in here
 (tests/store_transfer.py); then both with vLLM's server behind them."""
 
 from collections.abc import Callable, Iterator
@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from configs.errors import ConfigError
-from configs.schema import ModelConfig, OpenAISettings, OptimConfig, RolloutConfig
+from configs.schema import ModelConfig, OpenAISettings, OptimConfig
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
-from tests.servers import KEY, answering
+from tests.servers import KEY, answering, engine_for
 from workers.engine import TrainEngine
-from workers.load_rollout import build_rollout
 from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.openai import weight_transfer as transfers
-from workers.openai.rollout import OpenAIRollout
 from workers.openai.shared_weights import read_weights, write_weights
 from workers.openai.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
 from workers.vllm_setup import vllm_process
@@ -243,54 +240,39 @@ def test_weights_are_sent_in_buckets_of_one_update(stand_in: None, tmp_path: Pat
 
 
 @needs_vllm
-def test_a_transfer_that_never_ends_is_given_up_with_what_was_sent(stand_in: None, tmp_path: Path, monkeypatch):
-    """Its server has all it was told, and NCCL waits for one that is gone. Nothing is asked of the group after that."""
+@pytest.mark.parametrize(
+    ("waits", "update", "message"),
+    [
+        (
+            "packed_nccl_broadcast_producer",
+            (200, {}),
+            r"version 5 by .*nccl: while layers\.0\.weight … layers\.4\.weight were sent: Overdue: not done after 1",
+        ),
+        ("packed_nccl_broadcast_producer", (400, {"error": "no place"}), r"status 400: .*no place"),
+        ("open_trainer_endpoint", (200, {}), r"while 1 workers of the server were to join at .*: Overdue"),
+    ],
+    ids=["never sent", "refused", "never joined"],
+)
+def test_a_transfer_that_never_ends_is_given_up(stand_in: None, tmp_path: Path, monkeypatch, waits, update, message):
+    """NCCL waits for one that is gone: to the deadline, or until the server refuses. Nothing is asked after that."""
     from vllm.distributed.weight_transfer import nccl_engine
 
     over, calls = Event(), []
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda **_: over.wait())
-    routes = Receiver().routes() | {"update_weights": lambda _: (200, {})}
-    with server_that(calls, **routes) as url, sender(url, "nccl", tmp_path, weights_timeout=2.0) as way:
-        named = r"version 5 by .*nccl: while layers\.0\.weight … layers\.4\.weight were sent: Overdue: not done after 2"
-        with pytest.raises(ValueError, match=named):
+    monkeypatch.setattr(nccl_engine, waits, lambda *_, **__: over.wait())
+    routes = Receiver().routes() | {"update_weights": lambda _: update}
+    seconds = 60.0 if update[0] == 400 else 1.0
+    with server_that(calls, **routes) as url, sender(url, "nccl", tmp_path, weights_timeout=seconds) as way:
+        with pytest.raises(ValueError, match=message):
             way.send(some_weights().items(), 5)
         over.set()
-    assert calls[-1][0] == UPDATE
-
-
-@needs_vllm
-def test_a_server_that_refuses_is_not_waited_for(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The broadcast, which nobody receives, would not end before the deadline."""
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    over = Event()
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda **_: over.wait())
-    routes = Receiver().routes() | {"update_weights": lambda _: (400, {"error": "no place for it"})}
-    with server_that([], **routes) as url, sender(url, "nccl", tmp_path) as way:
-        with pytest.raises(ValueError, match=r"status 400: .*no place for it"):
-            way.send(some_weights().items(), 5)
-        over.set()
-
-
-@needs_vllm
-def test_workers_that_do_not_join_are_given_up(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from vllm.distributed.weight_transfer import nccl_engine
-
-    over = Event()
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda _: over.wait())
-    with server_that([]) as url, sender(url, "nccl", tmp_path, weights_timeout=1.0) as way:
-        with pytest.raises(
-            ValueError, match=r"while 1 workers of the server were to join at 127\.0\.0\.1:\d+: Overdue"
-        ):
-            way.send(some_weights().items(), 0)
-        over.set()
+    assert FINISH not in [path for path, _ in calls]
 
 
 def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
     address: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Sharded weights are put together by all workers, in the same order."""
-    engine, made = engine_for(f"{address}/v1", tiny_model, policy_of(tiny_model), api_key=KEY), []
+    engine, made = engine_for(address, tiny_model, api_key=KEY), []
     monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
     monkeypatch.setattr("workers.openai.rollout.rank", lambda: 1)
     engine.load_weights((made.append(name) or (name, tensor) for name, tensor in some_weights().items()), 4)
@@ -301,17 +283,6 @@ def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
 # With vLLM's server
 
 
-def policy_of(folder: Path) -> TrainEngine:
-    model = load_causal_lm(ModelConfig(path=str(folder)))
-    return TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
-
-
-def engine_for(url: str, folder: Path, policy: TrainEngine, **settings: Any) -> OpenAIRollout:
-    own = {"openai": {"base_url": url, **settings}}
-    config = RolloutConfig(name="openai", prompt_length=40, response_length=24, max_num_seqs=8, engine_kwargs=own)
-    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), policy.module)
-
-
 @needs_vllm
 @pytest.mark.slow
 def test_one_server_takes_weights_either_way(
@@ -320,16 +291,18 @@ def test_one_server_takes_weights_either_way(
     """By vLLM's transfer, from one trainer after another, then from a whole run by shared memory. With two updates a
     step, so that the trainer's log-probs of what was sampled are computed: they are those of the server."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100_000)
-    policy, nccl = policy_of(wide_headed_model), {"api_key": KEY, "weight_transfer": "nccl", "weights_timeout": 60.0}
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
+    policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+    nccl = {"api_key": KEY, "weight_transfer": "nccl", "weights_timeout": 60.0}
     for change in (1.5, 0.8):
-        engine = engine_for(vllm_address, wide_headed_model, policy, **nccl)
+        engine = engine_for(vllm_address, wide_headed_model, **nccl)
         with torch.no_grad():
             policy.module.model.embed_tokens.weight.mul_(change)
         assert probe_distance(engine, policy) > 1e-3
         engine.load_weights(policy.weights(), 1)
         check_weights(engine, policy)
         engine.close()
-    engine = engine_for(vllm_address, wide_headed_model, policy, **nccl)
+    engine = engine_for(vllm_address, wide_headed_model, **nccl)
     with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):
         engine.load_weights([("model.nowhere.weight", torch.zeros(3))], 2)
     engine.close()

@@ -25,9 +25,9 @@ from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Row, Sample, SamplingParams
-from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings
+from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Environment, EnvSetup, data_settings
 from workers.agents.conversation import ToolEpisodes
-from workers.agents.environment import EnvEpisode, Environments
+from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Episode, EpisodeFailed, Limits, SingleAnswer, or_episode_error, play
 from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout, nothing
@@ -71,7 +71,7 @@ class AgentLoop:
         self.config, self.engine = config, engine
         self.on_finished: Callable[[int, list[Sample]], None] = nothing  # hears of each row's episode when it is over
         rollout = config.actor_rollout_ref.rollout
-        self.environments = Environments(game) if game else None
+        self.game, self.free_environments = game, list[Environment]()
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
         self.conversations = ToolEpisodes(rollout.multi_turn) if game is None else None
         schemas = self.conversations.schemas if self.conversations else []
@@ -126,12 +126,12 @@ class AgentLoop:
             return SingleAnswer(row)
         settings = self.config.env
         timeout = None if settings.processes else settings.timeout  # processes keep it themselves
-        return EnvEpisode(row, self.environments, self.turns_apart, timeout)
+        return EnvEpisode(row, self.game, self.free_environments, self.turns_apart, timeout)
 
     def close(self) -> None:
         """Gives back what environments hold."""
-        if self.environments:
-            self.environments.close()
+        while self.free_environments:
+            self.free_environments.pop().close()
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """Returns the episodes as a batch; the episode that row i of `prompts` began is called `names[i]`."""
@@ -143,7 +143,7 @@ class AgentLoop:
         rollout = self.config.actor_rollout_ref.rollout
         batch = collate(samples, rollout.prompt_length, rollout.response_length, self.engine.pad_token_id)
         batch.batch.update(collate_turns(samples, rollout.response_length))
-        if self.environments is None:  # the reward function scores conversations
+        if self.game is None:  # the reward function scores conversations
             batch.batch.pop("token_level_scores")
         batch.non_tensor_batch["episode"] = object_array([names[place] for place in source])
         began = prompts.select_idxs(source)

@@ -1,7 +1,7 @@
 """Scoring that overlaps generation: a row is given to the reward functions as soon as its response is finished."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -33,22 +33,15 @@ class EarlyScores:
         self.reward = reward if reward and all(function.scores_rows() for function in functions_of(reward)) else None
         self.waits: dict[int, Callable[[], Any]] = {}
 
-    @contextmanager
-    def of_answers(self, engine: Rollout, prompts: DataProto) -> Iterator[None]:
+    def of_answers(self, engine: Rollout, prompts: DataProto) -> AbstractContextManager[None]:
         """Scores what `engine` answers to the rows of `prompts`."""
 
         def score_answer(done: Completion) -> None:
             self.begin(prompts, done.id, done.token_ids if done.finish_reason != "aborted" else [], {})
 
-        self.waits = {}
-        engine.on_finished = score_answer if self.reward else nothing
-        try:
-            yield
-        finally:
-            engine.on_finished = nothing
+        return self._listen(engine, score_answer)
 
-    @contextmanager
-    def of_episodes(self, loop: AgentLoop, prompts: DataProto) -> Iterator[None]:
+    def of_episodes(self, loop: AgentLoop, prompts: DataProto) -> AbstractContextManager[None]:
         """Scores the conversations that the rows of `prompts` begin; episodes of an environment have their scores."""
 
         def score_episode(row: int, samples: list[Sample]) -> None:
@@ -57,12 +50,16 @@ class EarlyScores:
             extras = sample.extras | {"raw_prompt_ids": sample.prompt_ids}
             self.begin(prompts, row, [token_id for token_id, is_policys in said if is_policys], extras)
 
+        return self._listen(loop, score_episode if loop.game is None else nothing)
+
+    @contextmanager
+    def _listen(self, source: Rollout | AgentLoop, score: Callable[..., None]) -> Iterator[None]:
         self.waits = {}
-        loop.on_finished = score_episode if self.reward and loop.environments is None else nothing
+        source.on_finished = score if self.reward else nothing
         try:
             yield
         finally:
-            loop.on_finished = nothing
+            source.on_finished = nothing
 
     def begin(self, prompts: DataProto, row: int, policy_ids: list[int], extras: dict[str, Any]) -> None:
         columns = {name: values[row : row + 1] for name, values in prompts.non_tensor_batch.items()}

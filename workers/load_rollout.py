@@ -151,7 +151,8 @@ def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_
     log_probs, samples = columns.get("rollout_log_probs", torch.zeros(responses.shape)), []
     for row, prompt_ids in enumerate(prompts.raw_prompt_ids):
         ids, kept = responses[row][real[row]].tolist(), real[row]
-        sample = Sample(list(prompt_ids), end_reason=end_reason(ids, stop_ids))
+        reason = "aborted" if not ids else "terminated" if ids[-1] in stop_ids else "max_tokens"
+        sample = Sample(list(prompt_ids), end_reason=reason)
         sample.extend(ids, log_probs[row][kept].tolist(), policy=True)
         sample.policy_mask = policy[row][kept].long().tolist()
         samples.append(sample)
@@ -194,12 +195,6 @@ def check_prompts(columns: dict[str, Tensor], prompts: DataProto, name: str) -> 
         mask = columns["attention_mask"][row, :width].bool()
         if columns["input_ids"][row, :width][mask].tolist() != list(prompt_ids):
             raise ValueError(f"{name} returned another prompt in row {row} of input_ids than it was given: {RULE}.")
-
-
-def end_reason(ids: list[int], stop_ids: set[int]) -> str:
-    if not ids:
-        return "aborted"
-    return "terminated" if ids[-1] in stop_ids else "max_tokens"
 
 
 class StandaloneRollout:

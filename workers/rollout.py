@@ -49,7 +49,8 @@ class Rollout:
             from the actor's own module.
         elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
             its weights.
-        vocab_size: token ids are 0 to this number − 1; of engines that use `_sampling_fields`.
+        vocab_size: token ids of `model` are 0 to this number − 1.
+        longest: most tokens of prompt and response together.
     """
 
     vocab_size: int
@@ -72,6 +73,9 @@ class Rollout:
     ) -> None:
         self.config = config
         self.module = model
+        self.longest = longest_sequence(config)
+        if model is not None:
+            self.vocab_size = model.config.get_text_config().vocab_size
         self.pad_token_id = tokenizer.pad_token_id
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config if model else None)
         self.weight_version = 0
@@ -337,11 +341,6 @@ class AsyncRollout(Rollout):
     """
 
     counts_filters: bool = True
-
-    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-        super().__init__(config, tokenizer, model)
-        self.vocab_size = model.config.get_text_config().vocab_size
-        self.longest = longest_sequence(config)
 
     @abstractmethod
     async def answer(self, request: Request) -> Completion:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, rank
-from workers.rollout import Rollout, check_finite, check_request, check_temperature, longest_sequence
+from workers.rollout import Rollout, check_finite, check_request, check_temperature
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ class vLLMRollout(Rollout):
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
-        self.vocab_size = model.config.get_text_config().vocab_size
-        self.longest = longest_sequence(config)
         self.device = model.device
         self.begun: dict[int, Any] = {}  # vLLM's CompletionOutput of piecewise requests after the last step, by id
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"

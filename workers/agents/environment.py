@@ -9,43 +9,25 @@ from training.environment import Environment, EnvSetup
 from workers.agents.episode import Episode
 
 
-class Environments:
-    """The environments of a worker's episodes, which are made when they are needed and used again."""
-
-    def __init__(self, game: EnvSetup) -> None:
-        self.game = game
-        self.free: list[Environment] = []
-
-    def take(self) -> Environment:
-        return self.free.pop() if self.free else self.game.environment.clone()
-
-    def give_back(self, environment: Environment) -> None:
-        self.free.append(environment)
-
-    def close(self) -> None:
-        for environment in self.free:
-            environment.close()
-        self.free.clear()
-
-
 class EnvEpisode(Episode):
     """An episode from the state in `row`, in an environment of its own.
 
     It is played in another thread, which the environment may keep waiting for `timeout` seconds at a time (None: any).
     With `apart`, every state is shown in a prompt of its own, as the dataset shows the first; else by what the dataset
-    writes behind an action.
+    writes behind an action. `free` are environments that no episode of this worker uses: one is taken from there, or
+    else made, and given back at the end.
     """
 
-    def __init__(self, row: Row, environments: Environments, apart: bool, timeout: float | None) -> None:
+    def __init__(self, row: Row, game: EnvSetup, free: list[Environment], apart: bool, timeout: float | None) -> None:
         self.prompt_ids = row["raw_prompt_ids"]
         self.seed, self.actions = row["extra_info"]["state"].seed, row["extra_info"]["state"].actions
         self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.seed}
-        self.environments, self.apart, self.timeout = environments, apart, timeout
+        self.game, self.free, self.apart, self.timeout = game, free, apart, timeout
         self.environment: Environment | None = None
         self.is_usable = False
 
     async def start(self) -> None:
-        if not self.environments.game.environment.repeatable:  # it may not begin as the row has seen it
+        if not self.game.environment.repeatable:  # it may not begin as the row has seen it
             self.prompt_ids = await self._in_thread(self._begin)
 
     async def step(self, answer: str) -> Reply:
@@ -53,7 +35,7 @@ class EnvEpisode(Episode):
 
     async def close(self) -> None:
         if self.is_usable:  # not after an error, or while it hangs
-            self.environments.give_back(self.environment)
+            self.free.append(self.environment)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self.is_usable = False
@@ -62,13 +44,13 @@ class EnvEpisode(Episode):
         return result
 
     def _reset(self) -> None:
-        self.environment = self.environments.take()
+        self.environment = self.free.pop() if self.free else self.game.environment.clone()
         self.environment.reset(self.seed, self.actions)
 
     def _begin(self) -> list[int]:
         """Resets the environment; returns the token ids of the first prompt."""
         self._reset()
-        prompt_ids = self.environments.game.dataset.encode_state(self.environment.state)
+        prompt_ids = self.game.dataset.encode_state(self.environment.state)
         if prompt_ids is None:
             raise ValueError("the first prompt is longer than data.max_prompt_length: raise it")
         return prompt_ids
@@ -76,7 +58,7 @@ class EnvEpisode(Episode):
     def _act(self, answer: str) -> Reply:
         if self.environment is None:
             self._reset()
-        game = self.environments.game
+        game = self.game
         _, reward, _, _, info = self.environment.act(game.reader.extract_action(answer))
         columns = {"success": info["success"], "invalid_actions": info["invalid"]}
         if info["end_reason"] is not None:

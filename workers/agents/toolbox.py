@@ -119,11 +119,14 @@ class Toolbox:
             if name not in self.instances:
                 created = await self._in_time(tool.create(create_kwargs=self._kwargs(name, "create")))
                 self.instances[name] = created[0] if isinstance(created, tuple) else created
-        running = (tool, self.instances[name], arguments, self._kwargs(name, "execute"))
-        if tool.blocks:
-            result = await in_thread(execute_alone, *running, deadline=self.settings.tool_timeout)
+
+        async def execute() -> Any:
+            return await tool.execute(self.instances[name], arguments, **self._kwargs(name, "execute"))
+
+        if tool.blocks:  # in an event loop of its own
+            result = await in_thread(lambda: asyncio.run(execute()), deadline=self.settings.tool_timeout)
         else:
-            result = await self._in_time(execute(*running))
+            result = await self._in_time(execute())
         response, reward, _ = result
         return as_response(response), float(reward or 0.0)
 
@@ -135,15 +138,6 @@ class Toolbox:
 
     def _cut(self, text: str) -> str:
         return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
-
-
-async def execute(tool: BaseTool, instance: str, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-    return await tool.execute(instance, arguments, **kwargs)
-
-
-def execute_alone(tool: BaseTool, instance: str, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-    """`execute` in an event loop of its own, for a tool that blocks."""
-    return asyncio.run(execute(tool, instance, arguments, kwargs))
 
 
 def truncate(text: str, limit: int, side: str) -> str:

@@ -168,7 +168,10 @@ class RunningBatch(ABC):
         uniforms = drawn.uniforms[slots, counts]
         sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
         if not log_probs.isfinite().all():
-            raise divergence_of_rows(drawn.requests, slots, counts, log_probs, self.weight_version)
+            broken = (~log_probs.isfinite()).nonzero()[:, 0]
+            request, token = drawn.requests[int(slots[broken[0]])], int(counts[broken[0]]) + 1
+            where = f"{len(broken)} of {len(slots)} rows (request {request.id}, token {token} of its response)"
+            raise divergence(self.weight_version, where)
         drawn.tokens[slots, counts] = sampled
         drawn.log_probs[slots, counts] = log_probs
         drawn.counts[slots] = counts + 1
@@ -181,22 +184,10 @@ class RunningBatch(ABC):
         return stopped | (counts + 1 == drawn.max_tokens[slots])
 
 
-def divergence_of_rows(
-    requests: dict[int, Request], slots: Tensor, counts: Tensor, log_probs: Tensor, weight_version: int
-) -> FloatingPointError:
-    """Returns the error of logits that nothing can be drawn from; `slots`, `counts` and `log_probs` [b] of all rows."""
-    broken = (~log_probs.isfinite()).nonzero()[:, 0]
-    first = broken[0]
-    where = f"request {requests[int(slots[first])].id}, token {int(counts[first]) + 1} of its response"
-    return divergence(weight_version, f"{len(broken)} of {len(slots)} rows ({where})")
-
-
 class SharedPrompts(RunningBatch):
     """Rows whose attention reads a prompt once for all that answer it (workers/kernels/); the cache knows of it."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.cache: RowCache | None = None
+    cache: RowCache | None = None
 
     def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[DynamicCache, Tensor]:
         """Returns keys and values of d prompts, padded on the left, and the logits after them [d, V].

@@ -45,8 +45,7 @@ class HFRollout(Rollout):
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
-        text = model.config.get_text_config()
-        self.vocab_size, self.positions = text.vocab_size, position_count(text)
+        self.positions = position_count(model.config.get_text_config())
         self.batch: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
         self.has_laid_out = False  # whether that includes weights for narrow products
@@ -119,7 +118,7 @@ class HFRollout(Rollout):
         assert self.batch is None or request.id not in self.batch, f"request {request.id} is running already"
         super().add(request)
         if request.episode is not None:
-            self.turns.expect(request.episode)
+            self.turns.episodes.add(request.episode)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -161,8 +160,7 @@ class HFRollout(Rollout):
         """Nothing is kept any more; the module is as it was, once no request is left."""
         self.forget(self.turns.episodes)
 
-    def close(self) -> None:
-        self.forget(self.turns.episodes)
+    close = sleep
 
     def _goes_on(self) -> bool:
         """Returns True if there is something to do, or may soon be, as an episode may have another turn."""

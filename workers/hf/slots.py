@@ -36,7 +36,10 @@ class Slots:
         uniforms = np.zeros((len(requests), max(limits)))
         for row, request in enumerate(requests):
             uniforms[row, : limits[row]] = np.random.default_rng(request.seed).random(limits[row])
-        kinds = [self._kind(request.sampling) for request in requests]
+        kinds = [
+            self.samplings.setdefault(replace(request.sampling, max_tokens=0), len(self.samplings))
+            for request in requests
+        ]
         device = self.tokens.device
         slots = torch.tensor(taken, device=device)
         self.uniforms[slots, : max(limits)] = torch.from_numpy(uniforms).to(device)
@@ -48,9 +51,6 @@ class Slots:
         for slot in slots:
             del self.requests[slot]
         self.free += slots
-
-    def _kind(self, sampling: SamplingParams) -> int:
-        return self.samplings.setdefault(replace(sampling, max_tokens=0), len(self.samplings))
 
     def _reserve(self, rows: int, width: int) -> None:
         """At least `rows` free slots, for `width` tokens each; what is too small doubles, so that it seldom is."""

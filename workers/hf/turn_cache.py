@@ -35,7 +35,7 @@ class TurnCache:
     """Keeps what each episode that may go on has read; of more than `most_tokens` in all, the oldest go.
 
     Attributes:
-        episodes: that may go on: they were expected, and not forgotten.
+        episodes: that may go on, added by the engine: nothing is kept of others.
         prefilled_tokens: of prompts that nothing was kept of.
     """
 
@@ -43,9 +43,6 @@ class TurnCache:
         self.most_tokens, self.tokens, self.prefilled_tokens = most_tokens, 0, 0
         self.episodes: set[int] = set()
         self.turns: dict[int, CachedPrefix] = {}  # by episode, the oldest first
-
-    def expect(self, episode: int) -> None:
-        self.episodes.add(episode)
 
     def put(self, episode: int, turn: CachedPrefix) -> None:
         """Keeps what an episode has read, unless it was forgotten meanwhile."""

@@ -110,8 +110,7 @@ class WeightTransfer(ABC):
         if not self.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise ServerError("its cache of the old ones is still in use.")
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (files leave nothing open)
         """Ends what `send` has left open."""
 
 
@@ -135,9 +134,6 @@ class SharedMemory(WeightTransfer):
                 f"them (docker run --shm-size). Another folder that both processes see is named in {KEY}."
                 "weights_folder."
             ) from error
-
-    def close(self) -> None:
-        """Nothing is left open."""
 
 
 class NCCL(WeightTransfer):
@@ -170,16 +166,12 @@ class NCCL(WeightTransfer):
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             join = partial(WeightTransferTrainerFactory.trainer_init, client=self.client, source=self.bucket)
-            host, port = self.meeting_point()
+            host = self.settings.weights_address or own_address(self.settings.base_url)
+            with socket.socket() as free:
+                free.bind((host, 0))
+                port = free.getsockname()[1]
             info = NCCLTrainerInitInfo(host, port, 1 + workers, rank=0)
             return self.in_time(partial(join, info), f"{workers} workers of the server were to join at {host}:{port}")
-
-    def meeting_point(self) -> tuple[str, int]:
-        """Returns an address of this node that the server's workers reach, and a free port there."""
-        host = self.settings.weights_address or own_address(self.settings.base_url)
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return host, free.getsockname()[1]
 
     def in_time(self, work: Callable[[], Any], meanwhile: str) -> Any:
         """The result of `work`, by a thread that is left behind if it does not end in time, or if the server refuses

@@ -53,6 +53,7 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
 
     object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +79,10 @@ class Body(BaseModel):
         )
 
     @property
+    def longest(self) -> int | None:
+        return self.max_tokens
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -88,7 +93,7 @@ class CompletionBody(Body):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0)
 
-    object_name = "text_completion"
+    object_name = chunk_name = "text_completion"
 
     @model_validator(mode="after")
     def check(self) -> "CompletionBody":
@@ -100,10 +105,6 @@ class CompletionBody(Body):
     def wants_log_probs(self) -> bool:
         return self.logprobs is not None
 
-    @property
-    def longest(self) -> int | None:
-        return self.max_tokens
-
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
@@ -113,7 +114,7 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
 
-    object_name = "chat.completion"
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     @model_validator(mode="after")
     def check(self) -> "ChatBody":
@@ -170,17 +171,15 @@ class ResponseBuilder:
     def opening(self, index: int) -> Json:
         """Returns the chunk that begins a choice of a chat."""
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return {**self.envelope("chat.completion.chunk"), "choices": [choice]}
+        return {**self.envelope(self.body.chunk_name), "choices": [choice]}
 
     def chunk(self, index: int, part: Part) -> Json:
         """Returns the chunk of a new part of a choice."""
-        name = "chat.completion.chunk" if self.is_chat else self.body.object_name
-        return {**self.envelope(name), "choices": [self.choice(index, part, "delta")]}
+        return {**self.envelope(self.body.chunk_name), "choices": [self.choice(index, part, "delta")]}
 
     def closing(self) -> Json:
         """Returns the chunk of stream_options.include_usage."""
-        name = "chat.completion.chunk" if self.is_chat else self.body.object_name
-        return {**self.envelope(name), "choices": [], "usage": self.usage()}
+        return {**self.envelope(self.body.chunk_name), "choices": [], "usage": self.usage()}
 
     def envelope(self, name: str) -> Json:
         return {"id": self.id, "object": name, "created": self.created, "model": self.body.model}

@@ -5,7 +5,7 @@ import math
 import operator
 from typing import Any
 
-from data.tools import BaseTool, ToolResponse, ToolSchema
+from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 LONGEST = 200  # characters of an expression
 LARGEST = 10**30  # of any number on the way, so that no call takes long
@@ -73,19 +73,8 @@ class Calculator(BaseTool):
     """`expression` in, its value out. `config.name` is another name for it than calculator: calls cost tokens."""
 
     def get_openai_tool_schema(self) -> ToolSchema:
-        expression = {"type": "string", "description": "arithmetic, e.g. (3+4)*12"}
-        return ToolSchema(
-            type="function",
-            function={
-                "name": self.settings(name="calculator")["name"],
-                "description": "Computes the value of an arithmetic expression.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"expression": expression},
-                    "required": ["expression"],
-                },
-            },
-        )
+        name, description = self.settings(name="calculator")["name"], "Computes the value of an arithmetic expression."
+        return schema_of_text(name, description, "expression", "arithmetic, e.g. (3+4)*12")
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

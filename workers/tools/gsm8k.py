@@ -3,7 +3,7 @@
 from typing import Any
 from uuid import uuid4
 
-from data.tools import BaseTool, ToolResponse, ToolSchema
+from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 from training.reward_score.gsm8k import compute_score
 
 NO_PROGRESS = -0.05  # what a further answer costs that scores no better than the best before
@@ -18,15 +18,8 @@ class Gsm8kTool(BaseTool):
         super().__init__(config, tool_schema)
 
     def get_openai_tool_schema(self) -> ToolSchema:
-        answer = {"type": "string", "description": "the answer, a number"}
-        return ToolSchema(
-            type="function",
-            function={
-                "name": "calc_gsm8k_reward",
-                "description": "Checks an answer: its reward is 1.0 if it is right, else 0.0.",
-                "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
-            },
-        )
+        description = "Checks an answer: its reward is 1.0 if it is right, else 0.0."
+        return schema_of_text("calc_gsm8k_reward", description, "answer", "the answer, a number")
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from data.tools import BaseTool, ToolResponse, ToolSchema
+from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 from training.sandbox import run_python
 
 
@@ -21,15 +21,8 @@ class PythonSandbox(BaseTool):
         self.limits = self.settings(name="python", seconds=5.0, memory_mb=512, output_chars=4000)
 
     def get_openai_tool_schema(self) -> ToolSchema:
-        code = {"type": "string", "description": "a Python program; print what you want to see"}
-        return ToolSchema(
-            type="function",
-            function={
-                "name": self.config.get("name", "python"),
-                "description": "Runs a Python program and shows what it prints.",
-                "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
-            },
-        )
+        name, description = self.config.get("name", "python"), "Runs a Python program and shows what it prints."
+        return schema_of_text(name, description, "code", "a Python program; print what you want to see")
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from data.rows import read_rows
-from data.tools import BaseTool, ToolResponse, ToolSchema
+from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 
 WORD = re.compile(r"\w+")
 K1, B = 1.2, 0.75  # how soon repetition stops to count, and how much length does (Robertson and Zaragoza, 2009)
@@ -71,15 +71,8 @@ class Search(BaseTool):
         self.index = Index(self.documents)
 
     def get_openai_tool_schema(self) -> ToolSchema:
-        query = {"type": "string", "description": "words to look for"}
-        return ToolSchema(
-            type="function",
-            function={
-                "name": self.config.get("name", "search"),
-                "description": "Finds the documents that fit a query best.",
-                "parameters": {"type": "object", "properties": {"query": query}, "required": ["query"]},
-            },
-        )
+        name, description = self.config.get("name", "search"), "Finds the documents that fit a query best."
+        return schema_of_text(name, description, "query", "words to look for")
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
