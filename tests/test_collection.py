@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import main
@@ -229,25 +229,6 @@ def test_further_prompts_are_asked_until_enough_groups_differ():
     assert metrics["train/num_gen_batches"] == 2
 
 
-def test_a_batch_whose_groups_all_differ_is_taken_as_it_is():
-    parts = collector(rows_of(DIFFER, DIFFER, TIE, TIE), FILTER)
-    batch, metrics = parts.collect(1, {})
-    assert places(batch) == [0, 0, 1, 1]
-    assert metrics == ALL_SCORED | {"train/num_gen_batches": 1, "group/kept_frac": 1.0}
-
-
-@pytest.mark.parametrize("rows", [(TIE, TIE, TIE, DIFFER, TIE, TIE), (TIE, TIE, TIE, TIE, TIE, TIE)])
-def test_at_the_limit_ties_fill_the_batch_up(rows):
-    batch, metrics = collector(rows_of(*rows), FILTER, f"{MOST}=2").collect(1, {})
-    assert places(batch) == ([3, 3, 0, 0] if DIFFER in rows else [0, 0, 1, 1])
-    assert metrics == ALL_SCORED | {"train/num_gen_batches": 2, "group/kept_frac": 0.25 * (DIFFER in rows)}
-
-
-def test_a_limit_of_one_is_the_batch_with_its_ties_last():
-    batch, _ = collector(rows_of(TIE, DIFFER), FILTER, f"{MOST}=1").collect(1, {})
-    assert places(batch) == [1, 1, 0, 0]
-
-
 def test_zero_is_no_limit():
     parts = collector(rows_of(*[TIE] * 30, DIFFER, DIFFER), FILTER, f"{MOST}=0")
     batch, metrics = parts.collect(1, {})
@@ -331,6 +312,8 @@ def test_the_greedy_baseline_goes_with_its_group():
     assert places(batch) == [1, 1, 3, 3] and batch.batch["reward_baselines"].tolist() == [6, 6, 8, 8]
 
 
+@example(kinds=[False] * 6, limit=2)
+@example(kinds=[True, False, True], limit=1)
 @settings(max_examples=20, deadline=None)
 @given(
     kinds=st.lists(st.booleans(), min_size=6, max_size=24).filter(lambda kinds: len(kinds) % 3 == 0),

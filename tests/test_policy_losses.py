@@ -141,16 +141,6 @@ class TestVerlsNumbers:
         close([*found_metrics.values()], [*metrics.values()])
         close(found_gradient, gradient)
 
-    def test_gspo_honours_the_mode(self):
-        close(ANCHOR.run("gspo", "seq-mean-token-sum")[0], 0.557806)
-        loss, _, gradient = ANCHOR.run("gspo", "seq-mean-token-mean")  # the only mode of older verl
-        close(loss, 0.241507)
-        close(gradient, [[0, 0.20274, 0.40548, 0], [-0.055571, -0.055571, 0.055571, -0.111142]])
-
-    @pytest.mark.parametrize("name", OWN_MODE)
-    def test_some_losses_have_a_mode_of_their_own(self, name):
-        assert len({ANCHOR.run(name, mode)[0].item() for mode in AGGREGATION_MODES}) == 1
-
     def test_dro_by_hand(self):
         # One token: -2 · ln 0.5 + ½ · 0.4 · (ln 2)², of slope -2 + 0.4 · ln 2.
         token = Batch(*(torch.tensor([[number]]) for number in (math.log(0.25), math.log(0.5), 2.0, 1)))
@@ -493,49 +483,6 @@ def test_a_token_of_probability_one_has_a_divergence(new, kept):
     assert (metrics[CLIPFRAC], gradient != 0) == (1.0 - kept, kept)
 
 
-# Losses that choose tokens
-
-
-def test_clip_cov_takes_the_gradient_of_a_share_of_the_eligible_tokens():
-    torch.manual_seed(0)
-    new, advantages = torch.randn(20, 50) - 3, torch.randn(20, 50)
-    batch = Batch(new, new, advantages, torch.ones(20, 50))
-    config = actor_config({"clip_cov_ratio": 0.03, "clip_cov_lb": 1.0, "clip_cov_ub": 2.0})
-    _, metrics, gradient = batch.run("clip_cov", config=config)
-    dropped = gradient == 0
-    share = ((advantages - advantages.mean()) * (new - new.mean()))[dropped]
-    assert dropped.sum() == 30 and metrics[CLIPFRAC] == pytest.approx(0.03)
-    assert (share > 1).all() and (share < 2).all()
-
-
-def test_clip_cov_draws_from_the_global_generator():
-    batch = Batch(*(torch.randn(2, 40) for _ in range(3)), torch.ones(2, 40))
-    config = as_losses_get_it(actor_config({"clip_cov_ratio": 0.1, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9}))
-
-    def losses(seed):
-        torch.manual_seed(seed)
-        return [get_policy_loss_fn("clip_cov")(*batch[:4], "token-mean", config)[0].item() for _ in range(2)]
-
-    assert losses(1) == losses(1) != losses(2)
-    assert len(set(losses(1))) == 2
-
-
-@pytest.mark.parametrize(("rows", "held_back"), [([[0, 1]], [(1, 0)]), ([[0], [1]], [(0, 0), (1, 0)])])
-def test_the_choice_is_made_in_each_micro_batch(rows, held_back):
-    batch = ANCHOR._replace(
-        old=torch.full((2, 2), -3.0),
-        new=torch.tensor([[-1.0, -2.0], [-0.5, -2.5]]),
-        advantages=torch.tensor([[1.0, -1.0], [2.0, -2.0]]),
-        mask=torch.ones(2, 2),
-    )
-    counts = {"batch_num_tokens": 4}
-    run = {coef: [batch.rows(piece).run("kl_cov", config=actor_config({"ppo_kl_coef": coef}), counts=counts)[2]
-                  for piece in rows] for coef in (0.0, 0.1)}  # fmt: skip
-    moved = torch.cat(run[0.1]) - torch.cat(run[0.0])
-    assert [tuple(place) for place in moved.nonzero().tolist()] == held_back
-    close(moved[moved != 0], [0.1 / 4] * len(held_back))
-
-
 # Config
 
 
@@ -604,16 +551,3 @@ def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, m
         batch = ragged_batch()
         actor.update_policy(batch, update_of(batch, config))
     assert relative_distance(*gradients) < 1e-5
-
-
-# The older forms
-
-
-def test_reinforce_by_hand():
-    weights = torch.tensor([[2.0, 0.0, 1.0, 9.0], [1.0, 1.0, 1.0, 0.5]])
-    loss, metrics, gradient = ANCHOR._replace(weights=weights).run("reinforce", "seq-mean-token-sum")
-    terms = [2 * math.log(0.6), -2 * math.log(0.9), 0.5 * math.log(0.3 * 0.25 / 0.1), 0.5 * math.log(0.9)]
-    close(loss, -sum(terms) / 2)
-    close(gradient, [[-1, 0, 1, 0], [-0.25, -0.25, 0.25, -0.25]])
-    assert list(metrics) == [KL]
-    close(metrics[KL], -0.016826)

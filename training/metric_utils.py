@@ -74,7 +74,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         **_length_metrics("prompt_length", prompt_lengths, max_prompt_length),
     }
     if use_critic:
-        metrics |= _critic_metrics(batch.values[trained], batch.returns[trained])
+        values, returns = batch.values[trained], batch.returns[trained]
+        metrics |= _mean_max_min("critic/values", values)
+        if values.numel() > 1:
+            unexplained = torch.var(returns - values) / (torch.var(returns) + 1e-5)
+            metrics["critic/vf_explained_var"] = 1 - unexplained.item()
     for column in ("__num_turns__", "tool_call_counts", "invalid_actions"):
         if column in batch:
             counts = batch.get(column)[episodes.last_row[finished.numpy()]]
@@ -135,10 +139,8 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:
     """`source/<data source>/score/mean`, and its share of the samples, for each source of a batch that has several."""
     episodes, finished = _episodes(batch)
-    sources = (
-        np.array([str(source) for source in batch.data_source[episodes.last_row]]) if "data_source" in batch else []
-    )
-    metrics: dict[str, float] = {}
+    names = batch.data_source[episodes.last_row] if "data_source" in batch else []
+    sources, metrics = np.array([str(name) for name in names]), {}
     for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
         of_source = torch.from_numpy(sources == source)
         metrics[f"source/{source}/share"] = of_source.float().mean().item()
@@ -374,14 +376,6 @@ def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, fl
     metrics = _mean_max_min(name, lengths)
     if metrics:
         metrics[f"{name}/clip_ratio"] = (lengths == max_length).float().mean().item()
-    return metrics
-
-
-def _critic_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
-    metrics = _mean_max_min("critic/values", values)
-    if values.numel() > 1:
-        unexplained = torch.var(returns - values) / (torch.var(returns) + 1e-5)
-        metrics["critic/vf_explained_var"] = 1 - unexplained.item()
     return metrics
 
 

@@ -82,24 +82,6 @@ def mini_batches(
     its place (column drawn_row). `step` counts from 1; the learning-rate schedule of `role` begins at `first_step`.
     """
     seed = derive_seed(config.trainer.seed, "update", step)
-    for epoch, start, places in mini_batch_places(batch, role, seed):
-        mini_batch = batch.select_idxs(batch.drawn_row[places] if "drawn_row" in batch else places)
-        mini_batch.batch["response_mask"] = mini_batch.batch.pop("loss_mask")
-        yield (
-            mini_batch,
-            Update(
-                step=step - first_step,
-                seed=derive_seed(seed, "mini_batch", epoch, start),
-                temperature=config.actor_rollout_ref.rollout.temperature,
-                counts=global_batch_info(mini_batch, role),
-            ),
-        )
-
-
-def mini_batch_places(
-    batch: DataProto, role: ActorConfig | CriticConfig, seed: int
-) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(epoch, number of its first prompt in the epoch, places of its rows) of each mini-batch."""
     groups = rows_by_prompt(batch)
     size = role.ppo_mini_batch_size or len(groups)
     for epoch in range(role.ppo_epochs):
@@ -107,7 +89,16 @@ def mini_batch_places(
         if role.shuffle:
             order = numpy_generator(seed, "shuffle", epoch).permutation(order)
         for start in range(0, len(groups), size):
-            yield epoch, start, np.concatenate([groups[place] for place in order[start : start + size]])
+            places = np.concatenate([groups[place] for place in order[start : start + size]])
+            mini_batch = batch.select_idxs(batch.drawn_row[places] if "drawn_row" in batch else places)
+            mini_batch.batch["response_mask"] = mini_batch.batch.pop("loss_mask")
+            update = Update(
+                step=step - first_step,
+                seed=derive_seed(seed, "mini_batch", epoch, start),
+                temperature=config.actor_rollout_ref.rollout.temperature,
+                counts=global_batch_info(mini_batch, role),
+            )
+            yield mini_batch, update
 
 
 def rows_by_prompt(batch: DataProto) -> list[list[int]]:
