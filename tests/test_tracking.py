@@ -21,22 +21,16 @@ from data.files import read_metrics
 from tests.forked import python
 from tests.runs import files_of_at_most
 from training import reports, tracking
-from training.reports import plot_metric, print_samples
-from training.tracking import METRICS_FILE, Tracking
+from training.reports import plot_metric
+from training.tracking import METRICS_FILE, RunInfo, Tracking
+from training.transcripts import print_records
 
 ROOT = Path(__file__).parent.parent
 
 
-def start(folder: Path, logger=(), resume_step: int = 0, total_steps: int = 10) -> Tracking:
-    return Tracking(
-        folder,
-        logger,
-        project_name="project",
-        experiment_name="experiment",
-        config={"trainer": {"seed": 1}},
-        resume_step=resume_step,
-        total_steps=total_steps,
-    )
+def start(folder: str | Path, logger=(), resume_step: int = 0, total_steps: int = 10) -> Tracking:
+    config = {"trainer": {"seed": 1}}
+    return Tracking(RunInfo(Path(folder), "project", "experiment", config, resume_step, total_steps), logger)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -105,6 +99,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path, torn):
     before = write_run(tmp_path, range(6), torn)
     with start(tmp_path, resume_step=3) as track:
         assert recorded_steps(tmp_path) == [0, 1, 2, 3]
+        with pytest.raises(AssertionError, match="step 3 was logged after step 3"):
+            track.log(3, {"x": 0.0})
         track.log(4, {"x": 40.0})
     assert recorded_steps(tmp_path) == [0, 1, 2, 3, 4]
     assert read_metrics(tmp_path / METRICS_FILE)[-1]["data"] == {"x": 40.0}
@@ -117,12 +113,6 @@ def test_resuming_after_the_last_line_changes_nothing(tmp_path):
     start(tmp_path, resume_step=3)
     assert (tmp_path / METRICS_FILE).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
-
-
-def test_the_resumed_step_itself_is_not_recorded_again(tmp_path):
-    write_run(tmp_path, range(4))
-    with pytest.raises(AssertionError, match="step 2 was logged after step 2"):
-        start(tmp_path, resume_step=2).log(2, {"x": 0.0})
 
 
 def test_a_fresh_start_sets_earlier_records_aside(tmp_path):
@@ -355,13 +345,13 @@ def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_pa
     program = f"""
 import sys
 from tests.test_tracking import STEP, start
-from training.reports import print_samples
+from training.transcripts import print_records
 track = start({str(tmp_path)!r}, "console")
 {closing}
     track.log(1, STEP)
     print("a line of other code")
     print("and one on stderr", file=sys.stderr)
-    print_samples("Validation", [{{"response": "left [/INST]"}}])
+    print_records("Validation", [{{"response": "left [/INST]"}}], brief=True)
     track.log(2, STEP)
     raise RuntimeError("out of memory")
 """
@@ -398,7 +388,7 @@ def test_samples_are_printed_as_they_are(capsys):
         {"prompt": "\x1b[31mS\x1b[0mFFF \x1b[2J[bold]go[/INST]", "response": "left\nright", "score": 1.0},
         {"prompt": "x" * 10_000 + "END", "response": "", "score": np.float32(0.5), "ground_truth": None},
     ]
-    print_samples("validation rows at step 4", samples)
+    print_records("validation rows at step 4", samples, brief=True)
     output = capsys.readouterr().out
     for text in (
         "validation rows at step 4 · 1 of 2",

@@ -17,7 +17,7 @@ from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.episode_rows import EpisodeRows
 from training.rollout_correction import MEAN_MISMATCH
-from training.transcripts import print_rows, sample_rows, spread
+from training.transcripts import print_records, sample_rows, spread
 
 SHOWN = 2  # responses of a step that taught nothing
 MAX_FILES = 3  # of refused mini-batches, each of which holds a whole one
@@ -117,7 +117,7 @@ class NoSignal:
                 "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
             )
             rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]))
-            print_rows("of a step that taught nothing", [*spread(rows, SHOWN)])
+            print_records("of a step that taught nothing", spread(rows, SHOWN), brief=True)
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -21,21 +19,6 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLE_CHARACTERS = 2000  # longer texts of a printed sample lose their middle
 IN_WORDS = {"acc": "success"}  # names of verl's, for people
 FEW_POINTS = 20  # of a curve: they are marked, not smoothed
-
-
-def print_samples(title: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Prints each sample's fields (prompt, response, score, ground truth ...) in a box; colours in texts are shown.
-
-    `title` says what the samples are: "validation rows at step 3".
-    """
-    print_boxes(title, [fields_table(sample) for sample in samples])
-
-
-def print_boxes(title: str, contents: Sequence[RenderableType]) -> None:
-    """Prints each of `contents` in a box, under `title` and its number."""
-    console = Console()
-    for number, content in enumerate(contents, start=1):
-        console.print(Panel(content, title=Text(f"{title} · {number} of {len(contents)}"), title_align="left"))
 
 
 def fields_table(fields: Mapping[str, Any]) -> Table:

@@ -47,9 +47,9 @@ class RunInfo:
     folder: Path
     project_name: str
     experiment_name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # all of it as plain dicts, for the services that store it
     resume_step: int  # the last step that is kept; 0: a fresh start
-    total_steps: int
+    total_steps: int  # the last step, for the progress and the time left
 
 
 class Tracking:
@@ -59,46 +59,32 @@ class Tracking:
     it was is kept beside it as metrics.jsonl.bak-N whenever that takes anything away.
 
     Args:
-        default_local_dir: folder of the run, made if it does not exist.
+        run: its folder is made if it does not exist.
         logger: names of views, from `VIEWS`, or none; verl's "file" is the record, which is always written.
-        config: the whole configuration as plain dicts, for the services that store it.
-        resume_step: step of the checkpoint that training continues from.
-        total_steps: last step of the run, for the progress and the time left.
 
     Raises:
         ValueError: an unknown name in `logger`, or one whose package is not installed.
     """
 
-    def __init__(
-        self,
-        default_local_dir: str | Path,
-        logger: str | Sequence[str] | None,
-        *,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any],
-        resume_step: int = 0,
-        total_steps: int,
-    ) -> None:
+    def __init__(self, run: RunInfo, logger: str | Sequence[str] | None) -> None:
         names = check_loggers(logger)
-        run = RunInfo(Path(default_local_dir), project_name, experiment_name, config, resume_step, total_steps)
         run.folder.mkdir(parents=True, exist_ok=True)
         self.views = [VIEWS[name](run) for name in names]
-        self.record = MetricsFile(run.folder, resume_step)
+        self.record = MetricsFile(run.folder, run.resume_step)
 
     @classmethod
     def of_run(cls, config: Config | SFTConfig, resume_step: int, total_steps: int) -> Self:
         """Opens the tracking of a run in its folder, from `resume_step` on."""
-        settings = config.trainer
-        return cls(
-            settings.default_local_dir,
-            settings.logger,
-            project_name=settings.project_name,
-            experiment_name=settings.experiment_name,
+        trainer = config.trainer
+        run = RunInfo(
+            folder=Path(trainer.default_local_dir),
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
             config=asdict(config),
             resume_step=resume_step,
             total_steps=total_steps,
         )
+        return cls(run, trainer.logger)
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         """Records the metrics of `step`, once and in ascending order; step 0 is what was known before training.

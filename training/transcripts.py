@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Group
+from rich.console import Console, Group
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.protocol import DataProto
 from data.types import Sample
 from training.episode_rows import EpisodeRows
-from training.reports import fields_table, message_fields, print_boxes, print_samples, short_number, without_middle
+from training.reports import fields_table, message_fields, short_number, without_middle
 from training.reward import reward_view
 
 Record = dict[str, Any]
@@ -165,14 +166,6 @@ def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
     return {kind: rows for kind, rows in kinds.items() if rows}
 
 
-def print_rows(title: str, rows: Sequence[Record]) -> None:
-    """Prints the readable part of dumped rows, which are all of one of the kinds of `by_kind`."""
-    if "turns" in rows[0]:
-        print_records(title, rows, brief=True)
-    else:
-        print_samples(title, [select_fields(row) for row in rows])
-
-
 def select_fields(row: Record) -> Record:
     """Selects the fields of an answer for the terminal; chat messages each under its role."""
     shown = {name: value for name, value in row.items() if name not in ("step", "raw_prompt") and value is not None}
@@ -193,11 +186,17 @@ def spread(rows: Sequence[Record], count: int) -> list[Record]:
 
 
 def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
-    """Prints each rollout in a box under `title`, for example "validation at step 3".
+    """Prints each rollout in a box under `title`, for example "validation at step 3", and its number.
 
-    If `brief`, long episodes and long texts lose their middle.
+    If `brief`, long episodes and long texts lose their middle, and an answer has its readable fields alone.
     """
-    print_boxes(title, [episode_view(one, brief) if "turns" in one else fields_table(one) for one in records])
+    console = Console()
+    for number, record in enumerate(records, start=1):
+        if "turns" in record:
+            content = episode_view(record, brief)
+        else:
+            content = fields_table(select_fields(record) if brief else record)
+        console.print(Panel(content, title=Text(f"{title} · {number} of {len(records)}"), title_align="left"))
 
 
 def episode_view(record: Record, brief: bool) -> Group:

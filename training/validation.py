@@ -17,7 +17,7 @@ from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, score_batch, zero_reward
 from training.roles import Roles
-from training.transcripts import Record, by_kind, episode_records, print_rows, sample_rows, spread, total_scores
+from training.transcripts import Record, by_kind, episode_records, print_records, sample_rows, spread, total_scores
 
 Metrics = dict[str, float]
 
@@ -55,9 +55,8 @@ class Validator:
             with dispensable(str(path)):
                 dump_jsonl(path, samples)
         if settings.log_val_generations:
-            shown = [*spread(samples, settings.log_val_generations)]
-            for kind, rows in by_kind(shown).items():
-                print_rows(f"validation {kind} at step {step}", rows)
+            for kind, rows in by_kind(spread(samples, settings.log_val_generations)).items():
+                print_records(f"validation {kind} at step {step}", rows, brief=True)
         return metrics
 
     def on_rows(self, step: int) -> tuple[Metrics, list[Record]]:
