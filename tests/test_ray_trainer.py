@@ -16,7 +16,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams
 from tests.batches import padded
-from tests.runs import compose, files_of_at_most, learning_metrics, short_run
+from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training import ray_trainer
 from training.collection import draw_rows
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -562,22 +562,17 @@ def test_a_reward_that_never_comes_is_said_once_with_its_likeliest_cause(tmp_pat
     assert messages[0].startswith("4 steps in a row taught nothing") and "every response scores 0" in messages[0]
 
 
-def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-
 def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_alone(tmp_path, tiny_model, capsys):
     run, dumps = tmp_path / "run", tmp_path / "dumps"
     command = short_run(tiny_model, run, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=2")
     last = main.run(compose(*command))
-    before = files_of(run)
+    before = tree_of(run)
     capsys.readouterr()
     assert main.run(compose(*command, "trainer.val_only=true")) == last
     printed = capsys.readouterr().out
     assert "validation at step 2: FrozenLake-v1: acc" in printed and "resuming from" in printed
     assert all(f"  {name}: {value:.6g}" in printed for name, value in last.items())
-    assert files_of(run) == before
+    assert tree_of(run) == before
     for _ in range(2):
         main.run(compose(*command, "trainer.val_only=true", f"trainer.validation_data_dir={dumps}"))
     record = [json.loads(line) for line in (dumps / "validation_metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from tests.runs import learning_metrics
+from tests.runs import Stopped, learning_metrics
 from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
@@ -195,10 +195,6 @@ def test_gradients_that_stay_broken_end_the_run(tmp_path, tiny_model):
 # Stopping and going on: 4 steps of 2 rows, two an epoch, saved at each.
 
 
-class Stopped(BaseException):
-    """Ends a run in this process where a kill would."""
-
-
 def four_steps(folder: Path, model: Path, *more: str) -> SFTConfig:
     folder.mkdir(exist_ok=True)
     val = write(folder, ROWS[:2], "val.jsonl")
@@ -234,20 +230,18 @@ def assert_same_run(one: Path, other: Path) -> None:
 SUFFIXES = (".pt", ".safetensors")
 
 
-@pytest.mark.parametrize("moment", [(SFTTrainer, "is_due"), (Tracking, "log")], ids=["in a step", "saved"])
-def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, tmp_path, moment):
-    """Stopped in step k with its weights updated but not saved; or saved, but not in the record yet."""
-    owner, method = moment
-    original = getattr(owner, method)
+def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, tmp_path):
+    """Stopped when step k is saved, and not in the record yet; the loop is the one of tests/test_resume.py."""
+    log = Tracking.log
     for step in range(1, 5):
 
-        def stop_or_go_on(self, *args, step=step):
-            if step == (self.global_step if owner is SFTTrainer else args[0]):
+        def stop_or_go_on(self, number, data, step=step):
+            if number == step:
                 raise Stopped
-            return original(self, *args)
+            log(self, number, data)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-            patch.setattr(owner, method, stop_or_go_on)
+            patch.setattr(Tracking, "log", stop_or_go_on)
             run(four_steps(tmp_path, tiny_model))
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
