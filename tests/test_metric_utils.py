@@ -96,18 +96,6 @@ def test_without_a_critic_there_are_no_value_metrics(batch):
     assert not [name for name in names if name.startswith(("critic/values", "critic/vf"))]
 
 
-@pytest.mark.parametrize("reason", ["env_error", "timeout", "aborted"])
-def test_a_failed_row_is_no_measurement(batch, reason):
-    batch.non_tensor_batch["end_reason"] = np.array(["terminated", reason, "terminated"], dtype=object)
-    metrics = compute_data_metrics(batch)
-    assert metrics["critic/score/mean"] == metrics["critic/score/min"] == 1.0
-    assert metrics["critic/advantages/min"] == 1.0
-    assert metrics["critic/values/max"] == 1.0
-    assert metrics["response_length_non_aborted/min"] == 4
-    assert metrics["response_length/mean"] == pytest.approx(7 / 3)
-    assert metrics["response/aborted_ratio"] == pytest.approx(2 / 3)
-
-
 def test_a_batch_without_any_response_leaves_the_statistics_out():
     metrics = compute_data_metrics(make_batch([1, 2], [0, 0], width=(2, 3)))
     assert metrics == {
@@ -181,7 +169,7 @@ def test_data_metrics_equal_their_slow_twin_on_ragged_rows(prompt_lengths, width
         response_lengths,
         width=(4, width),
         response_mask=tail * torch.from_numpy(rng.integers(0, 2, size)),  # holes: observations
-        end_reason=rng.choice(["terminated", "max_tokens", "env_error"], size[0]).tolist(),
+        end_reason=rng.choice(["terminated", "max_tokens", "env_error", "timeout", "aborted"], size[0]).tolist(),
         **{name: torch.from_numpy(rng.normal(size=size).astype(np.float32)) for name in floats},
     )
     expected = slow_data_metrics(batch, (4, width))

@@ -229,13 +229,6 @@ def test_entropy_loss_aggregates_a_loop_over_tokens_and_lets_no_nan_out(mode):
     assert not gradient[mask == 0].any()
 
 
-def test_entropy_loss_by_hand():
-    logits, mask = torch.tensor([[[0.0, 0.0], [0.0, math.log(3)], [9.0, 0.0]]]), torch.tensor([[1, 1, 0]])
-    expected = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]
-    close(compute_entropy_loss(logits, mask), sum(expected) / 2)
-    close(compute_entropy_loss(logits, mask, "token-sum"), sum(expected))
-
-
 def test_rollout_correction_under_verls_signature():
     train, mask = torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.int64)
     rollout = torch.tensor([[-2.0, -2.0], [-1.0, -1.0]])
