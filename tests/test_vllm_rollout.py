@@ -3,7 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
@@ -59,31 +59,13 @@ def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model: 
         vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(tiny_model), model)
 
 
-class SleepyEngine:
-    """Stands in for vLLM's, which cannot sleep on a CPU: writes down what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def reset_prefix_cache(self) -> None:
-        self.asked.append("reset_prefix_cache")
-
-    def sleep(self, level: int) -> None:
-        self.asked.append(f"sleep {level}")
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.asked.append(f"wake_up {' '.join(tags)}")
-
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self.asked.append(f"{method} {' '.join(name for name, _ in kwargs['weights_iterator'])}")
-
-
 @pytest.mark.parametrize(("device", "free_cache"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_it_sleeps_and_wakes_in_one_order(
     wide_headed_model: Path, monkeypatch: pytest.MonkeyPatch, device: str, free_cache: bool
 ):
-    """Weights, new weights, cache; twice is once."""
-    monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model, place: SleepyEngine())
+    """Weights, new weights, cache; twice is once. vLLM's own engine cannot sleep on a CPU."""
+    engine = Mock()
+    monkeypatch.setattr(vllm_rollout_spmd, "start_engine", lambda config, model, place: engine)
     monkeypatch.setattr(vLLMRollout, "_alone", lambda self: nullcontext())
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
     config = RolloutConfig(free_cache_engine=free_cache, **LENGTHS)
@@ -92,11 +74,12 @@ def test_it_sleeps_and_wakes_in_one_order(
     rollout.sleep(), rollout.sleep()
     rollout.load_weights([("head", torch.zeros(1))], 1)
     rollout.wake_up(), rollout.wake_up()
-    asked, synced = rollout.engine.asked, ["reload_weights head", "reset_prefix_cache"]
+    synced = [call.collective_rpc("reload_weights", kwargs=ANY), call.reset_prefix_cache()]
     if (device, free_cache) != ("cuda", True):
-        assert asked == synced
+        assert engine.mock_calls == synced
         return
-    assert asked == ["reset_prefix_cache", "sleep 1", "wake_up weights", *synced, "wake_up kv_cache"]
+    asleep, weights, cache = call.sleep(level=1), call.wake_up(tags=["weights"]), call.wake_up(tags=["kv_cache"])
+    assert engine.mock_calls == [call.reset_prefix_cache(), asleep, weights, *synced, cache]
     rollout.add(Request(0, [5], SamplingParams(True, 1.0, -1, 1.0, 3), 0))
     with pytest.raises(AssertionError, match="requests are in flight"):
         rollout.sleep()
