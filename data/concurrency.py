@@ -342,22 +342,17 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, deadline: flo
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # given up
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    def settle(put: Callable[[Any], None], value: Any) -> None:
+        if not future.done():  # else given up
+            put(value)
 
     def call() -> None:
-        result, error = None, None
         try:
-            result = function(*arguments)
+            put, value = future.set_result, function(*arguments)
         except BaseException as raised:  # handed on to whoever waits
-            error = as_failure(raised)
+            put, value = future.set_exception, as_failure(raised)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, put, value)
 
     threads.submit(call)
     return await by_deadline(future, deadline)

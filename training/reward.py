@@ -259,11 +259,7 @@ def compute_reward(
 def view_scores(
     view: DataProto, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
 ) -> tuple[Tensor, Columns, Failures]:
-    """Scores a `reward_view`: `call_manager`, then `validate_result`.
-
-    Raises:
-        RuntimeError, ValueError: as `compute_reward`.
-    """
+    """Scores a `reward_view`: `call_manager`, then `validate_result`."""
     return validate_result(call_manager(manager, view), manager, shape, config)
 
 

@@ -275,14 +275,13 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
         ("the prompt itself", row["prompts"]),
         (f"{JUNK_CHARACTERS // 1000} kB of junk", junk),
     ]
-    truth = right_answer(row)
     targets = row["ground_truths"].get("target") if isinstance(row["ground_truths"], dict) else row["ground_truths"]
     right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
     for constant in CONSTANTS:
         if constant.lower() not in right:
             said = (constant, form.format(constant))
             answers += [(f'{CONSTANT} "{text}"', text) for text in said]
-    if truth is not None:
+    if (truth := right_answer(row)) is not None:
         other = "8" if truth == "7" else "7"
         answers.append((f'"{form.format("ANSWER or 7")}"', form.format(f"{truth} or {other}")))
         answers.append((f'"{form.format("7 or ANSWER")}"', form.format(f"{other} or {truth}")))
@@ -296,13 +295,10 @@ def right_finding(outcomes: list[Outcome], least: float, form: str) -> Finding:
     if failure := next((outcome for outcome in outcomes if outcome.status != "ok"), None):
         return Finding(RIGHT, None, f"cannot be scored: {failure.status}: {failure.said}", form)
     earned = mean([outcome.score for outcome in outcomes])
-    paid = sum(outcome.score > least for outcome in outcomes)
-    shown = form.format("ANSWER")
-    if paid < len(outcomes):
-        unpaid = f"{len(outcomes) - paid} of {len(outcomes)} rows"
-        why = f"does not pay: no more than the worst answer in {unpaid}, in any of {len(FORMS)} forms"
-        return Finding(RIGHT, earned, why, shown)
-    return Finding(RIGHT, earned, "", shown)
+    unpaid = sum(outcome.score <= least for outcome in outcomes)
+    rows = f"{unpaid} of {len(outcomes)} rows, in any of {len(FORMS)} forms"
+    why = f"does not pay: no more than the worst answer in {rows}" if unpaid else ""
+    return Finding(RIGHT, earned, why, form.format("ANSWER"))
 
 
 def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, most: float) -> Finding:

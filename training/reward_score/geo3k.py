@@ -9,18 +9,11 @@ FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """(1 - format_score) · right + format_score · well formed; `use_boxed=False` compares the whole text."""
-    return (1.0 - format_score) * accuracy(predict_str, ground_truth, use_boxed) + format_score * form(predict_str)
+    """(1 - format_score) · right + format_score · well formed; `use_boxed=False` compares the whole text.
 
-
-def form(predict_str: str) -> float:
-    """1.0 if the whole response thinks in tags and then boxes an answer."""
-    return float(FORMAT.fullmatch(predict_str) is not None)
-
-
-def accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """1.0 if the answer equals `ground_truth`, by its normalised text or by algebra."""
+    Right: the answer equals `ground_truth`, by its normalised text or by algebra.
+    """
     answer = boxed_content(predict_str) if use_boxed else predict_str
-    if answer is None:
-        return 0.0
-    return float(is_equivalent(answer, ground_truth) or symbolically_equal(answer, ground_truth))
+    is_right = answer is not None and (is_equivalent(answer, ground_truth) or symbolically_equal(answer, ground_truth))
+    is_well_formed = FORMAT.fullmatch(predict_str) is not None
+    return (1.0 - format_score) * is_right + format_score * is_well_formed
