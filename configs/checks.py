@@ -407,14 +407,14 @@ def sampling_summary(config: Config) -> str:
     return f"training samples {sampling(rollout)}; validation {sampling(rollout.val_kwargs)}."
 
 
-def sampling(config: RolloutConfig | SamplingConfig) -> str:
+def sampling(config: SamplingConfig) -> str:
     if is_greedy(config):
         return f"n={config.n}, greedy"
     min_p = f", min_p={config.min_p}" * (config.min_p > 0)
     return f"n={config.n}, temperature={config.temperature}, top_p={config.top_p}, top_k={config.top_k}{min_p}"
 
 
-def is_greedy(config: RolloutConfig | SamplingConfig) -> bool:
+def is_greedy(config: SamplingConfig) -> bool:
     return not config.do_sample or config.temperature == 0
 
 

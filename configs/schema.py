@@ -304,16 +304,13 @@ class MultiTurnConfig(Frozen):
 
 
 @dataclass
-class RolloutConfig(Frozen):
+class RolloutConfig(SamplingConfig):
     name: str = setting(
         "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
     )
     n: int = setting(1, "Samples a prompt: the group size of GRPO and RLOO.", ge=1)
     do_sample: bool = setting(True, "Sample in training; false: greedy.")
     temperature: float = setting(1.0, "Softmax temperature in training; the trainer's log-probs use it too.", gt=0)
-    top_k: int = setting(-1, "Keep the k most likely tokens; -1: all.", ge=-1)
-    top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1: all.", gt=0, le=1)
-    min_p: float = setting(0.0, "Keep tokens at least this share as likely as the likeliest; 0: all.", ge=0, lt=1)
     prompt_length: int = setting(II("data.max_prompt_length"), "Longest prompt, in tokens: the padded width P.", ge=1)
     response_length: int = setting(II("data.max_response_length"), "Longest response, in tokens: the width R.", ge=1)
     max_num_seqs: int = setting(1024, "Sequences generated side by side; more wait their turn.", ge=1)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema import RolloutConfig, SamplingConfig
+from configs.schema import SamplingConfig
 
 # A row of a data set: all columns of its file, and raw_prompt (text, or chat messages), raw_prompt_ids (its token ids,
 # with the generation prompt), data_source, extra_info, index; agent_name and reward_model.ground_truth, if it has them.
@@ -37,7 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # that end a response, beside the engine's own
 
     @classmethod
-    def from_config(cls, config: RolloutConfig | SamplingConfig, max_tokens: int) -> "SamplingParams":
+    def from_config(cls, config: SamplingConfig, max_tokens: int) -> "SamplingParams":
         sampled = config.do_sample and config.temperature > 0
         return cls(sampled, config.temperature, config.top_k, config.top_p, max_tokens, config.min_p)
 
