@@ -73,12 +73,6 @@ class Broken(Lock):
         return *super().step(action)[:2], False, False, {}
 
 
-class Steering(Lock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.action_space = gym.spaces.Box(-1.0, 1.0, (1,))
-
-
 class Said(Lock):
     """Says itself whether it was a success: yes, whatever happens."""
 
@@ -120,7 +114,6 @@ class Moody(Lock):
 THIRD_PARTY = {
     "Lock-v0": Lock,
     "Broken-v0": Broken,
-    "Steering-v0": Steering,
     "Said-v0": Said,
     "Unseeded-v0": Unseeded,
     "Growing-v0": Growing,

@@ -133,10 +133,7 @@ def test_what_a_row_lacks_is_filled(tmp_path, tokenizer):
     assert first["extra_info"] == {} and first["data_source"] == "unknown" and first["index"] == 0
     assert second["extra_info"] == {"split": "train"} and second["index"] == 1
     assert "reward_model" not in first
-
-
-def test_data_source_is_read_from_the_configured_column(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", [{"question": "a", "task": "sums"}])
+    path = write(tmp_path / "named.jsonl", [{"question": "a", "task": "sums"}])
     assert dataset(path, tokenizer, prompt_key="question", reward_fn_key="task")[0]["data_source"] == "sums"
 
 
@@ -329,6 +326,10 @@ def test_a_users_dataset_class_is_built_by_keyword(custom, tokenizer):
     assert isinstance(made, Dataset) and len(made) == 6
     assert made[3] == {"raw_prompt": "b: 1+0="}
     assert made.kwargs == {"max_samples": 2}
+    config = custom("MyDataset")  # which has the last word
+    config = replace(config, custom_cls=replace(config.custom_cls, kwargs={"level": 3, "data_files": ["c"]}))
+    made = create_rl_dataset(["a", "b"], config, tokenizer)
+    assert made.kwargs == {"level": 3, "max_samples": -1} and made[0] == {"raw_prompt": "c: 1+0="}
 
 
 def test_a_users_class_that_is_no_dataset_is_refused(custom):
@@ -452,13 +453,6 @@ def test_rows_that_change_by_the_step_are_not_measured(tokenizer):
         def on_batch_end(self, batch): ...
 
     assert not overlong_rows(Changing(), tokenizer, DataConfig(max_prompt_length=5))
-
-
-def test_arguments_of_the_constructor_come_from_the_config(custom, tokenizer):
-    config = custom("MyDataset")
-    config = replace(config, custom_cls=replace(config.custom_cls, kwargs={"level": 3, "data_files": ["c"]}))
-    made = create_rl_dataset(["a", "b"], config, tokenizer)
-    assert made.kwargs == {"level": 3, "max_samples": -1} and made[0] == {"raw_prompt": "c: 1+0="}
 
 
 GENERATOR = """
