@@ -49,7 +49,7 @@ def serving(served: Served, config: ServerConfig) -> Iterator[str]:
 
 def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: Any) -> OpenAIRollout:
     """The engine of the server at `url`, with the model in `folder`; `settings` are of engine_kwargs.openai."""
-    own = {"openai": {"base_url": f"{url}/v1", "timeout": 60.0, **settings}}
+    own = {"openai": {"base_url": f"{url.removesuffix('/v1')}/v1", "timeout": 60.0, **settings}}
     lengths = {"prompt_length": 40, "response_length": 24}
     config = RolloutConfig(name="openai", max_num_seqs=max_num_seqs, engine_kwargs=own, **lengths)
     module = load_causal_lm(ModelConfig(path=str(folder)))
