@@ -12,14 +12,13 @@ from pathlib import Path
 from configs.errors import ConfigError, notice
 from configs.loader import workers_asked_for
 from configs.paths import find_path, is_named_source, source_files
-from configs.rollout_correction import RolloutCorrectionConfig, check_rollout_correction
+from configs.rollout_correction import check_rollout_correction
 from configs.schema import (
     ActorConfig,
     CheckpointConfig,
     Config,
     CriticConfig,
     MultiTurnConfig,
-    PolicyLossConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -152,10 +151,6 @@ def check_policy(config: Config) -> None:
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "
             "that samples is then not quite the policy that is trained. top_p=1 top_k=-1 min_p=0 is exact."
         )
-
-
-def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionConfig) -> str:
-    return "bypass_mode" if correction.bypass_mode else settings.loss_mode
 
 
 def has_validation(config: Config) -> bool:

@@ -88,6 +88,8 @@ def _items(part: _Set, following: list[int]) -> list[int]:
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """k parts of nearly equal sums: every index once, none empty, indices ascending inside a part."""
     assert len(seqlen_list) >= k_partitions, f"{len(seqlen_list)} items cannot fill {k_partitions} parts"
+    if k_partitions == 1:
+        return [list(range(len(seqlen_list)))]
     parts = [sorted(part) for part in karmarkar_karp(seqlen_list, k_partitions, equal_size)]
     assert all(parts), f"a part is empty: {parts}"
     assert sorted(index for part in parts for index in part) == list(range(len(seqlen_list))), "not every index once"

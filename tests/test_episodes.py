@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import main
-from configs.schema import AlgorithmConfig
+from configs.schema import AlgorithmConfig, PFPPOConfig
 from data.files import dump_jsonl
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
@@ -167,7 +167,7 @@ def test_pf_ppo_draws_a_row_by_the_return_of_its_episode():
     """Rewards that cancel out within an episode are a score of 0, however large each is."""
     groups = [[[Turn(1, 0, 100.0), Turn(1, 0, -100.0)], [Turn(1, 0, 0.0), Turn(1, 0, 1.0), Turn(1)], []]]
     batch = episode_batch(groups, "turns")
-    draws = [draw_rows(batch, AlgorithmConfig(use_pf_ppo=True), seed)[0]["drawn_row"] for seed in range(9)]
+    draws = [draw_rows(batch, PFPPOConfig(), seed) for seed in range(9)]
     assert len(batch) == 6 and {*torch.cat(draws).tolist()} == {2, 3, 4}
 
 
@@ -236,12 +236,6 @@ def test_episode_metrics_by_hand(history):
         "episode/tokens/observation/mean": 2.0,
         "episode/tokens/prompt/mean": prompts,
     }
-
-
-def test_rows_that_are_no_episodes_have_no_metrics_of_episodes():
-    batch = both(0)[0]
-    batch.pop(non_tensor_batch_keys=["episode"])
-    assert compute_episode_metrics(batch) == {}
 
 
 @pytest.mark.parametrize("history", HISTORIES)

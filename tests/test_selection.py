@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import AlgorithmConfig, PFPPOConfig
+from configs.schema import PFPPOConfig
 from data.protocol import DataProto
 from training.collection import draw_rows, pf_ppo_weights, rows_with_signal
 
@@ -94,9 +94,9 @@ def drawn(method: str, seed: int, batch: DataProto | None = None) -> list[int]:
 
 
 def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
-    columns, metrics = draw_rows(batch, AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(**settings)), seed)
-    assert columns.keys() == {"drawn_row"} and columns["drawn_row"].dtype == torch.int64 and metrics == {}
-    return columns["drawn_row"].tolist()
+    rows = draw_rows(batch, PFPPOConfig(**settings), seed)
+    assert rows.dtype == torch.int64
+    return rows.tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -134,10 +134,6 @@ def test_draws_follow_from_the_seed_and_the_batch_stays():
 
 def test_if_all_failed_each_row_stays():
     assert pf_ppo(scored([1.0, 2.0], "ab", failed=(0, 1)), seed=0) == [0, 1]
-
-
-def test_without_pf_ppo_nothing_is_drawn():
-    assert draw_rows(scored([1.0, 2.0], "ab"), AlgorithmConfig(), seed=0) == ({}, {})
 
 
 def test_pf_ppo_weights_by_hand_and_an_unknown_method():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import AlgorithmConfig, Config
+from configs.schema import Config, PFPPOConfig
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
 from data.seeding import derive_seed
@@ -140,24 +140,21 @@ def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
         raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
 
 
-def draw_rows(batch: DataProto, config: AlgorithmConfig, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Column drawn_row with `use_pf_ppo` (arXiv:2409.06957), [B] int64: the row that is learnt from in each place.
+def draw_rows(batch: DataProto, settings: PFPPOConfig, seed: int) -> Tensor:
+    """Draws the row that is learnt from in each place, with `use_pf_ppo` (arXiv:2409.06957): [B] int64.
 
     Rows are drawn with replacement, each as often as `pf_ppo_weights` of its episode's score says. Failed rows are
     never drawn; if all failed, each stays. Places keep their uids, so mini-batches are as many and as large as without.
-    No metrics.
     """
-    if not config.use_pf_ppo:
-        return {}, {}
     completed = batch.batch["response_mask"].any(1).nonzero()[:, 0]
     if len(completed) == 0:
-        return {"drawn_row": torch.arange(len(batch))}, {}
-    episodes, settings = EpisodeRows(batch), config.pf_ppo
+        return torch.arange(len(batch))
+    episodes = EpisodeRows(batch)
     scores = episodes.scores()[episodes.of_row[completed]]
     weights = pf_ppo_weights(scores, settings.reweight_method, settings.weight_pow)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
-    return {"drawn_row": completed[drawn]}, {}
+    return completed[drawn]
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:

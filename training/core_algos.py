@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.rollout_correction import RolloutCorrectionConfig
-from configs.schema import AGGREGATION_MODES, AlgorithmConfig
+from configs.schema import AGGREGATION_MODES, AlgorithmConfig, PolicyLossConfig
 from training.rollout_correction import correct_log_probs
 from training.torch_functional import (
     EPSILON,
@@ -147,6 +147,10 @@ def register_policy_loss(
         return fn
 
     return register
+
+
+def policy_loss_name(settings: PolicyLossConfig, correction: RolloutCorrectionConfig) -> str:
+    return "bypass_mode" if correction.bypass_mode else settings.loss_mode
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

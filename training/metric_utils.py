@@ -92,10 +92,8 @@ def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
     Quantities are those of `OF_EPISODES` and, of calls of tools that failed, `tool_failures/<kind>`.
 
     Roles are policy, observation and prompt; an episode of several rows has as many prompts. Those that failed count
-    nowhere, and those of which nobody says whether they were a success not in that. {} for rows that are no episodes.
+    nowhere, and those of which nobody says whether they were a success not in that.
     """
-    if "episode" not in batch:
-        return {}
     episodes, finished = _episodes(batch)
     ends = batch.select_idxs(episodes.last_row[finished.numpy()])
     values_of: dict[str, list[float]] = defaultdict(list)
@@ -187,7 +185,7 @@ def compute_step_metrics(
     return {
         **compute_data_metrics(batch, use_critic),
         **compute_group_metrics(batch),
-        **compute_episode_metrics(batch),
+        **(compute_episode_metrics(batch) if "episode" in batch else {}),
         **compute_source_metrics(batch),
         **compute_timing_metrics(batch, timing_raw),
         **compute_throughout_metrics(batch, timing_raw, n_gpus),

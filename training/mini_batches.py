@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.checks import policy_loss_name
 from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed, numpy_generator
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
-from training.core_algos import get_policy_loss
+from training.core_algos import get_policy_loss, policy_loss_name
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import check_token_budgets, has_validation, policy_loss_name
+from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, notice
 from configs.schema import Config, DataConfig, MultiTurnConfig
 from data.chat import RM_KEY, reward_tokenizer
@@ -38,6 +38,7 @@ from training.core_algos import (
     NEEDS_GROUPS,
     get_adv_estimator_fn,
     get_policy_loss_fn,
+    policy_loss_name,
     register_adv_est,
     register_policy_loss,
 )

@@ -115,8 +115,9 @@ class RayPPOTrainer(Run):
                 metrics |= add_columns(batch, token_level_rewards(batch, config, self.kl_ctrl))
                 metrics |= add_columns(batch, correct_rollout(batch, algorithm.rollout_correction))
                 metrics |= add_columns(batch, compute_advantage(batch, algorithm))
-                draw_seed = derive_seed(config.trainer.seed, "pf_ppo", self.global_step)
-                metrics |= add_columns(batch, draw_rows(batch, algorithm, draw_seed))
+                if algorithm.use_pf_ppo:
+                    draw_seed = derive_seed(config.trainer.seed, "pf_ppo", self.global_step)
+                    batch.batch["drawn_row"] = draw_rows(batch, algorithm.pf_ppo, draw_seed)
             if self.critic:
                 with timer("update_critic", timing):
                     parts = mini_batches(batch, config, config.critic, self.global_step)

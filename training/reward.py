@@ -288,9 +288,10 @@ def validate_result(
     """
     name = reward_name(manager)
     scores, extra, failures = parse_scores(result, shape, name)
-    check_failures(failures, shape[0], config, name)
-    if failures and config.on_failure == "score":
-        scores[sorted(failures)] = config.failure_score
+    if failures:
+        check_failures(failures, shape[0], config, name)
+        if config.on_failure == "score":
+            scores[sorted(failures)] = config.failure_score
     return scores, extra, failures
 
 
@@ -326,8 +327,6 @@ def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: s
     Raises:
         RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
     """
-    if not failures:
-        return
     [(said, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
     kinds = Counter(failure.outcome for failure in failures.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

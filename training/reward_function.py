@@ -200,7 +200,8 @@ def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor
     if isinstance(result, list | tuple):
         if len(result) != rows:
             raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
-        result, failures = set_aside(result)
+        if NotScored in map(type, result):
+            result, failures = set_aside(result)
         if any(isinstance(item, dict) for item in result):
             result, extra = split_dicts(result, name)
         result = torch.tensor([as_number(score, row, name) for row, score in enumerate(result)])

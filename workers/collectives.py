@@ -43,15 +43,13 @@ def rank() -> int:
 def gather(value: Any) -> list[Any]:
     """Collects every rank's `value`, in their order, on every rank."""
     values = [value] * group_size()
-    if group_size() > 1:
+    if len(values) > 1:
         dist.all_gather_object(values, value)
     return values
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Makes every gradient its sum over ranks. One that no rank has stays None: that weight stays as it is."""
-    if group_size() == 1:
-        return
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
     dist.all_reduce(present, dist.ReduceOp.MAX)

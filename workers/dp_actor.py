@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.checks import policy_loss_name
 from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
-from training.core_algos import agg_loss, get_policy_loss, kl_penalty
+from training.core_algos import agg_loss, get_policy_loss, kl_penalty, policy_loss_name
 from training.mini_batches import Update
 from training.policy_loss import LossConfig, call_policy_loss
 from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
@@ -120,13 +119,13 @@ class DataParallelPPOActor:
         """Computes the policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
         mask = columns["response_mask"]
         # Only where there are any, so that a loss that knows nothing of them will do.
-        weights = {name: columns[name] for name in ["rollout_is_weights"] if name in columns}
+        weights = columns.get("rollout_is_weights")
         loss, loss_metrics = call_policy_loss(
             self.policy_loss.function,
             (columns.get("old_log_probs", log_probs.detach()), log_probs, columns["advantages"], mask),
             self.config.loss_agg_mode,
             LossConfig(**self.loss_config, global_batch_info=counts),
-            {**weights, **self.config.policy_loss.kwargs},
+            ({} if weights is None else {"rollout_is_weights": weights}) | self.config.policy_loss.kwargs,
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():

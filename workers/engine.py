@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,23 @@ from training.torch_functional import (
     cosine_schedule_multiplier,
     wsd_schedule_multiplier,
 )
-from workers.collectives import gather, rank, sum_gradients
+from workers.collectives import gather, group_size, rank, sum_gradients
 from workers.lora import save_pretrained
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Makes the function from step k (from 0) to the factor on `optim.lr`; resuming needs no other state."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
-    decaying = {"min_lr_ratio": optim.min_lr_ratio, "num_cycles": optim.num_cycles}
+    decaying = {
+        "warmup_steps": warmup,
+        "total_steps": total_steps,
+        "min_lr_ratio": optim.min_lr_ratio,
+        "num_cycles": optim.num_cycles,
+    }
     schedules = {
-        "constant": lambda step: constant_schedule_multiplier(step, warmup),
-        "cosine": lambda step: cosine_schedule_multiplier(step, warmup, total_steps, **decaying),
-        "wsd": lambda step: wsd_schedule_multiplier(step, warmup, total_steps, **decaying),
+        "constant": partial(constant_schedule_multiplier, warmup_steps=warmup),
+        "cosine": partial(cosine_schedule_multiplier, **decaying),
+        "wsd": partial(wsd_schedule_multiplier, **decaying),
     }
     return schedules[optim.lr_scheduler_type]
 
@@ -79,7 +85,8 @@ class TrainEngine:
         if not all(gather(self.accumulate(losses))):
             self.optimizer.zero_grad(set_to_none=True)
             return {"skipped_updates": 1.0}
-        sum_gradients(self.module.parameters())
+        if group_size() > 1:
+            sum_gradients(self.module.parameters())
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:

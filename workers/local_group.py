@@ -55,7 +55,7 @@ class LocalWorkerGroup:
 
     def submit(self, role: str, method: str, shares: Sequence[tuple]) -> Done:
         check_shares(shares, self.size)
-        return Done([call_role(self.worker, role, method, share) for share in shares])
+        return Done([getattr(self.worker.roles[role], method)(*shares[0])])
 
     def close(self) -> None:
         self.worker.close()
@@ -68,7 +68,3 @@ def distinct_groups(pools: Mapping[str, WorkerGroup]) -> list[WorkerGroup]:
 
 def check_shares(shares: Sequence[tuple], size: int) -> None:
     assert len(shares) == size, f"{len(shares)} shares for {size} workers: each gets one, if need be without rows"
-
-
-def call_role(worker: Any, role: str, method: str, share: tuple) -> Any:
-    return getattr(worker.roles[role], method)(*share)

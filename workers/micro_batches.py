@@ -67,10 +67,6 @@ class MicroBatch:
         """Lays out the values of the scored tokens, in order, as [b, r]; 0 elsewhere."""
         return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
 
-    def write_back(self, values: Tensor, into: Tensor) -> None:
-        """Writes [b, r] `values` to these rows of [B, R] `into`; 0 where no token is scored."""
-        into[self.rows, : self.response_width] = torch.where(self.is_scored, values, 0.0).cpu()
-
 
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
 
@@ -144,7 +140,7 @@ def score_micro_batches(
     for micro in micros:
         found = model.token_scores(micro, temperature, ask)._asdict()
         for name, into in columns.items():
-            micro.write_back(found[name], into)
+            into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0).cpu()
     return TokenScores(**columns)
 
 

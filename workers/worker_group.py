@@ -21,7 +21,7 @@ from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
 from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
-from workers.local_group import LocalWorkerGroup, WorkerGroup, call_role, check_shares
+from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.openai.weight_transfer import check_weight_transfer
 
@@ -208,7 +208,7 @@ class RemoteWorker:
         self.worker = worker_class(*args)
 
     def call(self, role: str, method: str, share: tuple) -> Any:
-        return call_role(self.worker, role, method, share)
+        return getattr(self.worker.roles[role], method)(*share)
 
 
 def remote_class(resources: Resources, placement: PlacementGroup, place: int) -> Any:

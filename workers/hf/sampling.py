@@ -36,7 +36,12 @@ def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[
         return chosen, best - logits.logsumexp(-1)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    logits = keep_top_p(keep_top_k(keep_min_p(logits, sampling.min_p), sampling.top_k), sampling.top_p)
+    if sampling.min_p > 0:
+        logits = keep_min_p(logits, sampling.min_p)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
     powers = (logits - logits.amax(-1, keepdim=True)).exp_()
     chosen, total = first_beyond(powers, uniforms)
     return chosen, (powers.gather(-1, chosen[:, None])[:, 0] / total).log().float()
@@ -70,23 +75,17 @@ def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
     """Returns the tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
-    if p <= 0:
-        return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Returns the k largest logits of each row, the others −∞; k < 1 or k ≥ V keeps all. Ties with the k-th stay."""
-    if k < 1 or k >= logits.shape[-1]:
-        return logits
+    """Returns the k largest logits of each row, the others −∞. Ties with the k-th stay."""
     threshold = logits.topk(k, dim=-1).values[:, -1:]
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """The smallest set of most likely tokens whose probability reaches p, the others −∞ (nucleus, arXiv:1904.09751)."""
-    if p >= 1:
-        return logits
     ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
     beyond = ordered.cumsum(-1) - ordered >= p  # the mass before this token already reaches p
     return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

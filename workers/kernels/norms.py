@@ -58,7 +58,10 @@ class RMSNorm(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         if not is_plain(values, self.weight):
             return super().forward(values)
-        return rms_norm(values, self.weight, getattr(self, self.epsilon_name))
+        epsilon = getattr(self, self.epsilon_name)
+        if torch.is_grad_enabled() and (values.requires_grad or self.weight.requires_grad):
+            return _RMSNorm.apply(values, self.weight, epsilon)
+        return normalize(values, self.weight, epsilon)[0]
 
 
 def use_fast_norms(module: nn.Module) -> None:
@@ -75,15 +78,8 @@ def faster(norm: type[nn.Module]) -> type[nn.Module]:
     return type(norm.__name__, (RMSNorm, norm), {"epsilon_name": name})
 
 
-def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · values / √(mean of values² + ε), [..., d] and [d] → [..., d]; differentiable once."""
-    if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(values, weight, eps)
-    return normalize(values, weight, eps)[0]
-
-
 def normalize(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The output of `rms_norm`, and the 1 / √… of each token, [..., 1]."""
+    """Returns weight · values / √(mean of values² + ε), [..., d], and the 1 / √… of each token, [..., 1]."""
     length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
     factor = length.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
     return (values * factor).mul_(weight), factor

@@ -10,7 +10,7 @@ interface, so no model is patched; called without a layout (generation, padded b
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -44,31 +44,31 @@ class Packed:
     responses: Ragged  # b of them
     prompt_of_row: Tensor  # [b], which prompt a row answers
     predictors: Tensor  # [N], for every response token in order: the place in T of the token that predicts it
+    # The results of `masked_blocks` and `block_mask`, which all layers share.
+    masked: dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]] = field(default_factory=dict)
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_width: int) -> "Packed":
         """Packs [b, p + r] columns: prompts padded on the left to p, responses on the right to `response_width` r."""
         device, split = input_ids.device, input_ids.shape[1] - response_width
         mask = attention_mask.bool()
-        prompt_lengths, response_lengths = (part.sum(1).tolist() for part in (mask[:, :split], mask[:, split:]))
+        prompt_lengths, response_lengths = mask[:, :split].sum(1).tolist(), mask[:, split:].sum(1).tolist()
         rows = input_ids[:, :split].tolist()
         prompts = [tuple(ids[split - length :]) for ids, length in zip(rows, prompt_lengths, strict=True)]
-        first_rows: dict[tuple[int, ...], int] = {}  # of each distinct prompt
-        for row, prompt in enumerate(prompts):
-            first_rows.setdefault(prompt, row)
-        distinct = {prompt: place for place, prompt in enumerate(first_rows)}
-        prompt_of_row = [distinct[prompt] for prompt in prompts]
+        distinct: dict[tuple[int, ...], int] = {}  # the place of each distinct prompt
+        prompt_of_row = [distinct.setdefault(prompt, len(distinct)) for prompt in prompts]
+        firsts = [prompt_of_row.index(place) for place in range(len(distinct))]
 
         forwarded = [max(length - 1, 0) for length in response_lengths]
         is_forwarded = torch.arange(response_width, device=device) < torch.tensor(forwarded, device=device)[:, None]
-        firsts = list(first_rows.values())
 
         def pack(column: Tensor) -> Tensor:
             prompt_tokens = column[firsts, :split][mask[firsts, :split]]
             return torch.cat([prompt_tokens, column[:, split:][is_forwarded]])
 
-        packed_prompts = Ragged([len(prompt) for prompt in distinct], device)
-        prompt_ends = list(accumulate(len(prompt) for prompt in distinct))
+        packed_prompts = Ragged([*map(len, distinct)], device)
+        prompt_ends = [*accumulate(map(len, distinct))]
         response_starts = list(accumulate(forwarded, initial=packed_prompts.total))
         predictors: list[int] = []
         for row, length in enumerate(response_lengths):
@@ -102,11 +102,6 @@ class Packed:
         stand = torch.arange(self.prompts.elements + self.responses.elements, device=places.device)
         return None if torch.equal(places, stand) else places
 
-    @cached_property
-    def masked(self) -> dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]]:
-        """The results of `masked_blocks`, which all layers share."""
-        return {}
-
     def masked_blocks(self, window: int | None, dtype: torch.dtype) -> list[list[MaskedBlock]]:
         """Cuts the masks of the padded prompts and responses: 0 for the keys that a token attends to within a sliding
         window, −∞ for the others."""
@@ -125,11 +120,6 @@ class Packed:
                 masked_blocks(ragged, torch.where(mask.unsqueeze(1), zero, -torch.inf)) for ragged, mask in seen
             ]
         return self.masked[window, dtype]
-
-    @cached_property
-    def block_masks(self) -> dict[int | None, BlockMask]:
-        """The results of `block_mask`, which all layers share, by the width of a sliding window."""
-        return {}
 
     def block_mask(self, window: int | None) -> BlockMask:
         if window not in self.block_masks:
@@ -242,7 +232,14 @@ def packed_scores(
         TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
     """
     packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
-    hidden = hidden_states(model, packed)[packed.predictors[micro.is_scored[micro.is_real]]]
+    output = model.base_model(
+        input_ids=packed.input_ids.unsqueeze(0),
+        position_ids=packed.position_ids.unsqueeze(0),
+        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1),  # four dimensions: transformers makes no mask of its own
+        use_cache=False,
+        packed=packed,
+    )
+    hidden = output.last_hidden_state.squeeze(0)[packed.predictors[micro.is_scored[micro.is_real]]]
     if "values" in ask:
         return TokenScores(values=micro.scatter(model.score(hidden)[:, 0].float()))
     head = model.get_output_embeddings()
@@ -259,15 +256,3 @@ def packed_scores(
         with_sum_pi_squared="sum_pi_squared" in ask,
     )
     return TokenScores(*(None if values is None else micro.scatter(values) for values in scores))
-
-
-def hidden_states(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Computes the last hidden states of all tokens, [T, d]; the attention of `model` is the packed one."""
-    output = model.base_model(
-        input_ids=packed.input_ids.unsqueeze(0),
-        position_ids=packed.position_ids.unsqueeze(0),
-        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1),  # four dimensions: transformers makes no mask of its own
-        use_cache=False,
-        packed=packed,
-    )
-    return output.last_hidden_state.squeeze(0)

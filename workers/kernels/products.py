@@ -39,7 +39,7 @@ def use_onednn(module: nn.Module) -> None:
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
-    if not gains(values, weight):
+    if not (IS_FASTER and is_for_onednn(values, weight)):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, weight, bias)):
         # Rows in and out, as oneDNN would return a view of them, in which autograd lets nobody write.
@@ -50,11 +50,6 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN can have the product of these, and is to be had."""
     return is_plain(values, weight) and values.ndim > 1 and HAS_ONEDNN
-
-
-def gains(values: Tensor, weight: Tensor) -> bool:
-    """Says whether oneDNN should have the product of these as they are."""
-    return IS_FASTER and is_for_onednn(values, weight)
 
 
 def is_plain(values: Tensor, weight: Tensor) -> bool:
@@ -81,7 +76,7 @@ def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 def weight_gradient(gradient: Tensor, values: Tensor, weight: Tensor) -> Tensor:
     """Computes gradientᵀ @ values: [rows, out] and [rows, in] → [out, in], as `weight` is."""
-    if not gains(values, weight):
+    if not (IS_FASTER and is_for_onednn(values, weight)):
         return gradient.T @ values
     d_weight, _ = torch.ops.aten.mkldnn_linear_backward_weights(gradient.to_mkldnn(), values.to_mkldnn(), weight, False)
     return d_weight

@@ -6,7 +6,6 @@ it, so neither a few long sequences nor the upper half of the score matrix cost 
 
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +22,6 @@ class Block(NamedTuple):
     rows: int
     start: int
     end: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.end - self.start
 
 
 class Ragged:
@@ -45,6 +40,9 @@ class Ragged:
             Block(sum(length > start for length in lengths), start, min(start + BLOCK, self.shape[1]))
             for start in range(0, self.shape[1], BLOCK)
         ]
+        # Where the elements of each block begin when those of all are written one after another, and where they end.
+        self.starts = [0, *accumulate(block.rows * (block.end - block.start) for block in self.blocks)]
+        self.elements = self.starts[-1]
 
     def each(self, values: Tensor) -> Tensor:
         """Repeats each sequence's value for all its tokens: [n] → [total]."""
@@ -60,17 +58,11 @@ class Ragged:
 
     @cached_property
     def places(self) -> Tensor:
-        """[total], where each token stands when the elements of all blocks are written one after another."""
+        """[total], where each token stands among the elements of all blocks."""
         rows, columns = self._cells
-        starts = torch.tensor([0, *accumulate(prod(block.shape) for block in self.blocks)], device=rows.device)
-        widths = torch.tensor([block.shape[1] for block in self.blocks], dtype=torch.long, device=rows.device)
         block = columns // BLOCK
-        return starts[block] + rows * widths[block] + columns % BLOCK
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of all blocks together."""
-        return sum(prod(block.shape) for block in self.blocks)
+        widths = (self.shape[1] - BLOCK * block).clamp(max=BLOCK)
+        return torch.tensor(self.starts, device=rows.device)[block] + rows * widths + columns % BLOCK
 
     @cached_property
     def _cells(self) -> tuple[Tensor, Tensor]:

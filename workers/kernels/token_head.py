@@ -92,12 +92,6 @@ class _Head:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
-    def slope(self, z: Tensor) -> Tensor | None:
-        """Derives a tile's `z` by the logits, times the temperature; None for 1."""
-        if self.softcap is None:
-            return None
-        return 1 - (z * (self.temperature / self.softcap)).square_()
-
     def statistics(self, z: Tensor) -> Tensor:
         """Computes log-normalizer, entropy and sum of squares of each row's softmax, [3, N]; 0 where not asked for."""
         log_pi = z.log_softmax(1)  # one pass for what would be four
@@ -160,15 +154,16 @@ class _ScoreTokens(torch.autograd.Function):
         if d_log_probs is None:
             d_log_probs = torch.zeros_like(normalizer)
         # [N, 1] each; the division by the temperature is done here, once for all columns.
-        upstream, entropy_upstream = (
-            None if x is None else (x / head.temperature).unsqueeze(1) for x in (d_log_probs, d_entropy)
-        )
+        upstream = (d_log_probs / head.temperature).unsqueeze(1)
+        entropy_upstream = None if d_entropy is None else (d_entropy / head.temperature).unsqueeze(1)
         states = hidden.to(head.compute_dtype)
         for block in head.blocks(len(labels), len(weight)):
             z = ctx.kept.pop(block.start, None)  # overwritten below: a second backward computes it again
             if z is None:
                 z = head.tile(states, weight, bias, block)
-            slope = head.slope(z)
+            slope = None  # of z by the logits, times the temperature; None: 1
+            if head.softcap is not None:
+                slope = 1 - (z * (head.temperature / head.softcap)).square_()
             log_pi = z.sub_(normalizer.unsqueeze(1))
             # ∂ log π(label) / ∂z_v = [v = label] - π_v;  ∂H / ∂z_v = -π_v (log π_v + H)
             if entropy_upstream is None:
