@@ -215,7 +215,9 @@ class DataProto(_Columns):
 
     def select_idxs(self, idxs: Indices) -> Self:
         """Copies of the rows at 1-D `idxs`: positions (negative ones count from the end), or one bool a row."""
-        picked = _as_array(idxs)
+        picked = idxs.cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+        if not picked.size:  # an empty list has no element type, and numpy takes it for float
+            picked = picked.astype(np.int64)
         if picked.ndim != 1 or picked.dtype.kind not in "biu":
             raise TypeError(f"rows are selected by 1-D ints or bools, got {picked.dtype} of shape {picked.shape}")
         return self._take(np.arange(len(self))[picked])
@@ -375,12 +377,6 @@ def deserialize_single_tensor(state: tuple[str, tuple[int, ...], np.ndarray]) ->
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
     tensor.view(-1).view(torch.uint8).numpy()[:] = data  # copied, because Ray's buffers are shared and read-only
     return tensor
-
-
-def _as_array(values: Indices) -> np.ndarray:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    # An empty list has no element type, and numpy takes it for float.
-    return array if array.size else array.astype(np.int64)
 
 
 def _pop(bag: MutableMapping[str, Any] | None, keys: Keys) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def micro_batch_indices(
             f"cannot hold a sequence of {max(lengths)} tokens: raise it to at least that, "
             "or lower data.max_prompt_length or data.max_response_length."
         )
-    workloads = [calculate_workload(length) for length in lengths]
+    workloads = [*map(calculate_workload, lengths)]
     count = _best_fit(lengths, max_token_len)
     while True:
         parts = get_seqlen_balanced_partitions(workloads, count, equal_size=False)

@@ -84,7 +84,8 @@ class Collector:
         prompts = self.next_prompts(step, number)
         with timer("gen", timing):
             batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
-            check_failures(batch, self.config.env.max_failed_fraction)
+            if "episode" in batch:
+                check_failures(batch, self.config.env.max_failed_fraction)
             check_log_probs(batch, self.config.algorithm.rollout_correction)
         count_as_reward(batch, timing)
         with timer("reward", timing):

@@ -174,13 +174,11 @@ def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
 def check_failures(batch: DataProto, limit: float) -> None:
     """Ends the run where more than `limit` (env.max_failed_fraction) of the episodes of `batch` failed.
 
-    Rows that are no episodes do not count. Groups that failed whole are fine: nothing is learnt from them.
+    Groups that failed whole are fine: nothing is learnt from them.
 
     Raises:
         RuntimeError: too many; says how many of each kind, and the most frequent cause with file and line.
     """
-    if "episode" not in batch:
-        return
     ends = batch.select_idxs(EpisodeRows(batch).last_row)
     causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
     if len(causes) <= limit * len(ends):

@@ -64,7 +64,8 @@ class Validator:
         if self.loader is None:
             return {}, []
         batch = DataProto.concat([self.answer_batch(number, rows) for number, rows in enumerate(self.loader)])
-        check_failures(batch, self.config.env.max_failed_fraction)
+        if "episode" in batch:
+            check_failures(batch, self.config.env.max_failed_fraction)
         answers = valid_episodes(batch)
         columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
         columns["reward"] = total_scores(answers)

@@ -63,7 +63,7 @@ class RemoteRollout(RemoteRole):
         first_rows = accumulate(map(len, parts), initial=0)
         shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
         answers = self.group.submit(self.name, "generate_sequences", shares).result()
-        return DataProto.concat([answer for answer in answers if len(answer)] or answers[:1])
+        return DataProto.concat([*filter(len, answers)] or answers[:1])
 
     def update_weights(self, version: int) -> None:
         self.call("update_weights", version)
@@ -109,6 +109,6 @@ def shares_of(batch: DataProto, count: int) -> list[DataProto]:
     """Cuts the tensors of `batch` into `count` shares of about equal work; a prompt like the row before's is free."""
     mask = batch.batch["attention_mask"].clone()
     mask[repeats_prompt(batch), : prompt_width(batch)] = 0
-    workloads = [calculate_workload(tokens) for tokens in mask.sum(1).tolist()]
+    workloads = [*map(calculate_workload, mask.sum(1).tolist())]
     tensors = batch.select(non_tensor_batch_keys=[], meta_info_keys=[])
     return [tensors[rows] for rows in neighbour_shares(workloads, count)]

@@ -144,7 +144,8 @@ class Rollout:
                     done[completion.id] = completion
                     self.on_finished(completion)
         finally:
-            self.abort([request.id for request in requests])
+            if self.has_unfinished_requests():
+                self.abort([request.id for request in requests])
         missing = [request.id for request in requests if request.id not in done]
         assert not missing, f"{type(self).__name__} ran dry without completions of the requests {missing}"
         return [done[request.id] for request in requests]

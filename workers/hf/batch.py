@@ -96,7 +96,7 @@ class RunningBatch(ABC):
         prefilled, logits = self._prefill(list(rows), begun)
         device, requests = logits.device, [request for answers in rows.values() for request in answers]
         source = torch.tensor([place for place, answers in enumerate(rows.values()) for _ in answers], device=device)
-        lengths = torch.tensor([len(prompt) for prompt in rows], device=device)
+        lengths = torch.tensor([*map(len, rows)], device=device)
         slots = self.slots.take(requests)
         ends = self._draw(slots, logits[source])
         for row in ends.nonzero()[:, 0].tolist():

@@ -77,5 +77,5 @@ class Slots:
 def enlarge(memory: Tensor, *shape: int) -> Tensor:
     """`memory` as the first part of a tensor of this shape, which is 0 elsewhere."""
     larger = memory.new_zeros(shape)
-    larger[tuple(slice(length) for length in memory.shape)] = memory
+    larger[tuple(map(slice, memory.shape))] = memory
     return larger

@@ -231,7 +231,7 @@ def packed_scores(
         AttributeError: a value model whose head is not called `score`.
         TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
     """
-    packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
+    packed = Packed.of(*map(micro.columns.get, WHOLE_SEQUENCE), micro.response_width)
     output = model.base_model(
         input_ids=packed.input_ids.unsqueeze(0),
         position_ids=packed.position_ids.unsqueeze(0),
