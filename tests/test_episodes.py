@@ -285,7 +285,6 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
     assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
     check_failures(failing(None, None), 0.0)
     check_failures(failing("timeout", "timeout"), 1.0)
-    check_failures(DataProto.from_single_dict({"end_reason": ["timeout"]}), 0.0)  # rows that are no episodes
     with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\."):
         check_failures(failing(None, "env_error", cause="boom"), 0.0)
 
