@@ -179,6 +179,11 @@ def test_writing_a_column_as_an_attribute_is_refused():
         data.rewards = torch.zeros(2)
 
 
+def test_a_half_built_object_has_no_columns_to_search():
+    with pytest.raises(AttributeError, match="anything"):
+        _ = DataProto.__new__(DataProto).anything
+
+
 def test_clone_owns_its_columns_and_meta_info():
     data = make(3, temperature=1.0)
     twin = data.clone()
