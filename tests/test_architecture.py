@@ -46,7 +46,7 @@ EXEMPT = {
         "data/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
         "training/sandbox/child.py": "what a policy's program raises is its output",
-        "training/scorers/process.py": "answers what the user's reward raised, in a process of its own",
+        "training/scorers/program.py": "answers what the user's reward raised, in a process of its own",
         "data/concurrency.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/agents/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",

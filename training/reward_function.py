@@ -28,7 +28,7 @@ from data.import_utils import bind, callable_name, load_extern_object
 from data.protocol import DataProto, object_array
 from training.scorers import NotScored
 from training.scorers.pool import Scorers
-from training.scorers.process import is_async
+from training.scorers.program import is_async
 
 Columns = dict[str, np.ndarray]
 Failures = dict[int, NotScored]  # by row

@@ -20,7 +20,7 @@ from typing import Any
 from configs.schema import ScoringConfig
 from data.concurrency import Child, ProcessEnded, start_loop, stop_loop
 from training.scorers import NotScored
-from training.scorers.process import ScorerSpec, serve
+from training.scorers.program import ScorerSpec, serve
 
 GRACE_SECONDS = 0.5  # for async calls to end themselves at their deadline, so that those beside them go on
 QUICK_RATE = 500  # calls a second of one process, above which sending them is what takes the time
