@@ -45,7 +45,7 @@ algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0
 	$(RUN) -m scripts.algorithms --seed $(SEED)
 
 test: setup-vllm  ## run all tests, those of vLLM too, in two processes
-	$(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## check style and formatting
 	$(VENV)/bin/ruff check .

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,22 +28,34 @@ def pytest_configure() -> None:
         settings.load_profile("any machine")
 
 
-# In two processes, the longest first: what needs vLLM or Ray is one group, so that each is started once.
-GROUPS = ("engines", "test_docs", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper")
+# The longest first. What starts vLLM or Ray is one unit of work, in one process, so that each is started once.
+ENGINES = ("test_engine_contract", "test_vllm_rollout", "test_weight_transfer", "test_server", "test_worker_group")
+LONG = ("test_docs", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper", "test_resume")
+
+
+@pytest.hookimpl(optionalhook=True)  # `make gpu` does without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands whole files to the processes of `make test`, and ENGINES as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if Path(file).stem in ENGINES else file
+
+    return Files(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts every test into the group of its process, and what uses the Ray cluster together at the end of its group."""
-    from tests.runs import needs_vllm
+    """Puts the longest files first, and what uses the Ray cluster together at the end of its unit."""
+    place = {name: number for number, name in enumerate([*ENGINES, *LONG])}
 
-    place = {name: number for number, name in enumerate(GROUPS)}
-    groups = {}
-    for item in items:
-        starts = on_ray(item) or any(mark == needs_vllm.mark for mark in item.iter_markers())
-        groups[item] = "engines" if starts else Path(item.path).stem
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: (place.get(groups[item], len(place)), groups[item] == "engines" and on_ray(item)))
+    def order(item: pytest.Item) -> tuple[bool, bool, int]:
+        file = Path(item.path).stem
+        return file not in ENGINES, file in ENGINES and on_ray(item), place.get(file, len(place))
+
+    items.sort(key=order)
 
 
 def on_ray(item: pytest.Item | None) -> bool:
