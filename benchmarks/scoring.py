@@ -1,4 +1,4 @@
-"""What scoring in processes costs, and saves: python -m benchmarks.scoring [--rows N] [--seconds S]
+"""Measures what scoring in processes costs, and what it saves: python -m benchmarks.scoring [--rows N] [--seconds S]
 
 Two functions, each in this process and in processes (training/scorers): one that is done at once, whose difference
 is the cost of a row, and one that waits S seconds (0.05), as a judge behind a network does. Times are of calls alone,
