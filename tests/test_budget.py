@@ -32,21 +32,21 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 26_700,
-    "product files": 163,
+    "product lines": 28_400,
+    "product files": 168,
     "names in training/": 32,
     "names in workers/": 23,
     "names in data/": 23,
     "names in configs/": 11,
     "names in custom/": 4,
     "modules under 60 lines": 15,
-    "modules with one importer": 46,
-    "settings": 242,
+    "modules with one importer": 48,
+    "settings": 250,
     "file names in two folders": 5,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 27_900,
+    "test lines": 30_000,
 }
 
 
