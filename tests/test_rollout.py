@@ -28,9 +28,8 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
+from workers.hf.batch import NoCacheBatch, sample, sample_rows
 from workers.hf.rollout import HFRollout
-from workers.hf.sampling import sample, sample_rows
-from workers.hf.separate import NoCacheBatch
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 

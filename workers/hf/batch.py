@@ -2,25 +2,28 @@
 
 Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
 joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
-What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, here;
-whatever else a model has, in workers/hf/separate.py. turn_cache.py has what is kept of episodes beyond that.
+What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, or
+caches as transformers makes them, for each row. turn_cache.py has what is kept of episodes beyond that.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from data.seqlen_balancing import padded_parts
-from data.types import Completion, Request
-from workers.hf.cache import RowCache
-from workers.hf.sampling import sample_rows
-from workers.hf.slots import Slots
+from data.types import Completion, Request, SamplingParams
+from workers.hf.cache import RowCache, Slots
 from workers.hf.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
 from workers.rollout import divergence
+
+VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
 
 
 class RunningBatch(ABC):
@@ -224,6 +227,76 @@ class SharedPrompts(RunningBatch):
         return self.cache.row_layers(place)
 
 
+@dataclass
+class Rows:
+    """Rows that joined together: `ids` of their tokens so far, padded on the left, and `mask`, which of them are real,
+    [b, w]; what the model keeps of the first `seen` columns, if it keeps anything."""
+
+    ids: Tensor
+    mask: Tensor
+    cache: Cache | None
+    seen: int = 0
+
+    def select(self, places: Tensor) -> "Rows":
+        """Returns the rows at `places` [n], which may repeat; the old ones may not be used any more."""
+        if self.cache is not None:
+            self.cache.reorder_cache(places)
+        return replace(self, ids=self.ids[places], mask=self.mask[places])
+
+    def append(self, tokens: Tensor) -> None:
+        """Another token of each, [b, 1]."""
+        self.ids = torch.cat([self.ids, tokens], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
+
+
+class SeparateRows(RunningBatch):
+    """Rows that keep their prompts to themselves, in caches as transformers makes them for the model: with keys and
+    values, with states, or with both. Those that joined together have one cache, so that a step is a forward of each
+    such part. For models whose attention cannot share prompts: slower than `SharedPrompts`, and more general."""
+
+    COST = "each row keeps a prompt of its own"
+    caches: ClassVar[bool] = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts: list[Rows] = []  # in the order of `alive`
+
+    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Rows, Tensor]:
+        cache = DynamicCache(config=self.module.config) if self.caches else None
+        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
+        return rows, self._logits(rows)
+
+    def _keep(self, prefilled: Rows, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+        self.parts.append(prefilled.select(source))
+
+    def _forward(self) -> Tensor:
+        sizes = [len(part.ids) for part in self.parts]
+        for part, last in zip(self.parts, self.slots.last_tokens(self.alive).split(sizes), strict=True):
+            part.append(last)
+        return torch.cat([self._logits(part) for part in self.parts])
+
+    def _forget(self, gone: Tensor) -> Tensor:
+        stays = torch.ones(len(self), dtype=torch.bool, device=gone.device)
+        stays[gone] = False
+        parts = zip(self.parts, stays.split([len(part.ids) for part in self.parts]), strict=True)
+        self.parts = [part if kept.all() else part.select(kept.nonzero()[:, 0]) for part, kept in parts if kept.any()]
+        return stays.nonzero()[:, 0]
+
+    def _logits(self, rows: Rows) -> Tensor:
+        """Returns logits after the last token of each, [b, V]; what the cache has not seen goes through the model."""
+        new = slice(rows.seen, None)
+        if self.caches:
+            rows.seen = rows.ids.shape[1]
+        return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
+
+
+class NoCacheBatch(SeparateRows):
+    """Rows of which the model keeps nothing: each token costs a forward of all before it. As slow as it is general."""
+
+    COST = "each token costs a forward of all before it"
+    caches = False
+
+
 def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
     width = max(map(len, prompts))
@@ -251,3 +324,83 @@ def last_logits(
         input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **cached, **for_attention
     )
     return output.logits[:, -1].float()
+
+
+def sample_rows(
+    logits: Tensor, samplings: Sequence[SamplingParams], kinds: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V] and its log-prob, as `sample` draws them: row i by `samplings[kinds[i]]`."""
+    if len(samplings) == 1:
+        return sample(logits, samplings[0], uniforms)
+    chosen, log_probs = kinds.new_empty(len(kinds)), logits.new_empty(len(kinds))
+    for kind, sampling in enumerate(samplings):
+        rows = (kinds == kind).nonzero()[:, 0]
+        if len(rows):
+            chosen[rows], log_probs[rows] = sample(logits[rows], sampling, uniforms[rows])
+    return chosen, log_probs
+
+
+def sample(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V], and its log-prob under the distribution it was drawn from: both [b].
+
+    `uniforms` [b] float64 in [0, 1) decide: the token is the first at which the cumulative probability passes them.
+    """
+    if not sampling.do_sample:
+        best, chosen = logits.max(-1)
+        return chosen, best - logits.logsumexp(-1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        logits = keep_min_p(logits, sampling.min_p)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    powers = (logits - logits.amax(-1, keepdim=True)).exp_()
+    chosen, total = first_beyond(powers, uniforms)
+    return chosen, (powers.gather(-1, chosen[:, None])[:, 0] / total).log().float()
+
+
+def first_beyond(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row of `weights` [b, V] ≥ 0 whose cumulative sum passes that share of the row's sum, [b],
+    never one of weight 0; and the sum [b] float64.
+
+    In two stages, first a block of tokens and then a token of it: one pass over V, and float64 where sums get long.
+    """
+    width = weights.shape[-1]
+    if padding := -width % VOCABULARY_BLOCK:
+        weights = F.pad(weights, (0, padding))
+    blocks = weights.unflatten(-1, (-1, VOCABULARY_BLOCK))
+    masses = blocks.sum(-1).double()
+    total = masses.sum(-1)
+    block, share = pick(masses, uniforms[:, None])
+    token, _ = pick(blocks[torch.arange(len(blocks), device=block.device), block[:, 0]].double(), share)
+    return (block * VOCABULARY_BLOCK + token)[:, 0].clamp_(max=width - 1), total
+
+
+def pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The place that `uniforms` [b, 1] fall on in `weights` [b, n], and how far into it they reach, in [0, 1)."""
+    sums = weights.cumsum(-1)
+    below_total = torch.nextafter(sums[:, -1:], torch.zeros_like(uniforms))  # rounding must not lead beyond the end
+    targets = torch.minimum(uniforms * sums[:, -1:], below_total)
+    place = torch.searchsorted(sums, targets, right=True).clamp_(max=weights.shape[-1] - 1)  # only NaN leads beyond
+    mass = weights.gather(-1, place)
+    return place, ((targets - sums.gather(-1, place) + mass) / mass).clamp(0, 1)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Returns the tokens that are at least `p` times as likely as the likeliest, the others −∞ (arXiv:2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """Returns the k largest logits of each row, the others −∞. Ties with the k-th stay."""
+    threshold = logits.topk(k, dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The smallest set of most likely tokens whose probability reaches p, the others −∞ (nucleus, arXiv:1904.09751)."""
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    beyond = ordered.cumsum(-1) - ordered >= p  # the mass before this token already reaches p
+    return logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

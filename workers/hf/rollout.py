@@ -21,8 +21,7 @@ from data.pretrained import position_count
 from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
-from workers.hf.batch import RunningBatch, SharedPrompts
-from workers.hf.separate import NoCacheBatch, SeparateRows
+from workers.hf.batch import NoCacheBatch, RunningBatch, SeparateRows, SharedPrompts
 from workers.hf.turn_cache import TurnCache
 from workers.kernels import decoding, lay_out_weights
 from workers.rollout import Rollout, check_request, sample_of
