@@ -1,27 +1,31 @@
-"""A sandbox for Python that a policy writes: a process of its own, with limits and without a network.
+"""A sandbox for Python that a policy writes: a process of its own, with limits and fences that the kernel keeps.
 
-Where the system lets users make namespaces (most Linux machines; many containers do not), the program has no network,
-sees no process of others to signal, and finds every file read-only but those of a folder of its own, in memory, which
-goes with it; whatever it started goes with it too. In any case limits hold its time, memory, processes, files and
-output, and a hook refuses sockets, processes, and changes outside its folder: without namespaces that is a fence
-against mistakes and greed, not against an attacker. It reads what this user can read. `run_python` is the door; open
-child.py to change a fence.
+Limits hold everywhere: of time, memory, threads, files and output. Fences are what the system has of the following, and
+`fences` says which: namespaces (no network, no process of others, every file read-only but those of a folder in
+memory), no rights of root, Landlock (nothing to write to but that folder, nothing to read but Python and the system's
+libraries, no signals), and a filter of system calls (no processes, no sockets, no signals, no mounts). With the filter
+and one of namespaces and Landlock it is closed. Otherwise a hook refuses what a program does by mistake: that is no
+fence. `run_python` is the door; open child.py to change a fence.
 """
 
+import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import IO
 
 from training.sandbox import child
 
 START_SECONDS = 60.0  # for Python and the fences
-GRACE_SECONDS = 1  # of computing, beyond the time on the clock
+GRACE_SECONDS = 1  # of computing, for Python's own start
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,13 @@ class Finished:
     """The end of a program.
 
     `status`: its exit status; below 0, the signal that ended it; None: it took too long. `output`, `errors`: all
-    that it wrote until then.
+    that it wrote until then. `fences`: those that held it.
     """
 
     status: int | None
     output: str
     errors: str
+    fences: tuple[str, ...] = ()
 
     @property
     def is_no_program(self) -> bool:
@@ -42,43 +47,120 @@ class Finished:
 
 
 def run_python(
-    code: str, stdin: str = "", *, seconds: float = 5.0, memory_mb: int = 512, files_mb: int = 1
+    code: str,
+    stdin: str = "",
+    *,
+    then: Sequence[str] = (),
+    seconds: float = 5.0,
+    cpu_seconds: float | None = None,
+    memory_mb: int = 512,
+    files_mb: int = 1,
 ) -> Finished:
     """Runs the program `code` in a process of its own, for at most `seconds` on the clock from its first line on.
 
-    When this returns, the process and all it started is gone, and so is its folder. `files_mb` MiB are what it may
-    write to files, and as output.
+    When this returns, the process and all it started is gone, and so is its folder.
+
+    Args:
+        then: programs that run after it in its module, and are not there for it to read before it ends.
+        cpu_seconds: of computing; None: `seconds`. It is rounded up, and does not depend on what else the machine does.
+        files_mb: MiB that it may write to files, and as output.
+
+    Raises:
+        RuntimeError: the sandbox does not start.
     """
     with ExitStack() as opened:
-        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True))
-        program, given, output, errors = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))
-        for file, text in ((program, code), (given, stdin)):
-            file.write(text.encode("utf-8", "replace"))
-            file.seek(0)
+        folder = opened.enter_context(own_folder())
+        texts = [text.encode("utf-8", "replace") for text in (code, *then)]
+        sources, given, output, errors = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        fill(sources, b"".join(texts))
+        fill(given, stdin.encode("utf-8", "replace"))
         started, ready = os.pipe()
         opened.callback(os.close, started)
-        limits = (int(seconds) + GRACE_SECONDS, memory_mb, files_mb)
+        cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
+        numbers = (sources.fileno(), ready, cpu_seconds, memory_mb, files_mb, *map(len, texts))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", child.__file__, *map(str, (program.fileno(), ready, *limits))],
+            [sys.executable, "-I", "-B", child.__file__, *map(str, numbers)],
             **{"stdin": given, "stdout": output, "stderr": errors},
-            pass_fds=[program.fileno(), ready],
+            pass_fds=[sources.fileno(), ready],
             cwd=folder,
             env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a group of its own, to be killed as one
         )
         os.close(ready)
+        fences, status = wait_for_end(process, started, seconds)
+        if not fences:
+            raise RuntimeError(f"the sandbox did not start, status {process.returncode}: {read_back(errors)[-1000:]}")
+        return Finished(status, read_back(output), read_back(errors), fences[1:])
+
+
+def wait_for_end(process: subprocess.Popen, started: int, seconds: float) -> tuple[tuple[str, ...], int | None]:
+    """Waits for a process, and ends it with its group; returns what it sent through the pipe `started`, and its status,
+    None if it took too long."""
+    try:
+        fences = read_fences(started)  # the program begins
+        status = process.wait(seconds) if fences else None
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return fences, None if status == -signal.SIGKILL else status  # the kernel's, at the end of its computing
+
+
+@contextmanager
+def own_folder() -> Iterator[str]:
+    """Makes a folder, which is removed, however deep a program has nested others in it."""
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield folder
+    finally:
         try:
-            select.select([started], [], [], START_SECONDS)  # until it closes its end: the program begins
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return Finished(status, read_back(output), read_back(errors))
+            shutil.rmtree(folder, ignore_errors=True)
+        except RecursionError:
+            subprocess.run(["rm", "-rf", folder], check=False)
+
+
+def read_fences(started: int) -> tuple[str, ...]:
+    """Waits for the first word of a process, which is followed by the fences that it has set; (): it sends none."""
+    waiting = select.poll()
+    waiting.register(started, select.POLLIN)
+    waiting.poll(START_SECONDS * 1000)
+    os.set_blocking(started, False)
+    with suppress(BlockingIOError):
+        return tuple(filter(None, os.read(started, 1000).decode().split(", ")))
+    return ()
+
+
+def fill(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.seek(0)
 
 
 def read_back(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode("utf-8", "replace")
+
+
+@cache
+def fences() -> tuple[str, ...]:
+    """Returns the names of the fences that hold on this machine, for this user."""
+    return run_python("", seconds=START_SECONDS).fences
+
+
+def check_fences(required: bool) -> str:
+    """Returns a line that says which fences hold.
+
+    Raises:
+        ValueError: the sandbox is `required`, and not closed.
+    """
+    closed, held = child.is_closed(fences()), ", ".join(fences()) or "no fence"
+    if closed:
+        return f"sandbox: programs are held by {held}."
+    lacks = (
+        f"the sandbox is open: on this machine programs are held by {held}, and it takes {child.SECCOMP} with "
+        f"{child.LANDLOCK} (Linux 5.13, and a container that allows it) or {child.NAMESPACES} (`unshare -rn true`)"
+    )
+    if required:
+        raise ValueError(f"reward.sandbox=required: {lacks}. Run it there, or set reward.sandbox=available.")
+    return f"{lacks}; reward.sandbox=required would refuse to run."

@@ -3,8 +3,9 @@
 import signal
 from typing import Any
 
+from configs.errors import notice_once
 from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
-from training.sandbox import run_python
+from training.sandbox import check_fences, run_python
 
 
 class PythonSandbox(BaseTool):
@@ -19,6 +20,7 @@ class PythonSandbox(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
         self.limits = self.settings(name="python", seconds=5.0, memory_mb=512, output_chars=4000)
+        notice_once(check_fences(required=False))
 
     def get_openai_tool_schema(self) -> ToolSchema:
         name, description = self.config.get("name", "python"), "Runs a Python program and shows what it prints."
