@@ -224,6 +224,51 @@ def test_an_async_call_that_waits_too_long_is_cancelled_alone_and_one_that_block
     pool.close()
 
 
+MEMORY = """
+import ctypes, mmap, os, threading
+def compute_score(solution_str):
+    reserved = mmap.mmap(-1, 1 << 36, prot=0, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # as CUDA does
+    assert len(reserved) == 1 << 36
+    hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
+    if solution_str == "threads":
+        ready = threading.Barrier(33)
+        threads = [threading.Thread(target=lambda: (bytearray(1 << 16), ready.wait())) for _ in range(32)]
+        for thread in threads: thread.start()
+        ready.wait()
+    else:
+        kept = bytearray(1 << 30)
+    return {"score": 1.0, "hidden": float(hidden)}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_memory_is_limited_and_not_addresses_and_other_processes_cannot_read_it(tmp_path):
+    (file := tmp_path / "memory.py").write_text(MEMORY)
+    pool = scorers(file, timeout=60.0, memory_limit_mb=400)
+    assert pool.submit({"solution_str": "threads"}).result() == {"score": 1.0, "hidden": 1.0}
+    assert "MemoryError" in pool.submit({"solution_str": "memory"}).result().said
+    pool.close()
+
+
+COMPUTES = """
+import os, time
+def compute_score(solution_str):
+    end = time.process_time() + 1.0
+    while time.process_time() < end: pass
+    return {"score": 0.0, "pid": os.getpid()}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_functions_that_compute_have_no_more_processes_than_there_are_cores(tmp_path):
+    (file := tmp_path / "computes.py").write_text(COMPUTES)
+    pool = scorers(file, timeout=60.0)
+    pool.cores = 1
+    asked = [pool.submit({"solution_str": "a"}) for _ in range(4)]
+    assert len({future.result()["pid"] for future in asked}) == 1
+    pool.close()
+
+
 SLOW = """
 import os, time
 def compute_score(solution_str):

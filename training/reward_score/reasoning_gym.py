@@ -4,22 +4,25 @@ The answer is what stands in the last <answer>…</answer>, or the whole text wh
 """
 
 import importlib
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from training.reward_score.search_r1_like_qa_em import last_answer
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> float:
-    """The task's own score of an answer, from 0 to 1.
+    """The task's own score of an answer, from 0 to 1; 0 for one that its scorer cannot read.
 
     Args:
         ground_truth: the task as reasoning-gym made it: question, answer and metadata.
     """
-    answers = ANSWER.findall(solution_str) or [solution_str]
-    return float(scorer(ground_truth["metadata"]["source_dataset"])(answers[-1].strip(), ground_truth))
+    answer = last_answer(solution_str)
+    task = scorer(ground_truth["metadata"]["source_dataset"])
+    try:
+        return float(task((solution_str if answer is None else answer).strip(), ground_truth))
+    except Exception:  # of a package of many scorers, each with a parser of its own
+        return 0.0
 
 
 @cache

@@ -50,20 +50,23 @@ def serve(channel: Channel) -> None:
     """Answers questions until there are no more, or one takes too long."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]  # of whoever started this; it cannot be raised
+    allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]  # of whoever started this; it cannot be raised
     memory = MEMORY_MB << 20 if allowed == resource.RLIM_INFINITY else min(MEMORY_MB << 20, allowed)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     first, _ = channel.read()
     channel.write(first, b"")
     while (question := channel.read()) is not None:
         number, body = question
         *formulas, seconds = json.loads(body)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal, unhandled, ends the process
-        answer, truth = (
-            parse(f"${formula}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
-            for formula in formulas
-        )
-        equal = verify(truth, answer, timeout_seconds=None)
+        try:
+            answer, truth = (
+                parse(f"${formula}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+                for formula in formulas
+            )
+            equal = verify(truth, answer, timeout_seconds=None)
+        except Exception:  # of the parser, at what is no formula
+            equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.write(number, json.dumps(equal).encode())
 

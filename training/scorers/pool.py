@@ -18,11 +18,13 @@ from functools import partial
 from typing import Any
 
 from configs.schema import ScoringConfig
+from configs.threads import available_cores
 from data.concurrency import Child, ProcessEnded, start_loop, stop_loop
 from training.scorers import NotScored
 from training.scorers.program import ScorerSpec, serve
 
 GRACE_SECONDS = 0.5  # for async calls to end themselves at their deadline, so that those beside them go on
+COMPUTING = 0.3  # of a core, above which a process computes and does not wait
 QUICK_RATE = 500  # calls a second of one process, above which sending them is what takes the time
 
 
@@ -79,8 +81,9 @@ class ScorerProcess:
 class Scorers:
     """Calls one function of the user's, in processes.
 
-    A plain function is called by up to `num_workers` of them, one call each; another is started when calls wait for
-    longer than a start takes. An async one is in one process, with up to `max_concurrent` calls under way.
+    A plain function is called by up to `num_workers` of them, one call each, and by no more than there are cores if it
+    computes; another is started when calls wait for longer than a start takes. An async one is in one process, with up
+    to `max_concurrent` calls under way.
     """
 
     def __init__(self, path: str, name: str, reward_kwargs: dict, asynchronous: bool, config: ScoringConfig) -> None:
@@ -88,6 +91,7 @@ class Scorers:
         self.spec = ScorerSpec(path, name, reward_kwargs, config.memory_limit_mb, soft)
         self.seconds, self.grace = config.timeout, GRACE_SECONDS if asynchronous else 0.0
         self.most, self.places = (1, config.max_concurrent) if asynchronous else (config.num_workers, 1)
+        self.cores, _ = available_cores()
         self.processes: list[ScorerProcess] = []
         self.free: asyncio.LifoQueue[ScorerProcess] = asyncio.LifoQueue()
         self.waiting, self.done = 0, 0  # calls
@@ -142,16 +146,22 @@ class Scorers:
 
     async def _grow(self) -> None:
         """Adds processes while calls wait, as many as there are: first one, then when waiting took as long as a start
-        does and the function is not quick. So quick functions have one, and slow ones soon have all."""
+        does and the function is not quick. So quick functions have one, and slow ones soon have all, or one a core."""
         if not self.processes:
             self._add(1)
         while self.waiting and len(self.processes) < self.most:
             known = [process.start_seconds for process in self.processes if process.start_seconds is not None]
-            done, seconds = self.done, max(known, default=0.05)
+            done, used, seconds = self.done, self._cpu_seconds(), max(known, default=0.05)
             await asyncio.sleep(seconds)
             is_quick = self.done - done > QUICK_RATE * len(known) * seconds
-            if known and self.waiting and not is_quick:
-                self._add(min(len(self.processes), self.most - len(self.processes), self.waiting))
+            computes = self._cpu_seconds() - used > COMPUTING * seconds * min(len(known), self.cores)
+            most = min(self.most, self.cores) if computes else self.most
+            if known and self.waiting and not is_quick and len(self.processes) < most:
+                self._add(min(len(self.processes), most - len(self.processes), self.waiting))
+
+    def _cpu_seconds(self) -> float:
+        """Returns the seconds that the processes have computed, with what they started that has ended."""
+        return sum(process.child.cpu_seconds() for process in self.processes)
 
     def _add(self, count: int) -> None:
         for _ in range(count):

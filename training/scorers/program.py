@@ -5,6 +5,7 @@ clock, and kills. What comes back to it is JSON, and never pickled: a function m
 """
 
 import asyncio
+import ctypes
 import inspect
 import json
 import pickle
@@ -22,6 +23,7 @@ from configs.errors import users_line
 from data.concurrency import Channel, frame, read_frame
 from data.import_utils import load_extern_object
 
+PR_SET_DUMPABLE = 4
 MAX_MESSAGE = 4000  # characters of an exception and its traceback
 
 
@@ -50,6 +52,7 @@ def serve(channel: Channel) -> None:
         channel.write(first, encode("error", format_exception(error)))
         return
     limit_memory(spec.memory_mb)
+    hide_memory()
     channel.write(first, encode("ok", None))
     if is_async(function):
         asyncio.run(serve_side_by_side(function, spec, channel.socket))
@@ -117,16 +120,24 @@ def seed_generators(arguments: dict[str, Any]) -> None:
 
 
 def limit_memory(memory_mb: int | None) -> None:
-    """Lets this process, and each that it starts, take so much more address space than it has now."""
+    """Lets this process, and each that it starts, take so much more private memory than it has now. Addresses that are
+    only reserved, as threads and CUDA do, and what is mapped of files do not count."""
     if memory_mb is None or sys.platform != "linux":
         return
     import resource
 
     with open("/proc/self/statm") as file:
-        has = int(file.read().split()[0]) * resource.getpagesize()
+        has = int(file.read().split()[5]) * resource.getpagesize()
     limit = has + (memory_mb << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def hide_memory() -> None:
+    """Keeps this process's environment and memory, with keys and references, from other processes of this user, such as
+    a program that is scored."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def encode(outcome: str, value: Any) -> bytes:
