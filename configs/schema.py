@@ -487,7 +487,12 @@ class ScoringConfig(Frozen):
     )
     num_workers: int = setting(16, "Processes that call a reward function, at most; slow functions get them.", ge=1)
     memory_limit_mb: int | None = setting(
-        2048, "MiB that such a process may take beyond what loading your file takes; null: any.", ge=1
+        2048, "MiB of memory that such a process may take beyond what loading your file takes; null: any.", ge=1
+    )
+    sandbox: str = setting(
+        "available",
+        "Fences around programs that a policy writes: those that the system has, or no run where they do not suffice.",
+        choices=("available", "required"),
     )
     in_process: bool = setting(
         False, "Call reward functions in the run's own process, for breakpoints: none is killed, and an error ends it."

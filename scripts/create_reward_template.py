@@ -74,10 +74,10 @@ Try it: python -m training.reward MODULE.py --data rows.jsonl
 
 import json
 
-from training.reward_score.code_cases import python_block
+from training.reward_score.prime_code import python_block
 from training.sandbox import run_python
 
-SECONDS = 5.0  # for each case
+SECONDS = 5.0  # of computing, for each case
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -92,7 +92,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def passes(code, given, wanted):
     """Whether the program ends in time and prints what is wanted."""
-    done = run_python(code, given, seconds=SECONDS, memory_mb=512)
+    done = run_python(code, given, seconds=4 * SECONDS, cpu_seconds=SECONDS, memory_mb=512)
     return done.status == 0 and done.output.split() == wanted.split()
 ''',
     """import pytest

@@ -308,6 +308,7 @@ def test_without_any_reward_the_rules_of_public_data_sets_score():
     config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
     reward = load_reward_manager(config, TOKENIZER, None)
     limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}
+    limits["timeout"] = 60.0
     assert reward.function is default_compute_score and reward.reward_kwargs == limits
     sources = ["openai/gsm8k", "lighteval/MATH"]
     columns = {"responses": ["#### 5", r"\boxed{5}"], "ground_truths": ["5", "6"], "data_source": sources}

@@ -1,14 +1,23 @@
 """The rules of public data sets pay what they say, case by case (tests/reward_cases.py), and rows find their rule."""
 
+import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
 
+from configs.errors import ConfigError
+from configs.schema import RewardConfig, SandboxFusionConfig, ScoringConfig
 from data import http
 from tests import reward_cases as cases
 from tests.servers import answering
+from training import sandbox
+from training.preparation import check_sandbox
+from training.reward import load_default
 from training.reward_score import (
     KNOWN,
     default_compute_score,
@@ -23,7 +32,8 @@ from training.reward_score import (
     symbolic,
 )
 from training.reward_score import search_r1_like_qa_em as questions
-from training.reward_score.code_cases import first_block, python_block
+from training.reward_score.prime_code import first_block, python_block
+from training.sandbox import Finished
 
 by_algebra = pytest.mark.skipif(find_spec("math_verify") is None, reason="needs the package math-verify")
 
@@ -170,6 +180,116 @@ def test_prime_code_without_shares_stops_at_the_first_failure_and_says_what_happ
     assert prime_code.compute_score("pass", {"inputs": [], "outputs": []}) == (False, [])
 
 
+LEAVES = ["import os; os._exit(0)", "raise SystemExit", "import sys\nsys.exit(0)", "def f(): import os; os._exit(0)"]
+
+
+@pytest.mark.parametrize("code", LEAVES)
+def test_a_program_that_leaves_before_its_asserts_passes_none(code):
+    test_cases = {"assert_case": ["assert f() == 3", "assert f() == 4"]}
+    assert prime_code.compute_score(f"```python\n{code}\n```", test_cases, continuous=True)[0] == 0
+
+
+def test_asserts_may_come_with_outputs_and_hold_beside_what_the_program_prints():
+    test_cases = {"assert_case": ["print(5)\nassert f() == 3"], "inputs": ["1"], "outputs": ["4\n5"]}
+    response = "```python\nprint(int(input()) + 3)\ndef f(): return 3\n```"
+    assert prime_code.compute_score(response, test_cases) == (True, [ANY])
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
+def test_a_program_without_an_end_is_wrong_and_only_its_first_case_is_run(code, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prime_code, "CPU_SECONDS_ALONE", 1.0)
+    test_cases = {"inputs": [""] * 12, "outputs": ["5"] * 12}
+    score, results = prime_code.compute_score(code, test_cases, continuous=True, budget=3.0)
+    assert score == 0 and [result["result"] for result in results] == [prime_code.TOO_SLOW]
+
+
+def test_all_cases_of_a_response_have_one_budget_below_the_row_s(monkeypatch: pytest.MonkeyPatch):
+    """What was not run in time is not passed: the row is scored."""
+    found = []
+    monkeypatch.setattr(prime_code, "run_python", lambda *given, seconds, **limits: found.append(seconds) or DONE)
+    now = itertools.count(step=10)
+    monkeypatch.setattr(prime_code.time, "monotonic", lambda: next(now))
+    test_cases = {"inputs": [""] * 10, "outputs": ["5"] * 10}
+    assert default_compute_score("apps", "print(5)", test_cases, timeout=60.0) == 0.2
+    assert found == [28.0, 8.0]  # of 48, at 10, 20 …
+
+
+DONE = Finished(0, "5\n", "")
+
+
+def test_a_flood_of_output_is_compared_as_a_text_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prime_code, "lines_of", None)
+    flood = "1\n" * 2_000_000
+    assert not prime_code.same_output(flood, "1") and not prime_code.same_output("1", flood)
+    assert prime_code.same_output(flood, flood + "\n")
+
+
+@pytest.mark.parametrize("written", ["[" * 100_000, "1" * 5000, "\0", "{" * 5000])
+def test_results_that_no_parser_reads_are_wrong(written):
+    assert not prime_code.same_value(written, 5)
+
+
+def test_programs_run_in_no_more_processes_than_there_are_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("training.reward.available_cores", lambda: (6, "a test"))
+    config = ScoringConfig(num_workers=16)
+    assert load_default(config, SandboxFusionConfig(), None).scorers.most == 6
+    assert load_default(config, SandboxFusionConfig(), None, workers=4).scorers.most == 1
+    assert load_default(config, SandboxFusionConfig("http://none/run_code"), None).scorers.most == 16
+
+
+UNREADABLE = [  # (data source, response, ground truth): each raised, or took seconds
+    ("numina_olympiads", "the answer is " + "1" * 5000, "5"),
+    ("numina_olympiads", "1" * 32_000 + "x", "5"),
+    ("numina_olympiads", r"\boxed{" + "9" * 5000 + "}", "5"),
+    ("hiyouga/geometry3k", "<think>" + r"</think>\boxed{" * 2200, "5"),
+    ("lighteval/MATH", r"\boxed{" * 4000, "5"),
+    ("lighteval/MATH", r"\boxed{" + r"\frac" * 6000 + "}", "5"),
+    ("openai/gsm8k", "#### " + "1" * 5000, "5"),
+    ("searchR1_nq", "<answer>" * 4000, {"target": "5"}),
+    ("countdown", "<answer>" + "(" * 150 + "</answer>", {"target": 5, "numbers": [5]}),
+    ("countdown", "<answer>1\0+2</answer>", {"target": 5, "numbers": [5]}),
+    ("apps", "x = 1\0", {"inputs": ["\0"], "outputs": ["5"]}),
+    ("apps", "print('\ud800')", {"inputs": ["\ud800"], "outputs": ["5"]}),
+    ("apps", "(" * 10_000, {"inputs": [""], "outputs": ["5"]}),
+]
+
+
+@table(UNREADABLE)
+def test_what_a_rule_cannot_read_is_a_wrong_answer(case):
+    source, response, truth = case
+    result = default_compute_score(source, response, truth)
+    assert result <= 0.1
+
+
+@by_algebra
+def test_what_breaks_the_parser_is_no_formula_and_the_next_question_is_answered_by_the_same_process():
+    assert symbolic.symbolically_equal("2x+x", "3x")
+    starts = symbolic.algebra.starts
+    for answer in (r"\frac{}{}{", "{" * 900, r"\sqrt" * 150, "(" * 900 + "1", "\ud800", "1" * 900 + r"\pi"):
+        assert not symbolic.symbolically_equal(answer, "5")
+    assert symbolic.symbolically_equal("2x+x", "3x") and symbolic.algebra.starts == starts
+
+
+@pytest.mark.parametrize("truth", [72, 72.0, np.int64(72), np.float64(72)])
+def test_references_may_be_numbers(truth):
+    responses = {
+        "openai/gsm8k": "#### 72",
+        "lighteval/MATH": r"\boxed{72}",
+        "math_dapo": "Answer: 72",
+        "numina_olympiads": "the answer is 72",
+        "hiyouga/geometry3k": r"<think></think>\boxed{72}",
+        "searchR1_nq": "<answer>72</answer>",
+    }
+    for source, response in responses.items():
+        right = {"target": [truth, "x"]} if source.startswith("search") else truth
+        for said, score in ((response, 1.0), (response.replace("72", "73"), 0.1)):
+            result = default_compute_score(source, said, right)
+            result = result["score"] if isinstance(result, dict) else result
+            assert result == 1.0 if score == 1.0 else result <= score, source
+    assert default_compute_score("searchR1_nq", "<answer>72</answer>", {"target": truth}) == 1.0
+    assert math_reward.compute_score(r"\boxed{0.25}", 0.25) == 1.0
+
+
 @table(cases.ROUTES)
 def test_a_row_is_scored_by_the_rule_of_its_data_source(case):
     source, response, truth, score = case
@@ -241,9 +361,62 @@ def test_a_gateway_that_gave_up_is_asked_again_and_other_errors_are_not(monkeypa
         assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 1.0
         assert len(asked) == 3
     with fusion_server((500, {})) as (url, asked):
+        with pytest.raises(http.RequestRefused, match="status 500"):
+            sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
+        assert len(asked) == 1
+    with fusion_server((413, {})) as (url, asked):  # this program is too large
         score, [result] = sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
-        assert (score, result["result"], len(asked)) == (0.0, -1, 1) and "500" in result["said"]
-    assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 0.0  # nobody is there any more
+        assert (score, result["result"]) == (0.0, -1) and "413" in result["said"]
+    with pytest.raises(http.ServerError, match="Look whether the server runs"):  # nobody is there any more
+        sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ((200, OK), "answers .*prints 42"),
+        ((404, {}), "status 404"),
+        ((200, {"status": "SandboxError"}), "SandboxError"),
+    ],
+)
+def test_the_url_of_a_server_is_tried_at_the_start(answer, problem, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
+    right = {"status": "Success", "run_result": {"status": "Finished", "stdout": "42\n"}}
+    with fusion_server((200, right)) as (url, asked):
+        check_sandbox(RewardConfig(sandbox_fusion=SandboxFusionConfig(url)), runs_programs=False)
+        assert not asked
+        check_sandbox(RewardConfig(sandbox_fusion=SandboxFusionConfig(url)), runs_programs=True)
+        assert asked[0]["code"] == "print(6 * 7)"
+    with fusion_server(answer) as (url, asked), pytest.raises(ConfigError, match=rf"sandbox_fusion.url=.*{problem}"):
+        sandbox_fusion.try_server(url)
+    with pytest.raises(
+        ConfigError, match=r"sandbox_fusion.url=http://127.0.0.1:1/run_code runs no programs.*or leave it"
+    ):
+        sandbox_fusion.try_server("http://127.0.0.1:1/run_code")
+
+
+def test_a_server_believes_only_programs_that_reach_the_end_of_their_asserts():
+    one = {"assert_case": ["assert square(2) == 4"]}
+    with fusion_server((200, OK)) as (url, asked):  # it did not print the secret
+        assert sandbox_fusion.compute_score(url, None, None, cases.SQUARE, one)[0] == 0.0
+    assert re.search(r"assert square\(2\) == 4\n\nprint\('(\w{32})'\)$", asked[0]["code"])
+    assert sandbox_fusion.read_result(OK, None, secret="4") is True
+
+
+def test_programs_are_held_or_it_is_said_and_required_fences_refuse_the_run(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(sandbox, "fences", lambda: ("no capabilities",))
+    check_sandbox(RewardConfig(), runs_programs=False)
+    assert not capsys.readouterr().err
+    check_sandbox(RewardConfig(), runs_programs=True)
+    assert (
+        "notice: the sandbox is open: on this machine programs are held by no capabilities" in capsys.readouterr().err
+    )
+    for refused in (
+        lambda config: check_sandbox(config, runs_programs=False),
+        lambda config: load_default(config, config.sandbox_fusion, None),
+    ):
+        with pytest.raises(ValueError, match=r"reward\.sandbox=required"):
+            refused(RewardConfig(sandbox="required"))
 
 
 def test_a_program_that_does_not_compile_is_none_for_all_later_cases():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, notice
-from configs.schema import Config, DataConfig, MultiTurnConfig
+from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig
 from data.chat import RM_KEY, reward_tokenizer
 from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
@@ -55,7 +55,9 @@ from training.environment import (
 from training.policy_loss import TENSOR_ARGS, bind_policy_loss
 from training.reward import FunctionReward, RewardManager, functions_of, load_reward_manager, reward_name
 from training.reward_function import FORMS
-from training.reward_score import KNOWN, default_compute_score, has_rule
+from training.reward_score import KNOWN, default_compute_score, has_rule, runs_programs
+from training.reward_score.sandbox_fusion import try_server
+from training.sandbox import check_fences
 from training.tracking import check_loggers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
@@ -94,10 +96,12 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader:
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
+    sources: set[Any] = set()
     for loader in filter(None, (train_loader, val_loader)):
         check_ground_truths(reward, loader)
-        check_data_sources(reward, loader)
+        sources |= check_data_sources(reward, loader)
         check_rows(config.actor_rollout_ref.rollout.multi_turn, loader, rows_looked_at(loader))
+    check_sandbox(config.reward, runs_programs=any(map(runs_programs, sources)))
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     return Parts(
@@ -141,18 +145,36 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
         )
 
 
-def check_data_sources(reward: RewardManager, loader: PromptLoader) -> None:
-    """Raises ConfigError if the default reward has no rule for the data source of a row looked at."""
+def check_data_sources(reward: RewardManager, loader: PromptLoader) -> set[Any]:
+    """Returns the data sources of the rows looked at, by which the default reward scores; of another reward, none.
+
+    Raises:
+        ConfigError: there is no rule for one.
+    """
     if not isinstance(reward, FunctionReward) or reward.function is not default_compute_score:
-        return
-    for position in rows_looked_at(loader):
-        source = loader.row(position).get("data_source")
+        return set()
+    sources = [(position, loader.row(position).get("data_source")) for position in rows_looked_at(loader)]
+    for position, source in sources:
         if not has_rule(source):
             raise ConfigError(
                 "nothing scores the responses: set reward.custom_reward_function.path (and .name) to a function of "
                 f"yours, {FORMS}; or set env.id to train on an environment. Without either a row's data_source names "
                 f"its rule, one of {', '.join(KNOWN)}; that of row {position} is {source!r}."
             )
+    return {source for _, source in sources}
+
+
+def check_sandbox(config: RewardConfig, runs_programs: bool) -> None:
+    """Says which fences hold programs of the policy, or tries the server that runs them.
+
+    Raises:
+        ValueError: the fences do not suffice, with reward.sandbox=required, or the server runs no programs.
+    """
+    server, required = config.sandbox_fusion.url, config.sandbox == "required"
+    if runs_programs and server:
+        try_server(server)
+    if required or (runs_programs and not server):
+        notice(check_fences(required))
 
 
 def rows_looked_at(loader: PromptLoader) -> list[int]:

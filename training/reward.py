@@ -12,7 +12,7 @@ import logging
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from configs.schema import (
     SandboxFusionConfig,
     ScoringConfig,
 )
+from configs.threads import available_cores
 from data.chat import parse_prompt
 from data.data_report import prompt_text
 from data.import_utils import callable_name, load_extern_object
@@ -46,6 +47,7 @@ from training.reward_function import (
 )
 from training.reward_manager import UsersManager, load_manager_class
 from training.roles import RewardModel
+from training.sandbox import check_fences
 
 logger = logging.getLogger(__name__)
 RewardManager = Callable[[DataProto], Any]
@@ -90,14 +92,20 @@ def zero_reward(data: DataProto) -> list[float]:
 
 
 def load_default(
-    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
+    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None, workers: int = 1
 ) -> FunctionReward:
-    """Loads the rules of public data sets; if `server` has a url, they run programs there."""
+    """Loads the rules of public data sets; if `server` has a url, they run programs there, else in processes that are
+    at most the cores, with those of the other `workers` that score."""
     kwargs = {
         "sandbox_fusion_url": server.url,
         "concurrent_semaphore": server.max_concurrent,
         "memory_limit_mb": server.memory_limit_mb,
+        "timeout": config.timeout,
     }
+    if server.url is None:  # programs run here, and compute
+        if config.sandbox == "required":
+            check_fences(required=True)
+        config = replace(config, num_workers=max(1, min(config.num_workers, available_cores()[0] // workers)))
     return load_function(RewardFunctionConfig(*DEFAULT, kwargs), config, tokenizer)
 
 

@@ -25,11 +25,12 @@ class EarlyScores:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        reward, settings = None, share(config.reward, workers_asked_for(config.trainer))
+        workers = workers_asked_for(config.trainer)
+        reward, settings = None, share(config.reward, workers)
         if not has_manager(config.reward):
             reward = load_functions(settings, tokenizer)
             if reward is None and config.env.id is None and not settings.reward_model.enable:
-                reward = load_default(settings, settings.sandbox_fusion, tokenizer)
+                reward = load_default(settings, settings.sandbox_fusion, tokenizer, workers)
         self.reward = reward if reward and all(function.scores_rows() for function in functions_of(reward)) else None
         self.waits: dict[int, Callable[[], Any]] = {}
 

@@ -37,6 +37,7 @@ RULES: dict[str, ModuleType] = {  # by data source; a name with … stands for a
     },
 }
 KNOWN = tuple(RULES)
+BUDGET_SHARE = 0.8  # of a response's time, for its programs: the rest is for their starts and ends
 
 
 def default_compute_score(
@@ -48,12 +49,14 @@ def default_compute_score(
     *,
     concurrent_semaphore: AbstractContextManager | int | None = None,
     memory_limit_mb: int | None = None,
+    timeout: float | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """The score of a response by the rule of its data source: a number, or a dict with it as `score`.
 
     Code is run on a sandbox-fusion server where there is a url, else in a sandbox of our own. `concurrent_semaphore`
-    limits the requests to that server; a number means so many of this process.
+    limits the requests to that server; a number means so many of this process. `timeout`: seconds after which the
+    caller gives up; programs of a response have four fifths of it together.
 
     Raises:
         NotImplementedError: no rule for `data_source`; lists those that have one.
@@ -72,8 +75,9 @@ def default_compute_score(
         server = (sandbox_fusion_url, semaphore, memory_limit_mb)
         result = sandbox_fusion.compute_score(*server, solution_str, ground_truth, continuous=True)
     else:
-        memory_mb = memory_limit_mb or prime_code.MEMORY_MB
-        result = prime_code.compute_score(solution_str, ground_truth, continuous=True, memory_mb=memory_mb)
+        limits = {"memory_mb": memory_limit_mb or prime_code.MEMORY_MB}
+        limits |= {"budget": BUDGET_SHARE * timeout} if timeout else {}
+        result = prime_code.compute_score(solution_str, ground_truth, continuous=True, **limits)
     if isinstance(result, dict):
         return result
     return float(result[0] if isinstance(result, tuple) else result)
@@ -88,6 +92,11 @@ def semaphore_of(places: int) -> threading.BoundedSemaphore:
 def has_rule(data_source: Any) -> bool:
     """Whether `default_compute_score` knows `data_source`."""
     return find_rule(data_source) is not None
+
+
+def runs_programs(data_source: Any) -> bool:
+    """Whether the responses to `data_source` are programs, which are run."""
+    return find_rule(data_source) is prime_code
 
 
 def find_rule(data_source: Any) -> ModuleType | None:

@@ -5,12 +5,12 @@ The answer is what stands in the last <answer>…</answer>. scripts/countdown.py
 
 import ast
 import operator
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from training.reward_score.search_r1_like_qa_em import last_answer
+
 LONGEST = 200  # characters of an expression
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -28,11 +28,11 @@ def compute_score(
     Args:
         ground_truth: {"target": number, "numbers": list of whole numbers}.
     """
-    answers = ANSWER.findall(solution_str)
-    if not answers:
+    answer = last_answer(solution_str)
+    if answer is None:
         return 0.0
     try:
-        value, used = evaluate(answers[-1].split("=")[0])
+        value, used = evaluate(answer.split("=")[0])
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return format_score
     right = value == ground_truth["target"] and sorted(used) == sorted(ground_truth["numbers"])

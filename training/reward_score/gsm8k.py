@@ -2,13 +2,15 @@
 
 import re
 
+from training.reward_score.math_reward import as_text
+
 LOOKED_AT = 300  # characters at the end of a response
 STRICT = re.compile(r"#### (-?[\d.,]+)")
 NUMBER = re.compile(r"-?[\d.,]+")
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: str | float, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """`score` if the answer is `ground_truth`, `format_score` if it is another, 0 if there is none.
 
@@ -20,7 +22,7 @@ def compute_score(
     answer = extract_answer(solution_str[-LOOKED_AT:], method)
     if answer is None:
         return 0.0
-    return score if answer == ground_truth else format_score
+    return score if answer == as_text(ground_truth) else format_score
 
 
 def extract_answer(text: str, method: str) -> str | None:

@@ -3,7 +3,7 @@ r"""DAPO's rule: the last "Answer: …" line is the reference's after Minerva's 
 import re
 from typing import Any
 
-from training.reward_score.math_reward import boxed_content
+from training.reward_score.math_reward import as_text, boxed_content
 
 LOOKED_AT, BOX_LOOKED_AT = 300, 100  # characters at the end of a response
 ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -23,7 +23,7 @@ UNWRAPPED = (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r
 
 def compute_score(
     solution_str: str,
-    ground_truth: str,
+    ground_truth: str | float,
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def compute_score(
     Raises:
         ValueError: `pause_tokens_index` has not four elements.
     """
-    end = solution_str[-LOOKED_AT:]
+    end, truth = solution_str[-LOOKED_AT:], as_text(ground_truth)
     found = ANSWER.findall(end)
     box = boxed_near_the_end(end, pause_tokens_index) if strict_box_verify or not found else None
     if strict_box_verify or box is not None:
-        return judge(box, box == ground_truth)
+        return judge(box, box == truth)
     answer = normalise(found[-1] if found else NO_ANSWER)
-    return judge(answer, answer == normalise(ground_truth))
+    return judge(answer, answer == normalise(truth))
 
 
 def judge(answer: str | None, is_right: bool) -> dict[str, Any]:

@@ -1,14 +1,24 @@
 r"""The rule of MATH: the last \boxed{…} is the reference's, after Hendrycks' normalisation of LaTeX (2021)."""
 
+import numbers
 import re
+from typing import Any
 
 INTEGER = r"(-?(?:0|[1-9]\d*))"
 
 
-def compute_score(solution_str: str, ground_truth: str) -> float:
+def compute_score(solution_str: str, ground_truth: str | float) -> float:
     """1.0 if the boxed answer is `ground_truth`, written in another way or not; else, and without a box, 0.0."""
     answer = extract_answer(solution_str)
-    return float(answer is not None and is_equivalent(answer, ground_truth))
+    return float(answer is not None and is_equivalent(answer, as_text(ground_truth)))
+
+
+def as_text(truth: Any) -> Any:
+    """A reference that is a number as answers write it, 72 for 72.0; any other as it is."""
+    if not isinstance(truth, numbers.Real):
+        return truth
+    is_whole = isinstance(truth, numbers.Integral) or float(truth).is_integer()
+    return str(int(truth)) if is_whole else str(truth)
 
 
 def extract_answer(text: str) -> str | None:

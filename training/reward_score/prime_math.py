@@ -3,9 +3,9 @@ r"""PRIME's rule for competition mathematics: an answer found in prose, compared
 import math
 import re
 
-from training.reward_score.math_reward import last_boxed
+from training.reward_score.math_reward import as_text, last_boxed
 from training.reward_score.math_reward import normalise as normalise_latex
-from training.reward_score.symbolic import symbolically_equal
+from training.reward_score.symbolic import LONGEST, symbolically_equal
 
 BEFORE_ANSWER = ("answer:", "answer is", "answers are")
 AFTER_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")
@@ -22,13 +22,15 @@ TOLERANCE = 1e-4  # relative
 MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", re.DOTALL)
 
 
-def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
+def compute_score(model_output: str, ground_truth: str | float) -> tuple[bool, bool, str]:
     """(right, well formed, what was read as the answer).
 
     Well formed: right, or with a number where an answer was announced or boxed.
     """
     announced, answer = extract_answer(str(model_output))
-    truth = str(ground_truth)
+    truth = str(as_text(ground_truth))
+    if max(len(answer), len(truth)) > LONGEST:  # no number, and no formula
+        return answer == truth, announced or answer == truth, answer
     if equal_as_text(answer, truth):
         return True, True, answer
     right = any(equal_as_number(answer, truth, pi) for pi in (math.pi, 3.14))

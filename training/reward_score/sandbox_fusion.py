@@ -1,15 +1,26 @@
 """Programs by test cases on a sandbox-fusion server, over HTTP."""
 
 import asyncio
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from training.reward_score.code_cases import TestCases, calling, first_block, parse_test_cases, python_block
+from configs.errors import ConfigError
+from training.reward_score.prime_code import (
+    TestCases,
+    calling,
+    first_block,
+    parse_test_cases,
+    python_block,
+    without_secret,
+)
 
 FIRST = 10  # cases that count with `continuous`
 SERVER_ERROR, RUN_ERROR, TOO_SLOW, NO_PROGRAM = -1, -2, -3, -4
+TRY_SECONDS = 10  # of the program that is run at the start
+REFUSED_PROGRAM = (400, 413, 422)  # statuses that are about the request, and not about the server
 GATEWAY_TIMEOUT, RETRIES = 504, 2
 SLACK_SECONDS = 10  # of a request beyond the time of compiling and running
 AT_ONCE = 16  # requests of one program
@@ -30,6 +41,9 @@ def compute_score(
     The program is the last python block, else the first block; without one, or without test cases, the score is 0.0.
     `semaphore` limits the requests under way, of `timeout` seconds for compiling and for running; `continuous` runs and
     counts the first ten cases alone.
+
+    Raises:
+        ServerError, RequestRefused: a case has no answer, so that nothing is known of the program.
     """
     block = python_block(completion)
     code = first_block(completion) if block is None else block
@@ -48,6 +62,25 @@ def compute_score(
         results = list(pool.map(lambda place: server.run_case(program, cases, place), places))
     mark_no_program(results)
     return sum(result["result"] is True for result in results) / len(results), results
+
+
+def try_server(url: str) -> None:
+    """Runs a program on the server at `url`.
+
+    Raises:
+        ConfigError: it does not; names key and remedy.
+    """
+    try:
+        said = Server(url, nullcontext(), 128, TRY_SECONDS).post("print(6 * 7)", "")
+    except (OSError, ValueError) as error:
+        said, problem = {}, f"{error}"
+    else:
+        problem = f"it answers {said!r:.300} to a program that prints 42."
+    if read_result(said, "42") is not True:
+        raise ConfigError(
+            f"reward.sandbox_fusion.url={url} runs no programs: {problem} Start the server, write the url with its "
+            "/run_code, or leave it null: then programs run in the sandbox of this machine."
+        )
 
 
 def mark_no_program(results: list[dict[str, Any]]) -> None:
@@ -70,12 +103,16 @@ class Server:
         """{case, result: True, False, -1 (the server), -2 (an error), -3 (too slow) or -4 (no program), said}."""
         if self.broken.is_set():
             return {"case": place, "result": NO_PROGRAM, "said": None}
+        secret = secrets.token_hex(16)
+        checks = cases.checks_of(place, secret)
         try:
             with self.semaphore:
-                said = self.post(*cases.run_of(program, place))
-        except (OSError, ValueError) as error:  # no server, an error of its, or no JSON
-            return {"case": place, "result": SERVER_ERROR, "said": f"{type(error).__name__}: {error}"}
-        result = read_result(said, cases.outputs[place])
+                said = self.post("\n\n".join((program, *checks)), cases.stdin_of(place))
+        except ValueError as error:  # RequestRefused
+            if error.status not in REFUSED_PROGRAM:
+                raise
+            return {"case": place, "result": SERVER_ERROR, "said": f"{error}"}
+        result = read_result(said, cases.outputs[place], secret if checks else None)
         if result == NO_PROGRAM:
             self.broken.set()
         return {"case": place, "result": result, "said": said}
@@ -98,12 +135,14 @@ class Server:
         return asyncio.run(asked)
 
 
-def read_result(said: dict[str, Any], expected: str | None) -> bool | int:
-    """Reads one case's result off the server's answer."""
+def read_result(said: dict[str, Any], expected: str | None, secret: str | None = None) -> bool | int:
+    """Reads one case's result off the server's answer; with a `secret`, it has to come after all that is asserted."""
     compiled, ran = said.get("compile_result") or {}, said.get("run_result") or {}
     match said.get("status"):
         case "Success" if ran.get("status") == "Finished":
-            return expected is None or (ran.get("stdout") or "").rstrip("\n") == str(expected).rstrip("\n")
+            output = ran.get("stdout") or ""
+            output = output if secret is None else without_secret(output, secret)
+            return output is not None and (expected is None or output.rstrip("\n") == str(expected).rstrip("\n"))
         case "Failed" if compiled.get("status") in ("Error", "TimeLimitExceeded") or compiled.get("return_code"):
             return NO_PROGRAM
         case "Failed" if ran.get("status") == "TimeLimitExceeded":

@@ -6,7 +6,10 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from training.reward_score.math_reward import as_text
+
+CLOSE = "</answer>"
+ANSWER = re.compile(rf"<answer>(.*?){CLOSE}", re.DOTALL)
 MOST_TAGS = 10  # more of them, and an answer is worth a quarter
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -43,12 +46,17 @@ def compute_score_subem(
 
 def is_right(text: str, ground_truth: dict[str, Any], matches: Callable[[str, str], bool]) -> bool | None:
     """Whether the last answer matches a target, both normalised; None: there is no answer."""
-    found = ANSWER.findall(text)
-    if not found:
+    found, target = last_answer(text), as_text(ground_truth["target"])
+    if found is None:
         return None
-    target = ground_truth["target"]
-    answer = normalise(found[-1])
-    return any(matches(answer, normalise(one)) for one in ([target] if isinstance(target, str) else target))
+    answer = normalise(found)
+    return any(matches(answer, normalise(as_text(one))) for one in ([target] if isinstance(target, str) else target))
+
+
+def last_answer(text: str) -> str | None:
+    """Returns the content of the last <answer>…</answer>; None: there is none."""
+    found = ANSWER.findall(text[: text.rfind(CLOSE) + len(CLOSE)])  # the rest would be searched from every <answer> on
+    return found[-1] if found else None
 
 
 def normalise(text: str) -> str:
