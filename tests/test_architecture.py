@@ -46,7 +46,6 @@ EXEMPT = {
         "data/import_utils.py": "names the user's file that failed to load",
         "training/reward.py": "names the line of the user's reward",
         "training/reward_score/reasoning_gym.py": "an answer that breaks the scorer of a task is none",
-        "training/reward_score/symbolic.py": "what breaks the parser is no formula",
         "training/sandbox/child.py": "what a policy's program raises is its output",
         "training/scorers/program.py": "answers what the user's reward raised, in a process of its own",
         "data/concurrency.py": "hands on to whoever waits what the user's code raised in a thread",

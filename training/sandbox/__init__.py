@@ -41,10 +41,6 @@ class Finished:
     errors: str
     fences: tuple[str, ...] = ()
 
-    @property
-    def is_no_program(self) -> bool:
-        return self.status == child.COMPILE_ERROR
-
 
 def run_python(
     code: str,
@@ -83,7 +79,7 @@ def run_python(
             **{"stdin": given, "stdout": output, "stderr": errors},
             pass_fds=[sources.fileno(), ready],
             cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a group of its own, to be killed as one
         )
         os.close(ready)
@@ -156,7 +152,7 @@ def check_fences(required: bool) -> str:
     """
     closed, held = child.is_closed(fences()), ", ".join(fences()) or "no fence"
     if closed:
-        return f"sandbox: programs are held by {held}."
+        return f"programs of the policy run in a sandbox: {held}."
     lacks = (
         f"the sandbox is open: on this machine programs are held by {held}, and it takes {child.SECCOMP} with "
         f"{child.LANDLOCK} (Linux 5.13, and a container that allows it) or {child.NAMESPACES} (`unshare -rn true`)"
