@@ -179,6 +179,14 @@ for way in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.chro
     try: print("ESCAPED", way())
     except OSError as error: print(error)
 """,
+    "disks and terminals": """
+import os
+for folder, _, names in os.walk("/dev"):
+    for name in set(names) - {"null", "zero", "full", "random", "urandom"}:
+        if os.path.islink(folder + "/" + name): continue  # such as /dev/stdout
+        try: print("ESCAPED", os.open(folder + "/" + name, os.O_WRONLY | os.O_NONBLOCK), folder, name)
+        except OSError as error: pass
+""",
     "files of the user": """
 for name in (FOLDER + "/kept", "/etc/shadow"):
     try: print("ESCAPED", open(name).read())
@@ -196,6 +204,7 @@ async def main():
     return sum(await asyncio.gather(one(), one()))
 print(asyncio.run(main()))
 """,
+    "devices": "import os\nopen(os.devnull, 'w').write('x')\nprint(42, open('/dev/urandom', 'rb').read(1))",
     "numpy": "import numpy as np\nprint(int(np.linalg.inv(np.eye(42)).trace().round()), np.random.rand() < 1)",
     "pickle of a class": """
 import pickle

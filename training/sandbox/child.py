@@ -24,8 +24,9 @@ NAMESPACES, CAPABILITIES, LANDLOCK, SECCOMP = "namespaces", "no capabilities", "
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 22, 24, 38, 47
 CAPABILITY_VERSION, LAST_CAPABILITY, AMBIENT_CLEAR_ALL = 0x20080522, 63, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NODEV = 442, -100, 0x8000, 1, 4
+DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")  # to read; and /dev/null, to write to as well
 
 # Landlock: rights of files and folders by the version of the kernel, and what a program may read.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF, VERSION_FLAG, PATH_BENEATH = 444, 445, 446, 1, 1
@@ -34,7 +35,7 @@ WRITE_FILE, READ_FILE, READ_DIR = 2, 4, 8
 SCOPES, SCOPED_FROM = 3, 6  # abstract sockets and signals
 READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/nix", "/gnu", "/sys/devices/system/cpu", "/etc/ld.so.cache",
             "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo",
-            "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")  # fmt: skip
+            *DEVICES)  # fmt: skip
 
 # The filter of system calls: their numbers for x86_64 and for aarch64, which has fewer.
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -164,13 +165,22 @@ def make_rest_read_only(folder: str, size_mb: int) -> None:
     Raises:
         OSError: the system does not let users do so.
     """
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)  # set, clear, propagation, user namespace
-    size = ctypes.sizeof(attributes)
     options = f"size={size_mb}m,nr_inodes={MOST_FILES},mode=700".encode()
     check_returned(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    check_returned(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size))
+    devices = [device.encode() for device in (*DEVICES, os.devnull) if os.path.exists(device)]
+    for device in devices:
+        check_returned(libc.mount(device, device, None, MS_BIND, None))
+    set_attributes(b"/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV, 0)  # a device can be written to in a read-only folder
+    for device in devices:
+        set_attributes(device, 0, MOUNT_ATTR_NODEV)
     check_returned(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options))
     os.chdir(folder)
+
+
+def set_attributes(path: bytes, added: int, removed: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(added, removed, 0, 0)  # and no propagation, no user namespace
+    size = ctypes.sizeof(attributes)
+    check_returned(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, ctypes.byref(attributes), size))
 
 
 def check_returned(returned: int) -> int:
