@@ -199,7 +199,7 @@ def test_asserts_may_come_with_outputs_and_hold_beside_what_the_program_prints()
 def test_a_program_without_an_end_is_wrong_and_only_its_first_case_is_run(code, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prime_code, "CPU_SECONDS_ALONE", 1.0)
     test_cases = {"inputs": [""] * 12, "outputs": ["5"] * 12}
-    score, results = prime_code.compute_score(code, test_cases, continuous=True, budget=3.0)
+    score, results = prime_code.compute_score(code, test_cases, continuous=True, budget=2.0)
     assert score == 0 and [result["result"] for result in results] == [prime_code.TOO_SLOW]
 
 

@@ -24,7 +24,7 @@ from training.scorers import NotScored
 from training.scorers.program import ScorerSpec, serve
 
 GRACE_SECONDS = 0.5  # for async calls to end themselves at their deadline, so that those beside them go on
-COMPUTING = 0.3  # of a core, above which a process computes and does not wait
+COMPUTING = 0.1  # of a core, above which a process computes and does not wait; a busy machine gives it little
 QUICK_RATE = 500  # calls a second of one process, above which sending them is what takes the time
 
 
