@@ -11,6 +11,7 @@ if __name__ == "__main__":
 from contextlib import AbstractContextManager, nullcontext
 
 from configs.errors import refusals, users_line_noted
+from configs.settings import with_settings
 from data.files import sole_run
 from training.dry_run import dry_run
 from training.preparation import Parts, needed_roles, prepare
@@ -53,6 +54,7 @@ def lock_folder(config: Config) -> AbstractContextManager[None]:
 @users_line_noted()
 def train(config: Config, parts: Parts) -> dict[str, float]:
     """Starts the workers and runs the training loop, in a folder that this run has locked."""
+    config = with_settings(config, {"data.train_batch_size": parts.train_loader.batch_size})  # a default may not fit
     print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     if memory := memory_report(config):

@@ -10,15 +10,30 @@ import sysconfig
 import traceback
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from configs.paths import ROOT
 from configs.process import shows_tracebacks
 
+if find_spec("omegaconf") is None:  # here, as all commands import this file first
+    raise SystemExit(
+        f"error: {sys.executable} has none of the packages that are needed here: run {ROOT}/.venv/bin/python instead, "
+        "or `source .venv/bin/activate` first. `make setup` makes .venv."
+    )
+
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 noticed: set[Hashable] = set()
+ELSEWHERE = {  # name in other frameworks → ours
+    "learning_rate": "lr",
+    "batch_size": "train_batch_size",
+    "total_steps": "total_training_steps",
+    "max_steps": "total_training_steps",
+    "num_train_epochs": "total_epochs",
+    "epochs": "total_epochs",
+}
 
 
 class ConfigError(ValueError):
@@ -114,7 +129,11 @@ def notice_once(text: str, about: Hashable = None) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Returns " Did you mean …?" with the nearest key, by its full spelling or else its last part; or an empty text."""
+    """Returns " Did you mean …?" with the nearest key, by its full spelling or else its last part; or an empty text.
+
+    A name that other frameworks have for the last part is read as ours."""
+    section, dot, last = name.rpartition(".")
+    name = section + dot + ELSEWHERE.get(last, last)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not close:
         last = name.rpartition(".")[2]

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,18 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from packaging.version import Version
 from yaml import YAMLError
 
 from configs import legacy
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.paths import home_spelt_out
+from configs.paths import ROOT, home_spelt_out
 from configs.process import end_on_interrupt, set_environment
 from configs.rollout_correction import expand_presets
 from configs.settings import assign
 
 CONFIG_DIR = Path(__file__).parent
+OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
 ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
 ONE_RUN = (
     "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "
@@ -61,11 +65,26 @@ def command(
         with refusals():
             config = load_config(arguments, schema)
             check(config)
+            check_torch()
         with late_refusals():
             module, _, function = run.rpartition(".")
             getattr(import_module(module), function)(config)
 
     return main
+
+
+def check_torch() -> None:
+    """Raises ConfigError for a torch without functions that are called here; transformers does without one below 2.5,
+    and then fails by a NameError."""
+    found = version("torch") if find_spec("torch") else "none"
+    if found == "none" or Version(found) < Version(OLDEST_TORCH):
+        pinned = next(
+            line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+        )
+        raise ConfigError(
+            f"torch: {found} is installed in {sys.prefix}, and {OLDEST_TORCH} or newer is needed: pip install {pinned} "
+            "(requirements.txt), or use the Python of `make setup`, .venv/bin/python."
+        )
 
 
 @dataclass
@@ -97,7 +116,10 @@ def parse_arguments(argv: list[str], default_config: str, description: str | Non
     parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        parser.error(f"{unknown[0]}: a setting is given as key=value, without dashes: {key}={value or '…'}")
     if arguments.multirun:
         parser.error(f"--multirun: {ONE_RUN}")
     config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
@@ -140,10 +162,28 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
             apply_override(given, override)
             move_old_spellings(given)  # one at a time: the later of an old and a new spelling wins, as everywhere
             expand_presets(given)
+    check_is_whole(arguments, given)
     base = copy.deepcopy(defaults(schema))
     for key, value in leaves(given):
         set_checked(base, key, home_spelt_out(value))
     return base
+
+
+def check_is_whole(arguments: Arguments, given: DictConfig) -> None:
+    """Raises ConfigError for a yaml that is only laid over others, or under them, unless the overrides complete it."""
+    name, folder = arguments.config_name.removesuffix(".yaml"), arguments.config_dir
+    kind, slash, option = name.partition("/")
+    if slash and options(kind, folder):
+        raise ConfigError(
+            f"--config-name {name}: this is a {kind}, which changes another config: --config-name frozenlake "
+            f"{kind}={option}."
+        )
+    heirs = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
+    if heirs and not any(OmegaConf.select(given, key) for key in ("env.id", "data.train_files")):
+        raise ConfigError(
+            f"--config-name {name}: this yaml is the base of {', '.join(heirs)}, and no config by itself: name one of "
+            "them, or set env.id or data.train_files."
+        )
 
 
 @cache

@@ -81,7 +81,7 @@ class DataConfig(Frozen):
         "What happens to over-long prompts when they are not filtered: raise, or cut the named side.",
         choices=("error", "left", "right", "middle"),
     )
-    train_batch_size: int = setting(1024, "Prompts a step.", ge=1)
+    train_batch_size: int = setting(1024, "Prompts a step; the default, at most those of an epoch.", ge=1)
     val_batch_size: int | None = setting(None, "Prompts a validation batch; null: all at once.", ge=1)
     shuffle: bool = setting(True, "Draw the training rows in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of the row order and sub-sampling; null: derived from trainer.seed.")
@@ -646,7 +646,7 @@ class TrainerConfig(RunConfig):
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
     no_signal_steps: int = setting(
-        20, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
+        10, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
     )
     max_rollout_mismatch: float | None = setting(
         0.05,
@@ -672,7 +672,7 @@ class SFTDataConfig(Frozen):
     val_files: Any = setting(None, "Validation rows; null: none.", texts=True)
     prompt_key: str = setting("prompt", "Column with the prompt: chat messages, or a plain string.")
     response_key: str = setting("response", "Column with the response, a string.")
-    train_batch_size: int = setting(256, "Rows an optimiser step.", ge=1)
+    train_batch_size: int = setting(256, "Rows an optimiser step; the default, at most those of an epoch.", ge=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Rows a forward pass; null: by tokens.", ge=1)
     max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold when cutting by tokens.", ge=1)
     max_length: int = setting(1024, "Longest prompt plus response, in tokens.", ge=2)

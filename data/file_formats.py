@@ -143,6 +143,9 @@ def read_json_array(path: Path, content: bytes) -> Iterator[Found]:
             place = skip_space(text, place + 1)
         elif not text.startswith("]", place):
             raise bad_line(origin, "this is not JSON: neither , nor ] behind the row.")
+    if (end := skip_space(text, place + 1)) < len(text):
+        origin = Origin(str(path), number, 1 + text.count("\n", 0, end))
+        raise bad_line(origin, f"something stands behind the array: {reprlib.repr(text[end:])}")
 
 
 def decode(text: str, place: int) -> tuple[Any, int, list[str]]:

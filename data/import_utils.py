@@ -2,23 +2,41 @@
 
 A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
 that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
-name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle.
+name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. Such a
+file may import the modules beside it, where nothing else has their names.
 """
 
 import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from configs.paths import find_path
+
+
+class Neighbours:
+    """Finds modules beside the files that were loaded, after all that sys.path has.
+
+    It would give such a file a second name, and one that depends on what was loaded before.
+    """
+
+    folders: ClassVar[list[str]] = []
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
+        return spec if spec is not None and spec.origin else None  # a folder of that name alone is no module
+
+
+sys.meta_path.append(Neighbours)
 
 
 def load_module(path: str) -> ModuleType:
@@ -153,6 +171,8 @@ def _load_file(file: Path) -> ModuleType:
         return sys.modules[name]
     loader = SourceFileLoader(name, str(file))
     module = module_from_spec(spec_from_file_location(name, file, loader=loader))
+    if str(file.parent) not in Neighbours.folders:
+        Neighbours.folders.append(str(file.parent))
     sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
     with ExitStack() as undo:
         undo.callback(sys.modules.pop, name)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from configs.schema import DataConfig
+from configs.errors import notice
+from configs.schema import DataConfig, SFTDataConfig
 from data.import_utils import bind, load_extern_object, required_arguments
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
@@ -219,9 +220,7 @@ class PromptLoader:
         return full + (rest > 0 and not self.drop_last)
 
     def _epoch_rows(self) -> int:
-        """Counts the rows of an epoch; a bound, if the sampler does not give every row once."""
-        every_row = len(self.sampler) == len(self.dataset)
-        return len(self.sampler) - (len(self.left_out) if every_row else 0)
+        return epoch_rows(self.dataset, self.sampler, self.left_out)
 
     def next_batch(self) -> dict[str, torch.Tensor | np.ndarray]:
         """The next batch, of the next epoch where this one has no more."""
@@ -293,6 +292,20 @@ class PromptLoader:
             f"data.train_batch_size={self.batch_size} cannot be filled: an epoch has {self._epoch_rows()} rows. "
             "Lower data.train_batch_size, give more rows, or look whether data.max_prompt_length drops too many."
         )
+
+
+def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[int]) -> int:
+    """Counts the rows of an epoch; a bound, if the sampler does not give every row once."""
+    return len(sampler) - (len(left_out) if len(sampler) == len(dataset) else 0)
+
+
+def fitting_batch_size(settings: DataConfig | SFTDataConfig, rows: int) -> int:
+    """Chooses the rows of a batch: data.train_batch_size; of its default no more than an epoch's `rows`."""
+    size = settings.train_batch_size
+    if not 1 < rows < size == type(settings).train_batch_size:
+        return size
+    notice(f"data.train_batch_size={size}, the default, is above the {rows} rows of an epoch: a batch has {rows}.")
+    return rows
 
 
 def mixed_order(

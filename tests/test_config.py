@@ -17,13 +17,14 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import checks, schema, serving
+from configs import checks, loader, schema, serving
 from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
 from configs.errors import ConfigError
 from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAMED
 from configs.loader import (
     CONFIG_DIR,
     Arguments,
+    check_torch,
     entry_of,
     load_config,
     parse_arguments,
@@ -120,6 +121,44 @@ def test_a_multirun_is_refused_with_the_loop_to_write_instead(flag, capsys):
         parse_arguments([flag, "trainer.seed=1,2"], "ppo_trainer", "")
     assert stop.value.code == 2
     assert "--multirun: sweeps are not run here; start one run per value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--lr", "1e-3"], "--lr: .* key=value, without dashes: lr=…"), (["--lr=1e-3"], "without dashes: lr=1e-3")],
+)
+def test_a_flag_that_is_a_setting_is_told_of_key_and_value(flags, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(flags, "ppo_trainer", "")
+    assert stop.value.code == 2 and re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("multiturn", r"this yaml is the base of blackjack, .*, taxi, and no config by itself"),
+        ("recipe/dapo", r"this is a recipe, .*--config-name frozenlake recipe=dapo"),
+    ],
+)
+def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
+    with pytest.raises(ConfigError, match=said):
+        compose(name=name)
+    if name == "multiturn":
+        assert compose("env.id=FrozenLake-v1", name=name).env.mode == "episode"
+
+
+@pytest.mark.parametrize("found", ["2.4.1", None])
+def test_a_torch_that_is_too_old_or_absent_is_named(found, monkeypatch):
+    check_torch()
+    monkeypatch.setattr(loader, "version", lambda package: found)
+    monkeypatch.setattr(loader, "find_spec", lambda package: found)
+    with pytest.raises(ConfigError, match=rf"torch: {found or 'none'} is installed in .*2\.6 or newer.*torch==\d"):
+        check_torch()
+
+
+def test_without_the_environment_a_command_says_which_python_to_run():
+    done = subprocess.run([sys.executable, "-S", "-I", str(ROOT / "main.py")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and ".venv/bin/python" in done.stderr
 
 
 def test_a_comma_outside_quotes_is_a_sweep_and_says_how_to_mean_a_text():
@@ -347,6 +386,12 @@ def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
         ("actor_rollout_ref.actor.kl_coef", "actor_rollout_ref.actor.kl_loss_coef"),
         ("env.kwarg.size", "env.kwargs"),
         ("trainer.seed.value", "trainer.seed"),
+        ("learning_rate", "actor_rollout_ref.actor.optim.lr"),
+        ("critic.optim.learning_rate", "critic.optim.lr"),
+        ("total_steps", "trainer.total_training_steps"),
+        ("trainer.total_steps", "trainer.total_training_steps"),
+        ("batch_size", "data.train_batch_size"),
+        ("data.batch_size", "data.train_batch_size"),
     ],
 )
 def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
@@ -535,6 +580,24 @@ def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
     assert "which the vllm engine reads, and name=openai does not" in capsys.readouterr().err
     config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
+
+
+def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?", "ground_truth": "2", "data_source": "math"}\n' * 4)
+    monkeypatch.setattr(main, "start_pools", lambda config, *_: sys.exit(f"{config.data.train_batch_size} prompts"))
+    settings = {
+        "data.train_files": tmp_path / "rows.jsonl",
+        "actor_rollout_ref.model.path": tiny_model,
+        "trainer.default_local_dir": tmp_path / "run",
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 4,
+        "trainer.test_freq": -1,
+    }
+    with pytest.raises(SystemExit, match="4 prompts"):
+        main.run(compose(*(f"{key}={value}" for key, value in settings.items())))
+    said = capsys.readouterr()
+    assert "data.train_batch_size=1024, the default, is above the 4 rows of an epoch" in said.err
+    assert said.out.startswith("4 prompts × ")
 
 
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):

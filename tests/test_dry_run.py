@@ -124,6 +124,15 @@ def test_episodes_that_never_go_on_are_named():
 
 
 @pytest.mark.parametrize(
+    ("history", "room"), [("transcript", "data.max_response_length=4"), ("turns", "data.max_prompt_length=8")]
+)
+def test_the_room_that_ended_an_episode_is_named(history, room):
+    columns = {"episode": ["a", "b"], "__num_turns__": [2, 2], "end_reason": ["terminated", "context_full"]}
+    [said] = found(with_columns(SOUND.select_idxs([0, 1]), columns), env__history=history)
+    assert said.startswith(f"1 of 2 episodes ended for want of room: raise {room}")
+
+
+@pytest.mark.parametrize(
     ("specials", "text", "twice"),
     [
         (["<|im_start|>"], "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),

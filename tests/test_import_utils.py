@@ -95,6 +95,20 @@ def test_objects_of_a_loaded_class_pickle(reward_file, package):
         assert pickle.loads(pickle.dumps(judge)).strictness == 3
 
 
+def test_a_loaded_file_imports_its_neighbours_now_and_later_and_sys_path_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    for name in ("neighbour_now", "neighbour_later", "random"):
+        (tmp_path / f"{name}.py").write_text("MINE = 7")
+    (tmp_path / "only_a_folder").mkdir()
+    (tmp_path / "mine.py").write_text(
+        "import neighbour_now, random\n\ndef late():\n    import neighbour_later\n    return neighbour_later.MINE\n"
+    )
+    path = list(sys.path)
+    module = load_module(str(tmp_path / "mine.py"))
+    assert module.neighbour_now.MINE == module.late() == 7 and not hasattr(module.random, "MINE")
+    assert sys.path == path and importlib.util.find_spec("only_a_folder") is None
+
+
 def test_dataclasses_work_in_a_loaded_file(tmp_path):
     file = tmp_path / "typed.py"
     file.write_text(

@@ -135,6 +135,7 @@ UNREADABLE = {
     "nothing.json": (b"[]", "no rows in"),
     "cut.json": (b"[" + LINE + b", {", "line 2: this is not JSON"),
     "comma.json": (b"[" + LINE + LINE + b"]", "line 1: this is not JSON: neither"),
+    "twice.json": (b"[" + LINE + b"]\n[" + LINE + b"]", r"line 3: something stands behind the array: '\["),
     "pretty.json": (json.dumps(GOOD, indent=1).encode() * 2, "line 1: this is not JSON"),
     "names.csv": (b"prompt,prompt\n1,2\n", "must name each column, once"),
     "unnamed.csv": (b"prompt,\n1,2\n", "must name each column, once"),

@@ -3,15 +3,23 @@
 import re
 
 import pytest
+import torch
 
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from tests.batches import padded
 from training.health import NoSignal, likeliest_cause, teaches_nothing
 
-TIES = {"critic/score/max": 0.0, "critic/score/min": 0.0, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+TIES = {
+    "critic/score/max": 0.0,
+    "critic/score/mean": 0.0,
+    "critic/score/min": 0.0,
+    "critic/advantages/max": 0.0,
+    "critic/advantages/min": 0.0,
+}
 TEACHES = {
     "critic/score/max": 1.0,
+    "critic/score/mean": 0.5,
     "critic/score/min": 0.0,
     "critic/advantages/max": 0.7,
     "critic/advantages/min": -0.7,
@@ -25,6 +33,7 @@ def scored(responses: list[str]) -> DataProto:
     prompts, texts = ([TOKENIZER.encode(text) for text in found] for found in (["?"] * len(responses), responses))
     batch = padded(prompts, texts, 1, max(map(len, responses)), TOKENIZER.pad_token_id)
     batch.batch["token_level_scores"] = 0.0 * batch.batch["response_mask"]
+    batch.batch["advantages"] = torch.ones(batch.batch["responses"].shape)
     batch.meta_info["reward_extra_keys"] = []
     return batch.union(DataProto.from_single_dict({"raw_prompt_ids": prompts}))
 
@@ -64,10 +73,18 @@ def test_a_step_teaches_nothing_if_scores_tie_or_advantages_vanish(metrics, noth
             "too rare to be found by chance",
         ),
         (
-            {**TIES, "critic/score/max": -1.0, "critic/score/min": -1.0},
-            "every response scores -1. The reward is the same",
+            {**TIES, "critic/score/max": -1.0, "critic/score/mean": -1.0, "critic/score/min": -1.0},
+            "^every response scores -1. The reward is the same",
         ),
-        ({**TEACHES, "critic/advantages/max": 0.0}, "samples of a prompt always score alike"),
+        ({**TEACHES, "critic/advantages/max": 0.0}, "samples of a prompt always score alike.*entropy_coeff=0.2"),
+        ({**TEACHES, "critic/score/mean": 0.004}, "^nearly every response scores 0. The reward is the same"),
+        ({**TEACHES, "critic/score/mean": 0.99}, "^nearly every response scores 1. .* or the task is mastered"),
+        (
+            {**TIES, "episode/tokens/policy/mean": 9.0, "end_reason/context_full": 0.7, "end_reason/max_tokens": 0.2},
+            "^most episodes end for want of room, 70% with end_reason context_full and 20% with end_reason max_tokens. "
+            "Raise data.max_response_length",
+        ),
+        ({**TIES, "end_reason/max_tokens": 1.0}, "^every response scores 0"),  # an answer of one token ends so
         ({**TIES, "reward/timeout": 3.0, "reward/error": 1.0}, "^3 responses were not scored in time, and 1 made the"),
         ({"reward/timeout": 0.0, "reward/error": 4.0}, "^0 responses were not scored in time, and 4 made the"),
     ],
@@ -89,6 +106,19 @@ def test_it_is_said_once_in_a_row_and_again_after_a_step_that_taught(caplog):
     for metrics in [TEACHES, TIES, TIES, TIES]:
         watch.check({**LENGTHS, **metrics}, BATCH)
     assert len(caplog.records) == 2
+
+
+def test_one_stray_sample_does_not_hide_that_nothing_is_taught(caplog):
+    """Of ten steps with four rows, one row in one step has an advantage."""
+    stray = BATCH.select_idxs([0, 1, 2, 3])
+    stray.batch["advantages"] = torch.zeros_like(stray.batch["advantages"])
+    stray.batch["advantages"][2] = 0.7
+    watch = NoSignal(10, TOKENIZER)
+    for step in range(25):
+        metrics, batch = (TEACHES, stray) if step in (4, 14, 20) else (TIES, BATCH)
+        watch.check({**LENGTHS, **metrics}, batch)
+    [record] = caplog.records
+    assert record.getMessage().startswith("10 steps in a row taught nothing")
 
 
 def test_with_0_it_is_never_said(caplog):

@@ -110,6 +110,28 @@ def test_the_audit_of_the_default_reward():
     assert not warned(default_compute_score, rows(data_source="math"))
 
 
+def anchored(solution_str, ground_truth):
+    """A form that is none of the usual ones."""
+    said = re.search(r"answer is (\d+)$", solution_str)
+    return float(said is not None and said[1] == ground_truth)
+
+
+@pytest.mark.parametrize("given", ["by the responses", "by --form", None])
+def test_a_form_of_the_users_own_is_taken_from_the_responses_or_from_form(given: str | None):
+    data = rows()
+    if given == "by the responses":
+        data[2]["responses"] = "so the answer is 16"
+        data[3]["responses"] = "no idea"
+    score = partial(score_rows, reward=FunctionReward(anchored), config=ROOMY)
+    found = audit(data, score, "answer is {}" if given == "by --form" else None)
+    findings = {finding.answer: finding for finding in found}
+    warnings = [answer for answer, finding in findings.items() if finding.warning]
+    assert warnings == ([] if given else ["the right answer"])
+    if given:
+        [guess] = [finding for answer, finding in findings.items() if answer.startswith('"7, or maybe ')]
+        assert guess.earned == 1 and guess.example == ""
+
+
 def test_a_constant_that_is_right_for_a_row_is_not_held_against_it():
     data = [{"prompts": f"{row}", "ground_truths": "yes" if row % 2 else "no", "responses": None} for row in range(8)]
     assert not warned(exact, data)
@@ -255,6 +277,9 @@ def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys
     assert main([path, "--data", data, "--audit"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert '"ANSWER or 7" 1 pays 100% of what right answers earn' in said and "kinds of answers earn what they" in said
+    with pytest.raises(SystemExit):
+        main([path, "--data", data, "--audit", "--form", "answer is"])
+    assert "it needs {} where the answer stands" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([path, "--data", "nowhere.jsonl"])
     assert "there is no such file" in capsys.readouterr().err

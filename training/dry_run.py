@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
 from data.protocol import DataProto
+from training.episode_rows import EpisodeRows
 from training.health import likeliest_cause, teaches_nothing
 from training.mini_batches import rows_by_prompt
 from training.reports import fields_table, short_number
@@ -147,11 +148,18 @@ def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrai
 
 
 def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
-    """Yields likely mistakes in the responses: none ends by itself, or no episode goes beyond its first turn."""
+    """Yields likely mistakes in the responses: none ends by itself, no episode goes beyond its first turn, or one ended
+    for want of room."""
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
         if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 < config.env.max_turns:
             yield "no episode has a second turn: is the game over after one answer, or are answers not understood?"
+        ends = batch.end_reason[EpisodeRows(batch).last_row]
+        if short := sum(reason in ("context_full", "max_tokens") for reason in ends):
+            room = f"data.max_response_length={length}, which holds all of its turns"
+            if config.env.history == "turns":
+                room = f"data.max_prompt_length={config.data.max_prompt_length}, which holds what is shown at a turn"
+            yield f"{short} of {len(ends)} episodes ended for want of room: raise {room}."
     elif length > 1 and "end_reason" in batch and all(reason == "max_tokens" for reason in batch.end_reason):
         yield (
             f"no response ends by itself, all reach data.max_response_length={length}: raise it, or the model does "

@@ -5,7 +5,7 @@ so that nothing is learnt from a batch of which too many failed.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from training.rollout_correction import MEAN_MISMATCH
 from training.transcripts import print_records, sample_rows, spread
 
 SHOWN = 2  # responses of a step that taught nothing
+STRAY = 0.05  # of the rows, or of the range of scores: what a stray sample makes of a run that teaches nothing
 MAX_FILES = 3  # of refused mini-batches, each of which holds a whole one
 
 logger = logging.getLogger(__name__)
@@ -98,26 +99,35 @@ class MismatchAlarm:
 
 
 class NoSignal:
-    """Counts consecutive steps whose rewards teach nothing, and warns once when they are `limit`; 0: never.
+    """Looks at the last `limit` steps, and warns once when next to no row of theirs had anything to teach; 0: never.
 
-    A step teaches nothing if all its responses score alike, or if every advantage is 0. Said are the likeliest cause
-    and, to see it, the best and the worst response of the last of these steps, decoded by `tokenizer`.
+    A row teaches if it has an advantage other than 0; of steps whose scores are all equal none does. One stray sample
+    changes nothing: at most STRAY of the rows of all these steps may teach. Said are the likeliest cause and, to see
+    it, the best and the worst response of the last of them, decoded by `tokenizer`.
     """
 
     def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self.limit = limit
         self.tokenizer = tokenizer
-        self.in_a_row = 0
+        self.taught: deque[float] = deque(maxlen=limit)  # shares of rows
+        self.said = False
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Counts a step, by its metrics and the batch that it learnt from."""
-        self.in_a_row = self.in_a_row + 1 if teaches_nothing(metrics) else 0
-        if self.in_a_row == self.limit > 0:
+        self.taught.append(0.0 if teaches_nothing(metrics) else share_that_teaches(batch))
+        silent = len(self.taught) == self.limit > 0 and sum(self.taught) <= STRAY * self.limit
+        if silent and not self.said:
             logger.warning(
                 "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
             )
             rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]))
             print_records("of a step that taught nothing", spread(rows, SHOWN), brief=True)
+        self.said = silent
+
+
+def share_that_teaches(batch: DataProto) -> float:
+    """Computes the share of rows with an advantage other than 0 on a token of the policy."""
+    return ((batch.advantages != 0) & batch.response_mask.bool()).any(1).float().mean().item()
 
 
 def teaches_nothing(metrics: Mapping[str, float]) -> bool:
@@ -147,19 +157,38 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
             "Look at some with trainer.rollout_data_dir=…; make text_to_action more lenient, give responses more room, "
             "or start from a model that knows the format."
         )
-    score = metrics["critic/score/max"]
-    if score > metrics["critic/score/min"]:
+    if room := lack_of_room(metrics):
+        return room
+    least, best, mean = (metrics[f"critic/score/{name}"] for name in ("min", "max", "mean"))
+    if STRAY * (best - least) < mean - least < (1 - STRAY) * (best - least):
         return (
             "the samples of a prompt always score alike, so they tell nothing about each other. Raise "
-            "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart."
+            "actor_rollout_ref.rollout.n or the temperature, or use a reward that tells answers apart; if the policy "
+            "has settled on some answers, actor_rollout_ref.actor.entropy_coeff=0.2 has it try the others."
         )
+    score, all_of = best if 2 * mean > least + best else least, "nearly every" if best > least else "every"
     long = metrics["response_length/max"] > 1 and metrics["response_length/clip_ratio"] > 0.5
     if long and "reward/valid_action/mean" not in metrics:
-        return f"every response scores {score:g}, and {cut} and may be cut before they answer: raise it."
+        return f"{all_of} response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
-        f"every response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
+        f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
         "chance, or the task is mastered. docs/environments.md (What a step trains on) shows what to do about a "
         "reward that comes at the end alone."
+    )
+
+
+def lack_of_room(metrics: Mapping[str, float]) -> str:
+    """Says that most episodes of several turns ended for want of room, and which settings give more; else ""."""
+    if "episode/tokens/policy/mean" not in metrics:
+        return ""
+    ends = {reason: metrics.get(f"end_reason/{reason}", 0.0) for reason in ("context_full", "max_tokens")}
+    if sum(ends.values()) <= 0.5:
+        return ""
+    shares = " and ".join(f"{share:.0%} with end_reason {reason}" for reason, share in ends.items() if share)
+    return (
+        f"most episodes end for want of room, {shares}. Raise data.max_response_length, which holds a whole transcript "
+        "(with env.history=turns data.max_prompt_length, which holds each prompt), or have the environment or tools "
+        "say less."
     )
 
 

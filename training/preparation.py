@@ -27,7 +27,14 @@ from data.pretrained import (
     load_tokenizer,
 )
 from data.rl_dataset import PROGRESS_BAR_FROM, OverlongPrompt, RLHFDataset, create_rl_dataset, report_overlong
-from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler
+from data.sampler import (
+    Dynamic,
+    PromptLoader,
+    SequentialSampler,
+    create_rl_sampler,
+    epoch_rows,
+    fitting_batch_size,
+)
 from data.seeding import seed_everything
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
@@ -304,7 +311,8 @@ def build_train_loader(
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
     sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
-    return PromptLoader(dataset, data.train_batch_size, sampler, make_row=make_row, left_out=left_out)
+    batch_size = fitting_batch_size(data, epoch_rows(dataset, sampler, left_out))
+    return PromptLoader(dataset, batch_size, sampler, make_row=make_row, left_out=left_out)
 
 
 def build_val_loader(

@@ -40,7 +40,7 @@ from data.files import sole_run
 from data.padding import collate
 from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
 from data.protocol import DataProto
-from data.sampler import PromptLoader, RandomSampler, SequentialSampler
+from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
 from data.sft_dataset import SFTDataset
 from data.types import Sample
@@ -136,7 +136,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     end_id = tokenizer.eos_token_id if end_id is None else end_id
     rows = SFTDataset(data.train_files, tokenizer, data, end_id)
     sampler = RandomSampler(rows, data, derive_seed(config.trainer.seed, "data"))
-    train_loader, val_loader = PromptLoader(rows, data.train_batch_size, sampler), None
+    train_loader, val_loader = PromptLoader(rows, fitting_batch_size(data, len(rows)), sampler), None
     if data.val_files:
         held_out = SFTDataset(data.val_files, tokenizer, data, end_id)
         report_overlap(rows.prompt_ids(), held_out.prompt_ids(), tokenizer)

@@ -2,8 +2,9 @@
 
 Scores the responses that the rows hold as training does, and prints a table; --audit scores cheap answers and right
 ones instead: does the reward pay for the right answers, and for nothing cheaper? Without a file the rules of public
-data sets score, by each row's data_source. Ends with 1 if a row could not be scored, or the audit found something, and
-with 2 if training would refuse what the reward returns. The first row's ms include the start of the reward's process.
+data sets score, by each row's data_source. The audit tries the usual forms of a right answer and those of the responses
+that contain it, or the one of --form. Ends with 1 if a row could not be scored, or the audit found something, and with
+2 if training would refuse what the reward returns. The first row's ms include the start of the reward's process.
 """
 
 import argparse
@@ -38,11 +39,13 @@ LOG_WIDTH = 160  # characters of a line in a file or a pipe
 MOST_ROWS = 16
 PAYS = 0.2  # of what the right answers earn; as much, and an answer pays
 JUNK_CHARACTERS = 20_000
-FORMS = ("{}", "#### {}", r"\boxed{{{}}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>",
-         r"<think>so</think><answer>{}</answer>", r"<think>so</think>\boxed{{{}}}")  # fmt: skip
+FORMS = ("{}", "#### {}", r"\boxed{{}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>",
+         r"<think>so</think><answer>{}</answer>", r"<think>so</think>\boxed{{}}")  # fmt: skip
+MOST_FORMS = 8  # of a file's own
 CONSTANT = "always"
 CONSTANTS = ("0", "1", "2", "10", "-1", "yes", "no", "A", "B", "true", "none", "nan", "inf")
 RIGHT = "the right answer"
+BEFORE = "7, or maybe "  # before the form: shown and not warned of, as a policy may think aloud there
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", help=f"the function in FILE ({' or '.join(NAMES)})")
     parser.add_argument("--timeout", type=float, default=ScoringConfig.timeout, metavar="S", help="for a response (60)")
     parser.add_argument("--audit", action="store_true", help="score cheap answers and right ones")
+    parser.add_argument("--form", metavar="TEXT", help="how a right answer is written, for --audit: 'answer is {}'")
     arguments = parser.parse_args(argv)
+    if arguments.form is not None and "{}" not in arguments.form:
+        parser.error(f"--form {arguments.form}: it needs {{}} where the answer stands, as in 'answer is {{}}'")
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
     with refusals():
         config = ScoringConfig(timeout=arguments.timeout, max_failed_fraction=1.0)
         reward = load_reward(arguments.reward, arguments.name, config)
         rows = read_views(arguments.data, needs_response=not arguments.audit)
         score = partial(score_rows, reward=reward, config=config)
-        findings, outcomes = (audit(rows, score), []) if arguments.audit else ([], score(rows))
+        findings, outcomes = (audit(rows, score, arguments.form), []) if arguments.audit else ([], score(rows))
     if arguments.audit:
         console.print(audit_table(findings), audit_verdict(findings), sep="\n")
         return int(any(finding.warning for finding in findings))
@@ -224,10 +230,11 @@ def short(value: Any) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]}…{text[-WIDTH // 2 :]}"
 
 
-def audit(rows: list[Row], score: Score) -> list[Finding]:
-    """Scores right answers and cheap ones, over up to MOST_ROWS of `rows`."""
+def audit(rows: list[Row], score: Score, form: str | None = None) -> list[Finding]:
+    """Scores right answers and cheap ones, over up to MOST_ROWS of `rows`; `form`: how a right answer is written."""
+    forms = [*FORMS, *forms_of(rows)] if form is None else [form]
     rows = distinct(rows)[:: -(-len(distinct(rows)) // MOST_ROWS)]
-    form, right = best_form(rows, score)
+    form, right = best_form(rows, score, forms)
     asked = [(kind, row, answer) for row in rows for kind, answer in cheap_answers(row, form)]
     outcomes = score([row | {"responses": answer} for _, row, answer in asked])
     tried: dict[str, list[tuple[str, Outcome]]] = {}
@@ -236,7 +243,7 @@ def audit(rows: list[Row], score: Score) -> list[Finding]:
     scores = [outcome.score for outcome in [*outcomes, *right] if outcome.status == "ok"]
     least = min(scores, default=0.0)
     best = mean([outcome.score for outcome in right if outcome.status == "ok"])
-    findings = [right_finding(right, least, form)]
+    findings = [right_finding(right, least, form, len(forms))]
     most = best if best is not None and best > least else least + 1.0
     return findings + [cheap_finding(kind, answers, least, most) for kind, answers in tried.items()]
 
@@ -246,14 +253,29 @@ def distinct(rows: list[Row]) -> list[Row]:
     return list({(row["prompts"], str(row["ground_truths"])): row for row in rows}.values())
 
 
-def best_form(rows: list[Row], score: Score) -> tuple[str, list[Outcome]]:
+def forms_of(rows: list[Row]) -> list[str]:
+    """Lists forms that the responses of a file have: each that names its row's answer, with {} in its last place."""
+    found: dict[str, None] = {}
+    for row in rows:
+        truth, said = right_answer(row), row["responses"]
+        if truth and isinstance(said, str) and truth in said and "{}" not in said:
+            found["{}".join(said.rsplit(truth, 1))] = None
+    return list(found)[:MOST_FORMS]
+
+
+def best_form(rows: list[Row], score: Score, forms: list[str]) -> tuple[str, list[Outcome]]:
     """Returns the form in which right answers earn most, and their outcomes; none if no right answer is known."""
     known = [(row, text) for row in rows if (text := right_answer(row)) is not None]
-    outcomes = score([row | {"responses": form.format(text)} for form in FORMS for row, text in known]) if known else []
-    tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(FORMS)}
-    earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in FORMS}
-    form = max(FORMS, key=earned.__getitem__)
+    outcomes = score([row | {"responses": put(text, form)} for form in forms for row, text in known]) if known else []
+    tried = {form: outcomes[place * len(known) : (place + 1) * len(known)] for place, form in enumerate(forms)}
+    earned = {form: sum(one.score for one in tried[form] if one.status == "ok") for form in forms}
+    form = max(forms, key=earned.__getitem__)
     return form, tried[form]
+
+
+def put(answer: str, form: str) -> str:
+    """Puts an answer into a form, in the place of {}."""
+    return form.replace("{}", answer)
 
 
 def right_answer(row: Row) -> str | None:
@@ -271,7 +293,7 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
     junk = "".join(random.Random(len(row["prompts"])).choices(string.printable, k=JUNK_CHARACTERS))
     answers = [
         ("empty text", ""),
-        ("the form without an answer", form.format("")),
+        ("the form without an answer", put("", form)),
         ("the prompt itself", row["prompts"]),
         (f"{JUNK_CHARACTERS // 1000} kB of junk", junk),
     ]
@@ -279,26 +301,27 @@ def cheap_answers(row: Row, form: str) -> list[tuple[str, str]]:
     right = {str(one).strip().lower() for one in (targets if isinstance(targets, list) else [targets])}
     for constant in CONSTANTS:
         if constant.lower() not in right:
-            said = (constant, form.format(constant))
+            said = (constant, put(constant, form))
             answers += [(f'{CONSTANT} "{text}"', text) for text in said]
     if (truth := right_answer(row)) is not None:
         other = "8" if truth == "7" else "7"
-        answers.append((f'"{form.format("ANSWER or 7")}"', form.format(f"{truth} or {other}")))
-        answers.append((f'"{form.format("7 or ANSWER")}"', form.format(f"{other} or {truth}")))
-        answers.append(("both, each in the form", f"{form.format(other)}\n{form.format(truth)}\n{form.format(other)}"))
+        answers.append((f'"{put("ANSWER or 7", form)}"', put(f"{truth} or {other}", form)))
+        answers.append((f'"{put("7 or ANSWER", form)}"', put(f"{other} or {truth}", form)))
+        answers.append(("both, each in the form", "\n".join(put(text, form) for text in (other, truth, other))))
+        answers.append((f'"{BEFORE}{put("ANSWER", form)}"', f"{other}, or maybe {put(truth, form)}"))
     return list(dict.fromkeys(answers))
 
 
-def right_finding(outcomes: list[Outcome], least: float, form: str) -> Finding:
+def right_finding(outcomes: list[Outcome], least: float, form: str, forms: int) -> Finding:
     if not outcomes:
         return Finding(RIGHT, None, "no row has a ground truth that is an answer: whether it pays is not known")
     if failure := next((outcome for outcome in outcomes if outcome.status != "ok"), None):
         return Finding(RIGHT, None, f"cannot be scored: {failure.status}: {failure.said}", form)
     earned = mean([outcome.score for outcome in outcomes])
     unpaid = sum(outcome.score <= least for outcome in outcomes)
-    rows = f"{unpaid} of {len(outcomes)} rows, in any of {len(FORMS)} forms"
+    rows = f"{unpaid} of {len(outcomes)} rows, in any of {forms} forms: name yours by --form"
     why = f"does not pay: no more than the worst answer in {rows}" if unpaid else ""
-    return Finding(RIGHT, earned, why, form.format("ANSWER"))
+    return Finding(RIGHT, earned, why, put("ANSWER", form))
 
 
 def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, most: float) -> Finding:
@@ -308,7 +331,7 @@ def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, m
         return Finding(kind, None, f"cannot be scored: {outcome.status}: {outcome.said}", answer)
     earned = mean([outcome.score for _, outcome in answers])
     share = (earned - least) / (most - least)
-    if share < PAYS:
+    if share < PAYS or kind.startswith(f'"{BEFORE}'):
         return Finding(kind, earned)
     return Finding(
         kind, earned, f"pays {share:.0%} of what right answers earn", max(answers, key=lambda a: a[1].score)[0]

@@ -30,6 +30,8 @@ from workers.collectives import gather, group_size, rank
 from workers.rollout import Rollout, check_finite, check_request, check_temperature
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
 
+SEGMENTS = "nano_verl_"  # begins the names of segments; behind it stands the process id of the run's first worker
+
 logger = logging.getLogger(__name__)
 
 
@@ -206,12 +208,13 @@ def segments_of_this_run() -> Iterator[None]:
     shared memory when the block ends, as all parts have it by then.
 
     By itself vLLM has the same names in every run, and a worker that is killed leaves them behind, so that no later run
-    starts. All ranks enter the block together.
+    starts. What runs left that were killed within the block is removed. All ranks enter the block together.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
     from vllm.distributed.parallel_state import get_tp_group
 
-    run, group_name = gather(uuid4().hex)[0], SharedMemory.make_group_name
+    remove_left_behind()
+    run, group_name = gather(f"{SEGMENTS}{os.getpid()}_{uuid4().hex}")[0], SharedMemory.make_group_name
 
     def name_after_run(communicator: Any) -> str:
         os.environ["VLLM_DIST_IDENT"] = run  # vLLM's worker has set what every run has
@@ -227,6 +230,14 @@ def segments_of_this_run() -> Iterator[None]:
     finally:
         SharedMemory.make_group_name = staticmethod(group_name)
         for segment in Path("/dev/shm").glob(f"{run}*"):
+            segment.unlink(missing_ok=True)
+
+
+def remove_left_behind() -> None:
+    """Removes the segments of `segments_of_this_run` whose run has ended."""
+    for segment in Path("/dev/shm").glob(f"{SEGMENTS}*"):
+        pid, _, _ = segment.name.removeprefix(SEGMENTS).partition("_")
+        if not Path(f"/proc/{pid}").exists():
             segment.unlink(missing_ok=True)
 
 

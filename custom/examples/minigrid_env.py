@@ -14,7 +14,9 @@ from custom.env_wrapper import ENVIRONMENTS
 try:
     from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT  # importing any of it registers the ids
 except ImportError as error:
-    raise ImportError("MiniGrid-… needs the package minigrid: pip install -r requirements-envs.txt") from error
+    raise ImportError(
+        f"MiniGrid-… needs the package minigrid: pip install -r requirements-envs.txt ({error})"
+    ) from error
 
 SYMBOLS = {"empty": ".", "floor": ".", "wall": "#", "key": "K", "ball": "O", "box": "B", "goal": "G", "lava": "~"}
 DOORS, AGENT = ("/", "D", "L"), (">", "v", "<", "^")  # by state: open, closed, locked; by direction

@@ -17,7 +17,9 @@ from custom.gym.space_text import NUMBER, AnswerSpace, with_label
 try:
     from openenv import GenericEnvClient
 except ImportError as error:
-    raise ImportError("openenv:URL needs the package openenv: pip install -r requirements-envs.txt") from error
+    raise ImportError(
+        f"openenv:URL needs the package openenv: pip install -r requirements-envs.txt ({error})"
+    ) from error
 
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "object": dict, "array": list}
 

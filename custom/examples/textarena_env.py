@@ -18,7 +18,9 @@ from custom.env_wrapper import ENVIRONMENTS
 try:
     import textarena
 except ImportError as error:
-    raise ImportError("TicTacToe-v0 needs the package textarena: pip install -r requirements-envs.txt") from error
+    raise ImportError(
+        f"TicTacToe-v0 needs the package textarena: pip install -r requirements-envs.txt ({error})"
+    ) from error
 
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 Opponent = Callable[[str, np.random.Generator], int]  # board, draws → cell; it plays O
