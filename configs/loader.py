@@ -64,6 +64,7 @@ def command(
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description)
         with refusals():
             config = load_config(arguments, schema)
+            check_is_whole(arguments, config)
             check(config)
             check_torch()
         with late_refusals():
@@ -162,15 +163,14 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
             apply_override(given, override)
             move_old_spellings(given)  # one at a time: the later of an old and a new spelling wins, as everywhere
             expand_presets(given)
-    check_is_whole(arguments, given)
     base = copy.deepcopy(defaults(schema))
     for key, value in leaves(given):
         set_checked(base, key, home_spelt_out(value))
     return base
 
 
-def check_is_whole(arguments: Arguments, given: DictConfig) -> None:
-    """Raises ConfigError for a yaml that is only laid over others, or under them, unless the overrides complete it."""
+def check_is_whole(arguments: Arguments, config: Any) -> None:
+    """Raises ConfigError for a yaml that only changes others, or is only their base and not completed by overrides."""
     name, folder = arguments.config_name.removesuffix(".yaml"), arguments.config_dir
     kind, slash, option = name.partition("/")
     if slash and options(kind, folder):
@@ -179,7 +179,9 @@ def check_is_whole(arguments: Arguments, given: DictConfig) -> None:
             f"{kind}={option}."
         )
     heirs = [path.stem for path in sorted(folder.glob("*.yaml")) if f"defaults: [{name}," in path.read_text()]
-    if heirs and not any(OmegaConf.select(given, key) for key in ("env.id", "data.train_files")):
+    if not heirs or config.env.id or config.data.train_files:
+        return
+    if not any(OmegaConf.select(read_yaml(arguments, {}), key) for key in ("env.id", "data.train_files")):
         raise ConfigError(
             f"--config-name {name}: this yaml is the base of {', '.join(heirs)}, and no config by itself: name one of "
             "them, or set env.id or data.train_files."

@@ -24,6 +24,7 @@ from configs.legacy import CHATML, NO_EFFECT, OF_ALL_WORKERS, ONLY_VALUE, RENAME
 from configs.loader import (
     CONFIG_DIR,
     Arguments,
+    check_is_whole,
     check_torch,
     entry_of,
     load_config,
@@ -142,9 +143,9 @@ def test_a_flag_that_is_a_setting_is_told_of_key_and_value(flags, said, capsys):
 )
 def test_a_yaml_that_is_no_config_by_itself_says_so(name, said):
     with pytest.raises(ConfigError, match=said):
-        compose(name=name)
-    if name == "multiturn":
-        assert compose("env.id=FrozenLake-v1", name=name).env.mode == "episode"
+        check_is_whole(Arguments(name, CONFIG_DIR, [], print_config=False), compose(name=name))
+    completed = compose("env.id=FrozenLake-v1", name="multiturn")
+    check_is_whole(Arguments("multiturn", CONFIG_DIR, [], print_config=False), completed)
 
 
 @pytest.mark.parametrize("found", ["2.4.1", None])
@@ -157,7 +158,7 @@ def test_a_torch_that_is_too_old_or_absent_is_named(found, monkeypatch):
 
 
 def test_without_the_environment_a_command_says_which_python_to_run():
-    done = subprocess.run([sys.executable, "-S", "-I", str(ROOT / "main.py")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", str(ROOT / "main.py")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and ".venv/bin/python" in done.stderr
 
 
@@ -589,15 +590,15 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
         "data.train_files": tmp_path / "rows.jsonl",
         "actor_rollout_ref.model.path": tiny_model,
         "trainer.default_local_dir": tmp_path / "run",
-        "data.max_prompt_length": 16,
+        "data.max_prompt_length": 32,
         "data.max_response_length": 4,
         "trainer.test_freq": -1,
     }
-    with pytest.raises(SystemExit, match="4 prompts"):
-        main.run(compose(*(f"{key}={value}" for key, value in settings.items())))
+    with pytest.raises(SystemExit, match="^4 prompts"):
+        main.run(compose(*(f"{key}={value}" for key, value in settings.items()), name="ppo_trainer"))
     said = capsys.readouterr()
     assert "data.train_batch_size=1024, the default, is above the 4 rows of an epoch" in said.err
-    assert said.out.startswith("4 prompts × ")
+    assert "\n4 prompts × " in said.out
 
 
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):

@@ -16,6 +16,7 @@ from training.ray_trainer import RayPPOTrainer
 TOKENIZER = build_tokenizer()
 TEACHES = {
     "critic/score/max": 1.0,
+    "critic/score/mean": 0.5,
     "critic/score/min": 0.0,
     "critic/advantages/max": 0.7,
     "critic/advantages/min": -0.7,
@@ -112,7 +113,7 @@ def test_responses_that_never_end_by_themselves_are_named_where_they_could():
 
 
 def test_a_reward_that_teaches_nothing_is_explained():
-    [said] = found(SOUND, {**TEACHES, "critic/score/max": 0.0})
+    [said] = found(SOUND, {**TEACHES, "critic/score/max": 0.0, "critic/score/mean": 0.0})
     assert said.startswith("every response scores 0")
 
 
