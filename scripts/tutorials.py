@@ -29,7 +29,9 @@ CODE = ("configs", "custom", "data", "main.py", "training", "workers")
 
 @dataclass(frozen=True)
 class Tutorial:
-    """Says which command of a page trains, by its beginning, and the `figure` that `metric` has at the end, or more."""
+    """Says which command of a page trains, by its beginning, and the `figure` that a metric has at the end, or more.
+
+    `metric`: the end of the metric's name."""
 
     page: str
     command: str
@@ -39,7 +41,7 @@ class Tutorial:
 
 TUTORIALS = {
     "treasure": Tutorial(
-        "docs/environments.md", "python main.py --config-name treasure\n", "val-core/Treasure-v0/acc/mean@1", 1.0
+        "docs/environments.md", "python main.py --config-name treasure\n", "/acc/mean@1", 1.0
     ),
     "sums": Tutorial("README.md", "python main.py data.train_files=sums.jsonl", "critic/score/mean", 0.9),
 }
@@ -78,7 +80,7 @@ def follow(tutorial: Tutorial, seed: str, overrides: list[str]) -> float:
         own = [f"trainer.seed={seed}", "trainer.default_local_dir=outputs/run", *overrides]
         run(folder, *command_of(text, tutorial.command)[1:], *own)
         record = read_metrics(folder / "outputs/run/metrics.jsonl")
-    return [entry["data"][tutorial.metric] for entry in record if tutorial.metric in entry["data"]][-1]
+    return [value for entry in record for name, value in entry["data"].items() if name.endswith(tutorial.metric)][-1]
 
 
 def command_of(text: str, beginning: str) -> list[str]:
