@@ -40,9 +40,7 @@ class Tutorial:
 
 
 TUTORIALS = {
-    "treasure": Tutorial(
-        "docs/environments.md", "python main.py --config-name treasure\n", "/acc/mean@1", 1.0
-    ),
+    "treasure": Tutorial("docs/environments.md", "python main.py --config-name treasure\n", "/acc/mean@1", 1.0),
     "sums": Tutorial("README.md", "python main.py data.train_files=sums.jsonl", "critic/score/mean", 0.9),
 }
 
