@@ -594,7 +594,7 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
         "data.max_response_length": 4,
         "trainer.test_freq": -1,
     }
-    with pytest.raises(SystemExit, match="^4 prompts"):
+    with pytest.raises(SystemExit, match=r"^4 prompts"):
         main.run(compose(*(f"{key}={value}" for key, value in settings.items()), name="ppo_trainer"))
     said = capsys.readouterr()
     assert "data.train_batch_size=1024, the default, is above the 4 rows of an epoch" in said.err
