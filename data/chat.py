@@ -1,10 +1,13 @@
 """Chat messages as token ids: whole prompts, and what a conversation goes on with after an answer.
 
 A policy's answer is never encoded again: its ids stay as they were sampled, and what the chat template writes between
-it and the next answer is appended to them.
+it and the next answer is appended to them. Only the template writes special tokens: where a user, a tool or an
+environment spells one out, as `<|im_end|>`, it is encoded as the text that it is.
 """
 
+import re
 import reprlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from data.types import Message
 Prompt = str | list[Message]
 RM_KEY = "reward.reward_model.model"  # where the config has the reward model
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
+THOUGHT = "thought-0417"
+BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
 
 
 def parse_prompt(value: Any) -> Prompt:
@@ -49,11 +54,58 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **template
     Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
     `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
     """
+    if isinstance(prompt, list) and special_tokens(tokenizer).search(repr(prompt)):
+        return encode_forged(prompt, tokenizer, **template_kwargs)
     if isinstance(prompt, list) and tokenizer.chat_template is not None:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
-    if isinstance(prompt, list):
-        prompt = plain_chat(prompt)
-    return tokenizer(prompt)["input_ids"]
+    return tokenizer(plain_chat(prompt) if isinstance(prompt, list) else prompt)["input_ids"]
+
+
+def encode_forged(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> list[int]:
+    """Encodes messages that spell special tokens out: an assistant's are tokens, those of others are text."""
+    messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
+    text = render(messages, tokenizer, generation_prompt=True, **template_kwargs)
+    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
+
+
+def render(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, **template_kwargs: Any
+) -> str:
+    """Messages as the text that the template makes of them, or `plain_chat` without one."""
+    if tokenizer.chat_template is None:
+        return plain_chat(messages, generation_prompt)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation_prompt, **template_kwargs
+    )
+
+
+def as_text(value: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """`value` with a BREAK in each special token that its texts spell out, so that a template makes no token of it."""
+    if isinstance(value, dict):
+        return {key: as_text(item, tokenizer) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_text(item, tokenizer) for item in value]
+    specials = special_tokens(tokenizer)
+    while isinstance(value, str) and specials.search(value):  # in what is left of one may be another
+        value = specials.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+    return value
+
+
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the special tokens of a tokenizer, the longest first; one of a single character is a text like others."""
+    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = sorted({name for name in found.union(tokenizer.all_special_tokens) if len(name) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def encode_pieces(text: str, tokenizer: PreTrainedTokenizerBase, opens: bool) -> list[int]:
+    """Token ids of a text, whose every BREAK parts two tokens; `opens`: with what the tokenizer begins a text with."""
+    first, *rest = text.split(BREAK)
+    ids = tokenizer.encode(first, add_special_tokens=opens)
+    for piece in rest:
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids
 
 
 def plain_chat(messages: list[Message], generation_prompt: bool = True) -> str:
@@ -99,7 +151,7 @@ class ChatFormat:
         Raises:
             ValueError: the template does not write these messages behind an answer; names it and the remedy.
         """
-        ids = self.tokenizer.encode(self.increment_text(messages), add_special_tokens=False)
+        ids = encode_pieces(self.increment_text(as_text(messages, self.tokenizer)), self.tokenizer, opens=False)
         return ids[1:] if stopped and self.terminator is not None and ids[:1] == [self.terminator] else ids
 
     def increment_text(self, messages: list[Message]) -> str:
@@ -121,11 +173,7 @@ class ChatFormat:
 
     def render(self, messages: list[Message], generation_prompt: bool) -> str:
         """Messages as the text that the template makes of them."""
-        if self.tokenizer.chat_template is None:
-            return plain_chat(messages, generation_prompt)
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **self.template_kwargs
-        )
+        return render(messages, self.tokenizer, generation_prompt, **self.template_kwargs)
 
     def _refusal(self, problem: str) -> ValueError:
         return ValueError(
@@ -165,14 +213,14 @@ def encode_conversation(prompt: Prompt | None, response: str, tokenizer: PreTrai
     Raises:
         ValueError: there is no prompt.
     """
+    response = as_text(response, tokenizer)
     if isinstance(prompt, str):
-        return tokenizer(prompt + response).input_ids
+        return encode_pieces(prompt + response, tokenizer, opens=True)
     if prompt is None:
         raise ValueError(
             f"a row has raw_prompt_ids and no prompt, and the tokenizer of {RM_KEY} is not the policy's: give the rows "
             "their prompts as messages or as text."
         )
-    messages = [*prompt, {"role": "assistant", "content": response}]
-    if tokenizer.chat_template is None:
-        return tokenizer(plain_chat(messages, generation_prompt=False)).input_ids
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    messages = [*as_text(prompt, tokenizer), {"role": "assistant", "content": response}]
+    text = render(messages, tokenizer, generation_prompt=False)
+    return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
