@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from configs.errors import did_you_mean
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the schemas of the tools that there are, by name
+THOUGHTS = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)  # a prompt may begin one
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class PlainParser(ToolParser):
         if len(values) == 1:
             return f"{name}({values[0]})"
         return f"{name}({json.dumps(arguments, ensure_ascii=False) if values else ''})"
+
+
+def without_thoughts(answer: str) -> str:
+    """Returns an answer without what it thinks: calls in there are plans, and are not run."""
+    return THOUGHTS.sub("", answer)
 
 
 def add_json_call(found: ParsedAnswer, content: str, key: str) -> None:

@@ -127,8 +127,8 @@ class BaseTool:
         """Answers a call: (response, reward, metrics). `parameters` go with the schema."""
         raise NotImplementedError(f"the tool {self.name} defines no execute(instance_id, parameters, **kwargs)")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """Returns the reward of the whole episode with this tool, beside the rewards of single calls."""
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | list | None:
+        """Returns the reward of the whole episode with this tool, beside the rewards of single calls (`as_reward`)."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -167,10 +167,22 @@ def function_tool(function: Callable | None = None, *, name: str | None = None) 
 def as_response(result: Any) -> ToolResponse:
     """Writes what a function returned as text: containers as JSON, None as "None"."""
     if isinstance(result, ToolResponse):
-        return result
+        return as_response(result.text) if isinstance(result.text, ToolResponse) else result  # verl's sandbox nests
     if isinstance(result, dict | list | tuple):
         return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
     return ToolResponse(text=str(result))
+
+
+def as_reward(value: Any) -> float:
+    """The reward that a tool gave: a number, the sum of a list, 0 for None. Texts in a list count for nothing, as
+    verl's SearchTool keeps what it has found there.
+
+    Raises:
+        ValueError, TypeError: it is none of these.
+    """
+    if isinstance(value, list | tuple):
+        return sum(as_reward(item) for item in value if not isinstance(item, str))
+    return 0.0 if value is None else float(value)
 
 
 def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
@@ -196,10 +208,10 @@ def checked_schema(schema: Mapping[str, Any]) -> ToolSchema:
     if parameters["type"] != "object" or not isinstance(parameters["properties"], Mapping):
         raise ValueError(f"{where} must have type: object, and properties, a mapping of names, not {parameters}.")
     for key, described in parameters["properties"].items():
-        if not isinstance(described, Mapping) or described.get("type", "string") not in JSON_TYPES:
+        if not isinstance(described, Mapping) or any(kind not in [*JSON_TYPES, "null"] for kind in types_of(described)):
             raise ValueError(
-                f"{where}.properties.{key} is {described}; it must be a mapping, with one of the types "
-                f"{', '.join(JSON_TYPES)}."
+                f"{where}.properties.{key} is {described}; it must be a mapping, with one or several of the types "
+                f"{', '.join(JSON_TYPES)} and null."
             )
     if unknown := sorted(set(parameters["required"]) - set(parameters["properties"])):
         raise ValueError(f"{where}.required names {unknown}, which properties does not: describe them there.")
@@ -225,21 +237,35 @@ def checked_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -
 
 
 def _as_typed(name: str, value: Any, described: Mapping[str, Any]) -> Any:
-    kind = described.get("type")
-    if kind is None or (value is None and described.get("nullable")):
+    kinds = types_of(described)
+    if not kinds or (value is None and (described.get("nullable") or "null" in kinds)):
         return value
-    if isinstance(value, str) and kind != "string":
+    kinds = sorted(kinds, key=lambda kind: not isinstance(value, JSON_TYPES.get(kind, ())))  # what it is already
+    found = next((typed for kind in kinds if (typed := as_type(value, kind)) is not None), None)
+    if found is None:
+        raise ValueError(f"the argument {name!r} must be of type {' or '.join(kinds)}")
+    if "enum" in described and found not in described["enum"]:
+        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, described['enum']))}")
+    return found
+
+
+def types_of(described: Mapping[str, Any]) -> list[str]:
+    """Lists the JSON types that a property may have; []: any."""
+    kinds = described.get("type") or []
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def as_type(value: Any, kind: str) -> Any:
+    """`value` as one of a JSON type, read from a text or written as one if need be; None: it cannot be."""
+    if isinstance(value, str) and kind not in ("string", "null"):
         read = read_json(value)
         value = read if isinstance(read, JSON_TYPES[kind]) else value
     elif kind == "string" and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, JSON_TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
-        raise ValueError(f"the argument {name!r} must be of type {kind}")
-    if "enum" in described and value not in described["enum"]:
-        raise ValueError(f"the argument {name!r} must be one of {', '.join(map(str, described['enum']))}")
-    return value
+    fits = isinstance(value, JSON_TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
+    return value if fits else None
 
 
 def function_schema(function: Callable, name: str | None = None) -> dict[str, Any]:

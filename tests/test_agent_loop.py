@@ -1,5 +1,6 @@
 """Whole episodes: every token as it was sampled, every reward on its turn, and whatever fails counted and left out."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,14 +18,16 @@ from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import TextEnv, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
+from data.chat import ChatFormat
 from data.protocol import DataProto
-from data.types import Completion, Request, SamplingParams
+from data.types import Completion, Reply, Request, SamplingParams
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
 from training.environment import ENVIRONMENT, EnvSetup, begin_episodes
 from workers.agent_loop import AgentLoop
 from workers.agents.environment import EnvEpisode
+from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf.rollout import HFRollout
 from workers.kernels.packed_attention import Packed
 from workers.load_rollout import build_rollout
@@ -326,3 +329,27 @@ def test_a_turn_computes_its_new_tokens_and_an_update_each_token_once(tiny_model
     packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
     assert len(packed.input_ids) == prompt + real.sum().item() - 3, "a response's last token predicts nothing"
     assert micro.is_scored.sum() == batch.response_mask.sum()
+
+
+@pytest.mark.parametrize("said", [[], [70, 71]], ids=["nothing said", "cut in the middle"])
+@pytest.mark.parametrize("aborted_turn", [0, 1])
+def test_a_request_that_the_engine_aborts_ends_its_episode(aborted_turn, said):
+    """With nothing learnt from it, and nothing asked of the other side."""
+
+    class Nodding(SingleAnswer):
+        async def step(self, answer: str) -> Reply:
+            assert answer == "ab"
+            return Reply([{"role": "user", "content": "go on"}], reward=1.0)
+
+    async def answer(prompt_ids: list[int], most: int, turn: int) -> Completion:
+        ids, reason = (said, "aborted") if turn == aborted_turn else (TOKENIZER.encode("ab"), "length")
+        return Completion(turn, ids, [-1.0] * len(ids), reason, 0)
+
+    episode, limits = Nodding({"raw_prompt_ids": [1, 2]}), Limits(response=40, answer=2)
+    [sample] = asyncio.run(play(episode, answer, ChatFormat(TOKENIZER, {}), limits))
+    assert (sample.end_reason, sample.extras["__num_turns__"]) == ("aborted", aborted_turn)
+    assert (
+        sum(sample.policy_mask) == 0 == sum(sample.rewards)
+        and sample.token_ids[len(sample.token_ids) - len(said) :] == said
+    )
+    assert sample.extras["failure"] == f"the engine aborted the request of turn {aborted_turn}"

@@ -23,7 +23,7 @@ from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
-from training.transcripts import episode_records, leave_out_middle, read_episodes
+from training.transcripts import episode_records, leave_out_middle, read_episodes, read_records
 
 HISTORIES = ("transcript", "turns")
 ALL_ROWS = "(response_length|prompt_length)/|response/aborted|end_reason/"  # metrics that failures are part of
@@ -374,6 +374,14 @@ def test_a_line_that_is_no_object_is_refused(line, says, tmp_path):
     (tmp_path / "x.jsonl").write_text(f"{{}}\n{line}\n")
     with pytest.raises(ValueError, match=says):
         read_episodes(tmp_path / "x.jsonl")
+
+
+def test_a_line_of_a_file_ends_at_a_line_feed_alone(tmp_path):
+    told = [{"output": "a\u2028b\x85c\u2029"}, {"output": "\x1c"}]
+    dump_jsonl(tmp_path / "x.jsonl", told)
+    assert read_records(tmp_path / "x.jsonl") == told
+    (tmp_path / "x.jsonl").write_text("")
+    assert read_records(tmp_path / "x.jsonl") == []
 
 
 def test_the_terminal_shows_turns_rewards_and_which_tokens_are_trained(tmp_path, capsys, monkeypatch):

@@ -170,6 +170,35 @@ def test_arguments_are_brought_to_the_schema_or_explained(arguments, found):
             checked_arguments(WEATHER.tool_schema, arguments)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "value", "found"),
+    [
+        (["string", "null"], None, None),
+        (["string", "null"], 7, "7"),
+        (["integer", "string"], "7", "7"),
+        (["integer", "number"], "7", 7),
+        (["array", "null"], "[1]", [1]),
+        (["integer", "null"], "seven", "the argument 'x' must be of type integer or null"),
+        (["integer", "boolean"], None, "the argument 'x' must be of type integer or boolean"),
+    ],
+)
+def test_an_argument_may_have_one_of_several_types(kinds, value, found):
+    parameters = {"type": "object", "properties": {"x": {"type": kinds}}}
+    schema = BaseTool({}, {"type": "function", "function": {"name": "f", "parameters": parameters}}).tool_schema
+    if isinstance(found, str) and found.startswith("the argument"):
+        with pytest.raises(ValueError, match=f"^{found}$"):
+            checked_arguments(schema, {"x": value})
+    else:
+        assert checked_arguments(schema, {"x": value}) == {"x": found}
+
+
+@pytest.mark.parametrize("kind", ["text", ["string", "text"], {"a": 1}])
+def test_an_unknown_type_in_a_schema_is_refused(kind):
+    parameters = {"type": "object", "properties": {"x": {"type": kind}}}
+    with pytest.raises(ValueError, match=r"with one or several of the types string, .* and null"):
+        BaseTool({}, {"type": "function", "function": {"name": "f", "parameters": parameters}})
+
+
 def test_verls_schema_classes_are_read_by_attribute_and_by_key():
     parameters = OpenAIFunctionParametersSchema(type="object", properties={"x": {"type": "string"}}, required=["x"])
     function = OpenAIFunctionSchema(name="f", description="Does.", parameters=parameters)
@@ -366,6 +395,21 @@ def test_calls_are_found_or_explained(form, answer, text, calls, errors):
     assert len(found.errors) == len(errors) and all(map(str.__contains__, found.errors, errors))
 
 
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        ("<think>CALL</think>CALL", 1),
+        ("CALL</think>\nCALL CALL", 2),  # the prompt has begun the thought
+        ("CALL<think>CALL</think>CALL", 2),
+        ("CALL<think>CALL", 1),  # cut
+        ("CALL", 1),
+    ],
+)
+def test_calls_in_thoughts_are_not_run(answer, calls):
+    replies = respond(toolbox(WEATHER, max_parallel_calls=3), answer.replace("CALL", called("weather", city="Rome")))
+    assert replies.counts["calls"] == calls and not replies.counts["malformed"]
+
+
 @pytest.mark.parametrize("form", ToolParser.registry)
 def test_what_a_parser_writes_it_reads(form):
     parser = ToolParser.get_tool_parser(form)
@@ -469,6 +513,34 @@ def test_the_lifecycle_of_verls_tools(write, tmp_path):
     assert first.messages[0]["content"] == "A!!!" and first.reward == 0.5
     assert last.reward == 2.0  # of calc_reward
     assert tool.loudness is None  # released
+
+
+@pytest.mark.parametrize(
+    ("call", "whole", "earned"),
+    [
+        (None, [], (0, 0)),  # verl's SandboxFusionTool
+        (0.0, ["what it found", "and more"], (0, 0)),  # verl's SearchTool
+        ([0.5, 0.25], [1.0, None, "a text"], (0.75, 1)),
+        (1, 2.5, (1, 2.5)),
+        (0.5, None, (0.5, 0)),
+    ],
+)
+def test_rewards_of_tools_are_numbers_lists_or_none(call, whole, earned):
+    class Paying(BaseTool):
+        tool_schema = WEATHER.tool_schema
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple:
+            return ToolResponse(text=ToolResponse(text="sunny")), call, None
+
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+            return whole
+
+    async def conversation() -> tuple[Any, Any]:
+        episode = ToolEpisode(row("go"), toolbox(Paying()), None, MultiTurnConfig())
+        return await episode.step(called("weather", city="Rome")), await episode.step("bye")
+
+    first, last = asyncio.run(conversation())
+    assert first.messages[0]["content"] == "sunny" and (first.reward, last.reward) == earned
 
 
 # Episodes

@@ -118,7 +118,8 @@ def turn_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[R
 def read_records(path: str | Path) -> list[Record]:
     """Reads the lines of a file of rollouts, in order. Raises ValueError for one that is no JSON object."""
     records = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
+    for number, line in enumerate(lines if lines != [""] else [], start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:

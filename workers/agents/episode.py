@@ -47,7 +47,7 @@ class SingleAnswer(Episode):
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on; `end_reason` says how: env_error or timeout."""
+    """An episode cannot go on; `end_reason` says how: env_error, timeout or aborted."""
 
     def __init__(self, end_reason: str, text: str) -> None:
         super().__init__(text)
@@ -68,7 +68,8 @@ Answer = Callable[[list[int], int, int], Awaitable[Completion]]  # prompt, most 
 async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limits) -> list[Sample]:
     """Plays an episode to its end, and returns its rows.
 
-    If the other side raises, or hangs, it ends there for env_error or timeout, and nothing is learnt from its rows.
+    If the other side raises, or hangs, it ends there for env_error or timeout, and as aborted if the engine gives a
+    request up; nothing is learnt from its rows.
 
     Args:
         answer: asks the policy.
@@ -83,6 +84,8 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
             room = limits.response - len(sample.token_ids)
             done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
             sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
+            if done.finish_reason == "aborted":
+                raise EpisodeFailed("aborted", f"the engine aborted the request of turn {turn}")
             reply = await or_episode_error(episode.step(chat.text(done.token_ids)))
             sample.rewards[-1] += reply.reward
             columns |= reply.columns

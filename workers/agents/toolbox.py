@@ -9,8 +9,8 @@ from typing import Any
 from configs.errors import notice_once, users_line
 from configs.schema import MultiTurnConfig
 from data.concurrency import Overdue, by_deadline, in_thread
-from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
-from data.tools import BaseTool, ToolResponse, as_response, checked_arguments
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
+from data.tools import BaseTool, ToolResponse, as_response, as_reward, checked_arguments
 
 FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
 
@@ -60,7 +60,7 @@ class Toolbox:
         self.creating = asyncio.Lock()
 
     def parse(self, answer: str) -> ParsedAnswer:
-        return self.parser.parse(answer, self.schemas)
+        return self.parser.parse(without_thoughts(answer), self.schemas)
 
     async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
         """Runs the calls of an answer, the first max_parallel_calls of them side by side.
@@ -81,7 +81,7 @@ class Toolbox:
     async def finish(self) -> dict[str, float]:
         """Returns the reward of the whole episode by name of the tools that were called."""
         return {
-            name: float(
+            name: as_reward(
                 await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward")))
             )
             for name, instance in self.instances.items()
@@ -128,7 +128,7 @@ class Toolbox:
         else:
             result = await self._in_time(execute())
         response, reward, _ = result
-        return as_response(response), float(reward or 0.0)
+        return as_response(response), as_reward(reward)
 
     async def _in_time(self, work: Any) -> Any:
         return await by_deadline(asyncio.ensure_future(work), self.settings.tool_timeout)
