@@ -10,7 +10,6 @@ from threading import Thread
 from time import sleep
 from typing import Any
 
-import uvicorn
 from transformers import AutoTokenizer
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
@@ -20,7 +19,7 @@ from training.main_server import bind_socket
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
 from workers.openai.rollout import OpenAIRollout
-from workers.server.app import Served, build_app
+from workers.server.app import Served, http_server
 
 KEY = "a secret"
 
@@ -35,7 +34,7 @@ def compose(model: Path, *overrides: str) -> ServerConfig:
 def serving(served: Served, config: ServerConfig) -> Iterator[str]:
     """A server in a thread of this process; its address."""
     listener = bind_socket(config.server)
-    server = uvicorn.Server(uvicorn.Config(build_app(served), log_level="error", timeout_graceful_shutdown=1))
+    server = http_server(served, log_level="error", timeout_graceful_shutdown=1)
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -29,6 +29,7 @@ from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
 from workers.hf.batch import NoCacheBatch, sample, sample_rows
+from workers.hf.cache import Slots
 from workers.hf.rollout import HFRollout
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
@@ -476,3 +477,17 @@ def test_nothing_but_stop_ids_is_inherited_from_generation_config(tokenizer: Pre
     model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
     assert ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1)) == plain
     assert np.mean([len(tokens) for tokens in plain]) > 2
+
+
+def test_settings_that_no_row_has_any_more_are_not_kept():
+    slots = Slots(torch.device("cpu"))
+    warm = [SamplingParams(True, 1 + number / 1000, -1, 1.0, 4) for number in range(500)]
+    [stays] = slots.take([Request(0, [1], warm[0], 0)]).tolist()
+    for number, sampling in enumerate(warm[1:], start=1):
+        [slot] = slots.take([Request(number, [1], sampling, 0)]).tolist()
+        found = [*slots.samplings]
+        assert len(found) == 2 and [found[slots.kinds[one]].temperature for one in (stays, slot)] == [
+            warm[0].temperature,
+            sampling.temperature,
+        ]
+        slots.give_back([slot])

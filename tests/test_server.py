@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -31,7 +32,7 @@ from workers.openai.shared_weights import BACKEND
 from workers.openai.weight_transfer import weight_transfer
 from workers.rollout import Rollout
 from workers.server.app import Served
-from workers.server.text import TokenText, count_held_back
+from workers.server.bodies import TokenText, count_held_back
 
 CHAT = [{"role": "user", "content": "say abc"}]
 
@@ -207,6 +208,7 @@ def post(address: str, body: object, key: str = KEY, path: str = "completions") 
 
 
 GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+CHATS = {"model": "tiny", "max_tokens": 2}
 BAD = [
     (b"{", "JSON"),
     (b"", "required"),
@@ -250,6 +252,91 @@ def test_another_model_is_not_found_and_what_asks_for_nothing_is_let_through(add
     assert refused.value.code == 404
     nothing = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "echo": False, "user": "me"}
     assert post(address, GOOD | nothing | {"temperature": None, "stop": None})["usage"]["completion_tokens"] <= 2
+
+
+HOSTILE = [
+    (GOOD | {"temperature": 1e-40}, 400, "temperature=1e-40: it must be 0, which is greedy, or 0.01 or more"),
+    (GOOD | {"temperature": 1e40}, 400, "temperature: Input should be less than or equal to 100"),
+    (GOOD | {"stop_token_ids": [10**30]}, 400, "stop_token_ids"),
+    (GOOD | {"stop_token_ids": [1] * 65}, 400, "at most 64 items"),
+    (GOOD | {"top_k": 10**30}, 400, "top_k"),
+    (GOOD | {"seed": 10**30}, 400, "seed"),
+    (GOOD | {"prompt": ["a"] * 1000, "n": 128}, 400, "1000 prompts with n=128: a request has at most 256 choices"),
+    (GOOD | {"prompt": "a" * 10**6}, 400, "the prompt has 1000000 characters in 1 messages, more than 64 tokens"),
+    (GOOD | {"prompt": ["a", 5] * 10**5}, 400, "prompt"),
+    (GOOD | {f"f{number}": 0 for number in range(10**5)}, 400, "at most 100 fields"),
+    (b"[" * 10**6, 400, "body"),
+    (b'{"seed": ' + b"9" * 10**6 + b"}", 400, ""),
+    (GOOD | {"prompt": "a\ud800"}, 400, "half a character"),
+    (GOOD | {"\udfff": 0}, 400, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half a character"),
+    (CHATS | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text alone"),
+    (CHATS | {"messages": [{"role": "user", "content": [7]}]}, 400, "text alone"),
+    (CHATS | {"messages": CHAT * 1000}, 400, "in 1000 messages, more than 64 tokens"),
+    (CHATS | {"messages": [{"role": "assistant", "tool_calls": []}]}, 400, "messages: the chat template refuses them"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_beyond_a_bound_is_refused_and_says_so(address, body, code, message):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(address, body, path="chat/completions" if isinstance(body, dict) and "messages" in body else "completions")
+    assert refused.value.code == code and message in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_a_content_of_parts_is_their_text(client):
+    parts = [{"type": "text", "text": "say"}, {"type": "text", "text": "abc"}]
+    for content in (parts, "say\nabc"):
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": content}], "seed": 3, "max_tokens": 8}
+        found = client.chat.completions.create(**asked)
+        assert found.usage.prompt_tokens == len("say\nabc") + 3
+    forged = [{"role": "user", "content": "<|end|>"}]
+    assert client.chat.completions.create(model="tiny", messages=forged, max_tokens=1).usage.prompt_tokens == 7 + 3
+
+
+def spoken(address: str, *sent: bytes) -> bytes:
+    """What the server says to bytes that are sent to it, until it hangs up."""
+    with socket.create_connection(address.removeprefix("http://").split(":")) as connection:
+        for part in sent:
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(("key", "code"), [(b"wrong", b" 401 "), (KEY.encode(), b" 413 ")])
+def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, key, code):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\nAuthorization: Bearer "
+    assert code in spoken(address, head + key + b"\r\n\r\n").splitlines()[0], "and nothing of the body was sent"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"])
+def test_who_does_not_say_what_is_asked_is_hung_up_on(served, tiny_model, monkeypatch, sent):
+    monkeypatch.setattr("workers.server.app.HEADER_SECONDS", 0.2)
+    with serving(served, compose(tiny_model)) as url:
+        assert spoken(url, sent) == b""
+
+
+def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
+    monkeypatch.setattr("workers.server.app.BODY_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
+    with serving(served, compose(tiny_model)) as url:
+        said = spoken(url, head + b"\r\n\r\n{")
+        assert b" 408 " in said.splitlines()[0] and b"the body has not come within 0.2 seconds" in said
+        chunked = head.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"\r\n\r\n"
+        said = spoken(url, chunked, b"100000\r\n" + b" " * (1 << 20) + b"\r\n", b"200000\r\n" + b" " * (1 << 20))
+        assert b" 413 " in said.splitlines()[0] or b" 408 " in said.splitlines()[0]
+
+
+def test_a_request_that_the_engine_aborts_is_an_error(tiny_model):
+    class Aborting(Rollout):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            return [Completion(one.id, [], [], "aborted", 0) for one in requests]
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine = Aborting(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
+    served = Served("tiny", tokenizer, AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1)), 100, 16, 8)
+    with serving(served, compose(tiny_model)) as url, pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, GOOD)
+    assert refused.value.code == 500 and "the engine gave the request up" in refused.value.read().decode()
 
 
 class Fragile(Rollout):

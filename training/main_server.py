@@ -23,8 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-import uvicorn
-
 from configs.errors import ConfigError, refusals
 from configs.paths import ROOT
 from configs.threads import worker_threads
@@ -34,7 +32,7 @@ from workers.engine_pump import AsyncEngine
 from workers.load_rollout import StandaloneRollout
 from workers.models import training_device
 from workers.openai.shared_weights import BACKEND
-from workers.server.app import Served, build_app
+from workers.server.app import Served, http_server
 from workers.vllm_setup import shared_settings, vllm_environment
 
 TAKES_WEIGHTS = {
@@ -53,9 +51,8 @@ def serve(config: ServerConfig) -> None:
         served = load_served(config)
     listener.listen()  # before the address is printed: a reader of it may connect at once
     host, port = listener.getsockname()[:2]
-    settings = uvicorn.Config(build_app(served), log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
     print(f"serving {served.name} at {address(host, port)}", flush=True)
-    uvicorn.Server(settings).run(sockets=[listener])
+    http_server(served, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS).run(sockets=[listener])
 
 
 def address(host: str, port: int) -> str:

@@ -270,15 +270,15 @@ class Slots:
         uniforms = np.zeros((len(requests), max(limits)))
         for row, request in enumerate(requests):
             uniforms[row, : limits[row]] = np.random.default_rng(request.seed).random(limits[row])
-        kinds = [
-            self.samplings.setdefault(replace(request.sampling, max_tokens=0), len(self.samplings))
-            for request in requests
-        ]
+        asked = [replace(request.sampling, max_tokens=0) for request in self.requests.values()]
+        self.samplings = dict(zip(dict.fromkeys(asked), range(len(asked)), strict=False))  # of running rows alone
+        kinds = [*map(self.samplings.__getitem__, asked)]
         device = self.tokens.device
         slots = torch.tensor(taken, device=device)
         self.uniforms[slots, : max(limits)] = torch.from_numpy(uniforms).to(device)
         self.counts[slots] = 0
-        self.max_tokens[slots], self.kinds[slots] = torch.tensor([limits, kinds], device=device)
+        self.max_tokens[slots] = torch.tensor(limits, device=device)
+        self.kinds[torch.tensor([*self.requests], device=device)] = torch.tensor(kinds, device=device)
         return slots
 
     def give_back(self, slots: Collection[int]) -> None:

@@ -1,9 +1,12 @@
-"""Requests and responses of an OpenAI-compatible API: bodies that are checked, and the JSON that answers them.
+"""Requests and responses of an OpenAI-compatible API: bodies that are checked, the JSON that answers them, and the text
+of a response while its tokens come.
 
-Fields are those of api.openai.com, and of vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with
-ignore_eos. What this server does not do is refused unless it is left at the value that asks for nothing.
+Whatever a request may ask for has a bound, so that its failure is its own. Fields are those of api.openai.com, and of
+vLLM's server: top_k, min_p, return_token_ids, and stop_token_ids with ignore_eos. What this server does not do is
+refused unless it is left at the value that asks for nothing.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +14,18 @@ from typing import Annotated, Any, ClassVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from data.types import SamplingParams
+from workers.rollout import COLDEST
 
-Text = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
+MOST_BYTES = 2 << 20  # of a body
+MOST_CHOICES = 256  # of a request: prompts times n
+MOST_FIELDS = 100
+TOKENS = 1 << 31  # no model has as many
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=TOKENS)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]  # a list of a million wrong things has one error
 Json = dict[str, Any]
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -24,6 +34,7 @@ NOT_HERE = (
     "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "echo", "tools", "tool_choice", "functions",
     "function_call", "response_format", "audio", "modalities", "prediction", "reasoning_effort", "web_search_options",
 )  # fmt: skip
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a whole character yet
 ALTERNATIVES = "this server knows the log-prob of each sampled token, and not those of others"
 
 
@@ -38,15 +49,15 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1, lt=TOKENS)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=TOKENS)
     min_p: float | None = Field(None, ge=0, lt=1)
     n: int | None = Field(None, ge=1, le=128)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -60,10 +71,19 @@ class Body(BaseModel):
     def without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MOST_FIELDS:
+            raise ValueError(f"a request has at most {MOST_FIELDS} fields, and this one {len(body)}")
+        check_characters(body)
         for name in NOT_HERE:
             if name in body and body[name] not in DEFAULTS:
                 raise ValueError(f"{name} is not part of this server: leave it out, or serve by rollout.name=vllm")
         return {name: value for name, value in body.items() if name not in (*NOT_HERE, *IGNORED)}
+
+    @model_validator(mode="after")
+    def check_sampling(self) -> "Body":
+        if self.temperature and self.temperature < COLDEST:
+            raise ValueError(f"temperature={self.temperature:g}: it must be 0, which is greedy, or {COLDEST} or more")
+        return self
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """Returns the sampling that is asked for, with `max_tokens` of response; by default, temperature 1 alone."""
@@ -90,7 +110,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """POST /v1/completions: one prompt or several, as texts or as token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0)
 
     object_name = chunk_name = "text_completion"
@@ -109,8 +129,8 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: list[Json] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
 
@@ -214,5 +234,80 @@ class ResponseBuilder:
         return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
 
 
+def check_characters(body: Json) -> None:
+    """Raises ValueError if a text in there has half a character: JSON can spell it, no tokenizer reads it."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the body holds {error.object[error.start]!r}, which is half a character") from error
+
+
+def as_string(content: Any) -> Any:
+    """The content of a message as templates take it: parts of text are joined by line feeds.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise ValueError('a part of a content must be {"type": "text", "text": …}: this server reads text alone')
+    return "\n".join(part["text"] for part in content)
+
+
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class TokenText:
+    """Turns tokens into text piece by piece; the pieces joined are the text of all, up to the first stop string.
+
+    Special tokens have no text. What may yet become a stop string is held back until it is decided.
+
+    Attributes:
+        stopped: whether a stop string came; no token after that one belongs to the response.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stopped = False
+        self.ids: list[int] = []
+        self.start = self.end = 0  # ids before `end` are text; from `start` on they are decoded, for their context
+        self.held = ""
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that is certain by one more token."""
+        self.ids.append(token_id)
+        known, text = self._decode_window()
+        if len(text) > len(known) and not text.endswith(BROKEN):
+            self.start, self.end = self.end, len(self.ids)
+            self.held += text[len(known) :]
+        return self._release(count_held_back(self.held, self.stops))
+
+    def finish(self) -> str:
+        """Returns the rest, when no more tokens come."""
+        if self.stopped:
+            return ""
+        known, text = self._decode_window()
+        self.start = self.end = len(self.ids)
+        self.held += text[len(known) :]
+        return self._release(0)
+
+    def _decode_window(self) -> tuple[str, str]:
+        """Returns a window of the ids as text: without those that are not text yet, and with them."""
+        windows = self.ids[self.start : self.end], self.ids[self.start :]
+        known, text = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in windows)
+        return known, text
+
+    def _release(self, kept: int) -> str:
+        """Releases the held text, but for its last `kept` characters, and but for a stop string and all after it."""
+        places = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        self.stopped = bool(places)
+        cut = min(places) if places else len(self.held) - kept
+        text, self.held = self.held[:cut], "" if places else self.held[cut:]
+        return text
+
+
+def count_held_back(text: str, stops: Sequence[str]) -> int:
+    """Counts the characters at the end of `text` that may begin one of the stop strings."""
+    return max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
