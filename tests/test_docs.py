@@ -26,7 +26,7 @@ from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, optio
 from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
 from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
-from scripts import algorithms, quickstart, rollout_drift
+from scripts import algorithms, quickstart, rollout_drift, tutorials
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
@@ -143,6 +143,15 @@ def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
     assert done.returncode == 0, done.stderr
     scores = [step["critic/score/mean"] for step in learning_metrics(copy / "outputs/sums").values()]
     assert len(scores) == 50 and scores[-1] > 0.8 > 0.2 > scores[0]
+
+
+def test_the_tutorials_that_are_followed_to_their_end_are_those_of_the_pages_and_reach_their_figures():
+    table = (ROOT / "docs/environments.md").read_text()
+    for name, tutorial in tutorials.TUTORIALS.items():
+        command = tutorials.command_of((ROOT / tutorial.page).read_text(), tutorial.command)
+        assert command[:2] == ["python", "main.py"]
+        ends = re.search(rf"^\| {name} \({tutorial.page}\) \| {tutorial.figure:.2f} \| (.+?) \|", table, re.MULTILINE)
+        assert len(ends[1].split(", ")) >= 3 and all(float(end) >= tutorial.figure for end in ends[1].split(", "))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
