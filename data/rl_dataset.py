@@ -31,7 +31,7 @@ from data.data_report import (
 )
 from data.file_formats import BadRow, Origin
 from data.import_utils import bind, load_extern_object
-from data.rows import own_names, read_rows, value_in, with_labels
+from data.rows import check_is_text, own_names, read_rows, value_in, with_labels
 from data.types import Row
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,7 @@ class RLHFDataset(Dataset):
     def _add(self, row: Row, origin: Origin) -> int:
         """Adds `row`, unless its prompt is left out as too long; the number of the prompt's tokens."""
         columns = with_labels(row, origin)
+        check_is_text(columns, self.config.prompt_key, origin)
         if self.config.filter_overlong_prompts:
             least = least_tokens(self._prompt(columns), self.tokenizer)
             if least > self.config.max_prompt_length:  # ten megabytes would take a minute to encode

@@ -37,6 +37,8 @@ RUN_COLUMNS = frozenset((
     "__num_turns__", "tool_call_counts", "tool_failures",
     "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
+NO_TEXT = ("images", "videos")  # verl's columns, for which these stand in its prompts:
+PLACEHOLDERS = ("<image>", "<video>")
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 
@@ -114,6 +116,22 @@ def with_labels(row: Row, origin: Origin) -> Row:
             labels["ground_truth"] = row.get("ground_truth")
         row["reward_model"] = labels
     return row
+
+
+def check_is_text(row: Row, key: str, origin: Origin) -> None:
+    """Raises ValueError for a row with images or videos, beside its prompt in the column `key` or in it: a model that
+    reads text would answer without them."""
+    prompt = row.get(key)
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
+    texts = [str(part.get("text", "") if isinstance(part, dict) else part) for part in parts]
+    found = [f"the column {name!r} is filled" for name in NO_TEXT if row.get(name)]
+    found += [f"the column {key!r} holds a part of type {kind!r}" for kind in kinds if kind != "text"]
+    found += [f"the column {key!r} holds {sign!r}" for sign in PLACEHOLDERS if any(sign in text for text in texts)]
+    if found:
+        raise ValueError(f"{origin}: {found[0]}, and models read text alone here: leave such rows out.")
 
 
 def _dictionary(row: Row, name: str, origin: Origin) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
 from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
 from data.file_formats import BadRow, Origin
 from data.rl_dataset import truncate
-from data.rows import read_rows
+from data.rows import check_is_text, read_rows
 from data.types import Message, Row, Sample
 
 LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
@@ -88,6 +88,7 @@ class SFTDataset(Dataset):
     def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
         """Encodes a row: the tokens that are learnt are the policy's."""
         key = self._key(row)
+        check_is_text(row, key, origin)
         try:
             said = parse_prompt(row.get(key))
         except ValueError as error:
