@@ -107,6 +107,9 @@ def test_a_stopped_run_goes_on_with_its_own_settings_alone(tmp_path, tiny_model,
     for changed, rows, message in (
         (["rollout.temperature=0.7"], ROWS, "rollout.temperature: 1.0 → 0.7"),
         ([], [*ROWS[1:], ROWS[0]], "data.path: "),
+        ([], [row | {"level": 1} for row in ROWS], "ground_truth, level"),
+        ([], [row | {"ground_truth": "9"} for row in ROWS], "data.path: "),
+        (["data.response_key=answers"], ROWS, 'data.response_key: "responses" → "answers"'),
     ):
         with pytest.raises(SystemExit):
             generate(tmp_path, tiny_model, "data.batch_size=2", *changed, rows=rows)

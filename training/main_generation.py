@@ -29,7 +29,7 @@ from configs.checks import plural, sampling
 from configs.errors import refusals
 from configs.schema import DataConfig
 from data.chat import Prompt, encode_prompt
-from data.files import unfinished_table
+from data.files import json_line, unfinished_table
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
@@ -37,7 +37,7 @@ from data.types import Row, SamplingParams
 from training.checkpoint import flatten
 from workers.load_rollout import StandaloneRollout, generate_batch
 
-DECISIVE = ("model.", "rollout.", "trainer.seed")  # settings that change the responses
+DECISIVE = ("model.", "rollout.", "trainer.seed", "data.response_key")  # settings that change what is written
 
 
 def answer_prompts(config: GenerationConfig) -> None:
@@ -94,12 +94,13 @@ def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: R
 
 
 def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
-    """Identifies a job: a process continues the file of another only if both have the same settings and prompts."""
+    """Identifies a job: a process continues the file of another only if both have the same settings and rows."""
     digest = hashlib.sha256()
-    for ids in dataset.prompt_ids:
-        digest.update(len(ids).to_bytes(8) + ids.tobytes())
+    for row, ids in zip(dataset.rows, dataset.prompt_ids, strict=True):
+        digest.update(len(ids).to_bytes(8) + ids.tobytes() + json_line(row))
     settings = {key: value for key, value in flatten(asdict(config)) if key.startswith(DECISIVE)}
-    return {**settings, "data.path": f"{len(dataset)} prompts, {digest.hexdigest()[:16]}"}
+    columns = ", ".join(dataset.rows[0])
+    return {**settings, "data.path": f"{len(dataset)} rows of {columns}, {digest.hexdigest()[:16]}"}
 
 
 def answer_rows(
