@@ -3,7 +3,7 @@
     data.sampler.class_path=data/curriculum.py data.sampler.class_name=SuccessRateSampler \\
     'data.sampler.kwargs={key: extra_info.level}'
 
-Both hear of every sample that was drawn, also of those that dynamic sampling left out of a step
+Both hear of every sample that was scored, also of those that dynamic sampling left out of a step
 (training/collection.py), and what they learnt is in the checkpoint: a resumed run draws what an unbroken one would.
 """
 
@@ -19,7 +19,14 @@ from data.rows import column_of
 from data.sampler import AbstractCurriculumSampler
 from data.seeding import numpy_generator
 
-NOT_KNOWN = 0.5  # the success rate of what was never drawn
+NOT_KNOWN = 0.5  # the success rate of what was never drawn; it counts as one observation
+OFTEN = 1000  # observations behind a rate of a checkpoint that does not say how many
+
+
+def check_bounds(name: str, value: float, holds: bool, bounds: str) -> None:
+    """Raises ValueError unless `value` of data.sampler.kwargs, called `name`, `holds` its `bounds`."""
+    if not holds:
+        raise ValueError(f"data.sampler.kwargs.{name}={value}: it must be {bounds}.")
 
 
 class CurriculumSampler(AbstractCurriculumSampler):
@@ -31,10 +38,11 @@ class CurriculumSampler(AbstractCurriculumSampler):
     Args:
         key: the column, extra_info.difficulty for one within a dictionary; None: each row is a bin.
         success_above: a sample with a higher reward is a success.
-        memory: of this share is the newest sample in a rate; 1: it counts alone.
+        memory: of this share at least is the newest observation in a rate, the samples of a row in a step; until
+            then each counts alike, and so does what is taken for the rate at first. 1: the newest counts alone.
 
     Raises:
-        ValueError: rows without a value in that column.
+        ValueError: rows without a value in that column, or a setting out of its bounds.
     """
 
     def __init__(
@@ -43,11 +51,13 @@ class CurriculumSampler(AbstractCurriculumSampler):
         data_config: DataConfig,
         key: str | None = None,
         success_above: float = 0.5,
-        memory: float = 0.05,
+        memory: float = 0.2,
     ) -> None:
         super().__init__(data_source, data_config)
+        check_bounds("memory", memory, 0 < memory <= 1, "above 0 and at most 1")
         self.key, self.success_above, self.memory = key, success_above, memory
         self.rates: dict[str, float] = {}  # by bin, of those that were drawn
+        self.observed: dict[str, int] = {}  # by bin, how often
         self.drawn = 0
         self.place = 0  # in the epoch
         self._look_through()
@@ -94,18 +104,27 @@ class CurriculumSampler(AbstractCurriculumSampler):
         return int(positions[int(of_row * len(positions))])
 
     def update(self, indices: np.ndarray, metrics: Mapping[str, np.ndarray]) -> None:
-        """Takes the samples of a step into the rates; the first sample of a bin is its rate."""
-        for position, reward in zip(indices.tolist(), metrics["reward"].tolist(), strict=True):
-            name, success = self.bin_of[position], float(reward > self.success_above)
-            before = self.rates.get(name, success)
-            self.rates[name] = before + self.memory * (success - before)
+        """Takes the samples of a step into the rates: the share of successes among a row's is one observation."""
+        wins = metrics["reward"] > self.success_above
+        for position in dict.fromkeys(indices.tolist()):
+            name = self.bin_of[position]
+            before, times = self.rate(name), self.observed.get(name, 0)
+            weight = max(self.memory, 1 / (times + 2))  # those before it, what was taken for the rate, and itself
+            self.rates[name] = before + weight * (float(wins[indices == position].mean()) - before)
+            self.observed[name] = times + 1
         self._draw_from = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self.rates), "drawn": self.drawn, "place": self.place}
+        return {
+            "rates": dict(self.rates),
+            "observed": dict(self.observed),
+            "drawn": self.drawn,
+            "place": self.place,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rates, self.drawn, self.place = dict(state["rates"]), state["drawn"], state["place"]
+        self.observed = dict(state.get("observed", dict.fromkeys(self.rates, OFTEN)))
         self._draw_from = None
 
 
@@ -117,6 +136,7 @@ class SuccessRateSampler(CurriculumSampler):
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig, floor: float = 0.05, **settings: Any) -> None:
+        check_bounds("floor", floor, 0 < floor <= 1, "above 0, as what is never drawn is never known better, to 1")
         self.floor = floor
         super().__init__(data_source, data_config, **settings)
 
@@ -143,6 +163,8 @@ class DifficultySampler(CurriculumSampler):
         review: float = 0.2,
         **settings: Any,
     ) -> None:
+        check_bounds("go_on", go_on, 0 < go_on < 1, "between 0 and 1, as a rate that is estimated is never 1")
+        check_bounds("review", review, 0 <= review < 1, "from 0 to below 1, or the level itself is never drawn")
         self.go_on, self.review, self.level = go_on, review, 0
         super().__init__(data_source, data_config, key=key, **settings)
 

@@ -181,13 +181,16 @@ def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto |
     """Updates the sampler and the dataset after a step, by its `batch` and the rows that dynamic sampling left out.
 
     The sampler by `update(batch)`, where the rows left out come last (`with_left_out`), or by
-    `update(indices, metrics)`: the places of all these samples in the dataset, [E] int64, and numbers of each
-    (`sample_metrics`). A dataset that has it by `on_batch_end(batch)`.
+    `update(indices, metrics)`: the places of these samples in the dataset, [E] int64, and numbers of each
+    (`sample_metrics`), without those that failed: they are no measurement. A dataset that has it by
+    `on_batch_end(batch)`.
     """
     rows = with_left_out(batch, left_out)
     if hears_metrics(loader.sampler):
-        places = rows.dataset_position[EpisodeRows(rows).last_row]
-        loader.sampler.update(places.astype(np.int64), sample_metrics(rows))
+        episodes = EpisodeRows(rows)
+        measured = episodes.is_complete().numpy()
+        metrics = {name: values[measured] for name, values in sample_metrics(rows).items()}
+        loader.sampler.update(rows.dataset_position[episodes.last_row][measured].astype(np.int64), metrics)
     else:
         loader.sampler.update(rows)
     if isinstance(loader.dataset, Dynamic):
