@@ -114,7 +114,7 @@ def test_rows_of_an_episode_need_not_be_neighbours():
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("failed", [0, 2])
 def test_a_single_episode_is_counted_as_one(history, failed):
-    """Alone in its batch, or the only one that did not fail."""
+    """Alone in its batch, or the only one that did not fail, which then has no baseline."""
     groups = [[[Turn(1, 1, 0.5), Turn(2, 0, 1.0)], *[[]] * failed]]
     columns = {name: [1.0] * (1 + failed) for name in ("acc", "invalid_actions", "data_source", "dataset_position")}
     batch = episode_batch(groups, history, **columns)
@@ -127,13 +127,14 @@ def test_a_single_episode_is_counted_as_one(history, failed):
     assert not rows_with_signal(batch, "score").any() and not rows_with_signal(batch, "acc").any()
     assert {*greedy_scores(batch.select_idxs(batch.episode == 0), batch).tolist()} == {1.5}
     found, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="grpo"))
-    torch.testing.assert_close(by_token(batch, found["advantages"]), torch.full((3,), 1.5), atol=1e-5, rtol=0)
+    expected = torch.full((3,), 0.0 if failed else 1.5)
+    torch.testing.assert_close(by_token(batch, found["advantages"]), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("seed", range(5))
 def test_failed_episodes_change_no_statistic(history, seed):
-    groups = random_groups(seed)
+    groups = [group for group in random_groups(seed) if len(group) == 1 or sum(map(bool, group)) != 1]  # else: above
     healthy = [kept for kept in ([turns for turns in group if turns] for group in groups) if kept]
     if not healthy:
         groups = healthy = [[[Turn(1)]]]

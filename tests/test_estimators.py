@@ -107,9 +107,11 @@ class Batch:
         """What the twins see: a `Row` of policy tokens for each row that did not fail."""
         for i, mask in enumerate(self.mask.bool()):
             if mask.any():
+                others = self.mask[(self.index == self.index[i]) & (np.arange(len(self.mask)) != i)]
+                survives = len(others) > 0 and not others.any()
                 numbers = {name: values[i][mask].tolist() for name, values in self.tokens.items()}
                 scores = {key: values[i].item() for key, values in self.dimensions.items()}
-                yield Row(self.index[i], baseline=self.baselines[i].item(), dimensions=scores, **numbers)
+                yield Row(self.index[i], self.baselines[i].item(), scores, survives, **numbers)
 
 
 @dataclass
@@ -117,6 +119,7 @@ class Row:
     group: str
     baseline: float
     dimensions: dict[str, float]
+    survives: bool  # as the only one of its group
     token_level_rewards: list[float]
     values: list[float]
     old_log_probs: list[float]
@@ -147,7 +150,7 @@ def peers(rows, row):
 
 
 def each_token(rows, per_row):
-    return [[per_row(row)] * len(row) for row in rows]
+    return [[0.0 if row.survives else per_row(row)] * len(row) for row in rows]
 
 
 def flat(per_token):
@@ -242,6 +245,8 @@ def twin_gdpo(rows, weights=DIMENSIONS, **settings):
 def twin_optimal(rows, zero_tail=True):
     def advantage(row, t):
         group = peers(rows, row)
+        if row.survives:
+            return 0.0
         reached = [p for p in group if len(p) > t]
         if len(group) == 1 or (zero_tail and len(reached) == 1):
             return row.to_go(t)
@@ -348,7 +353,8 @@ def test_the_batches_meet_what_twins_are_for():
         sizes = [len(peers(rows, row)) for row in rows]
         met |= {
             "one of many": max(sizes) > 2,
-            "alone": 1 in sizes,
+            "alone": any(size == 1 and not row.survives for size, row in zip(sizes, rows, strict=True)),
+            "the only one that did not fail": any(row.survives for row in rows),
             "score of 0": any(row.score == 0 for row in rows),
         }.items()
         met |= {
@@ -434,6 +440,17 @@ def test_the_sample_alone_in_its_group_and_two_nearly_equal_ones():
     close(ADV_ESTIMATOR_REGISTRY["grpo"](rewards, mask, ["a", "a"])[0], [[-0.698078], [0.696416]])
 
 
+@pytest.mark.parametrize("name", sorted(NEEDS_GROUPS))
+def test_a_sample_whose_whole_group_else_failed_teaches_nothing(name):
+    """A constant reward of 10 must have no gradient; alone from the start, a sample keeps its raw score."""
+    batch = replace(equal_scores(10.0, [3, 3, 2, 2]), index=np.array(list("aabc"), dtype=object))
+    before = batch.estimate(name)[0]
+    batch.mask[1] = 0
+    found = batch.estimate(name)[0]
+    assert not before[0].any() and not found[:2].any()
+    assert torch.equal(found[2:], before[2:])
+
+
 # The statistics that estimators share.
 
 
@@ -450,18 +467,19 @@ def test_group_statistics_equal_loops(seed):
     for i in valid.nonzero()[:, 0].tolist():
         peers = [j for j in range(len(valid)) if valid[j] and batch.index[j] == batch.index[i]]
         assert groups.count[i] == len(peers)
+        survives = len(peers) == 1 < sum(batch.index == batch.index[i])
         for k in range(3):
             numbers = columns[peers, k].tolist()
             for how, reduce in [("sum", sum), ("amax", max), ("amin", min)]:
                 close(groups.reduce(columns, how)[i, k], reduce(numbers), 1e-9)
-            close(mean[i, k], np.mean(numbers) if len(peers) > 1 else 0.0, 1e-9)
+            close(mean[i, k], np.mean(numbers) if len(peers) > 1 or survives else 0.0, 1e-9)
             pairs = [(w, x) for w, x in zip(weights[peers, k].tolist(), numbers, strict=True) if w]
-            close(
-                weighted[i, k], sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if len(pairs) > 1 else 0.0, 1e-9
-            )
+            counts = len(pairs) > 1 or (survives and pairs)
+            close(weighted[i, k], sum(w * x for w, x in pairs) / sum(w for w, _ in pairs) if counts else 0.0, 1e-9)
         scores = columns[peers, 0].tolist()
         close(std[i], np.std(scores, ddof=1) if len(peers) > 1 else 1.0, 1e-9)
-        close(standard[i], standard_score(columns[i, 0].item(), scores, epsilon=0.1), 1e-9)
+        expected = 0.0 if survives else standard_score(columns[i, 0].item(), scores, epsilon=0.1)
+        close(standard[i], expected, 1e-9)
 
 
 # What holds for every estimator.
@@ -615,13 +633,21 @@ def test_two_best_samples_lead_by_nothing():
         ([], None, {}, "gdpo_reward_keys is empty"),
         (["brief"], None, {"correct": np.ones(4)}, r"names \['brief'\], but the batch has the columns \['correct'\]"),
         (["correct"], [1.0, 2.0], {"correct": np.ones(4)}, "gdpo_reward_weights has 2 numbers for 1 gdpo_reward_keys"),
-        (["correct"], None, {"correct": np.array([1, None, 0, 0], dtype=object)}, "'correct' is missing or not finite"),
+        (["correct"], None, {"correct": np.array([1, NAN, 0, 0], dtype=object)}, "'correct' is not finite"),
     ],
 )
 def test_gdpo_says_what_its_rewards_lack(keys, weights, columns, message):
     config = SimpleNamespace(gdpo_reward_keys=keys, gdpo_reward_weights=weights)
     with pytest.raises(AssertionError, match=message):
         ANCHOR.estimate("gdpo", config=config, non_tensor_batch=columns)
+
+
+def test_a_row_takes_no_part_in_a_reward_that_is_none_there():
+    config = SimpleNamespace(gdpo_reward_keys=["code", "maths"], gdpo_reward_weights=None)
+    columns = {"code": np.array([0, 1, None, None]), "maths": np.array([None, None, 5.0, None])}
+    found = ANCHOR.estimate("gdpo", config=config, non_tensor_batch=columns)[0]
+    rest = {"code": np.array([0, 1, 0, 0]), "maths": np.zeros(4)}  # of maths alone in its group: no baseline
+    close(found, ANCHOR.estimate("gdpo", config=config, non_tensor_batch=rest)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

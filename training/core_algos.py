@@ -170,8 +170,9 @@ class Groups:
 
     `reduce` and `mean` also take [B, K], and treat each column alone.
     Failed rows leave the statistics (in verl they count like any sample): a group of 4 of which 1 failed gives
-    exactly what a group of 3 gives. A group of one has nothing to compare with: its mean counts as 0 and its std as
-    1, so that its raw score stands.
+    exactly what a group of 3 gives. A baseline needs two: the mean of a row whose whole group else failed is its own
+    value, so that it teaches nothing. A group that was never more than one sample has nothing to compare with: its mean
+    counts as 0 and its std as 1, so that its raw score stands.
 
     `index` [B] names each row's group by any hashable; it may be a list, an array or a tensor.
     """
@@ -189,6 +190,7 @@ class Groups:
         self._num_groups = len(codes)
         self._valid = response_mask.bool().any(-1)
         self.count = self.reduce(self._valid.float(), "sum")
+        self._survives_alone = (self.count == 1) & (torch.bincount(self._group)[self._group] > 1)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
         """`how` of `scatter_reduce` ("sum", "amax", ...) over the group's valid rows; 0 where it has none."""
@@ -200,7 +202,8 @@ class Groups:
     def mean(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean of the group, weighted by `weights` >= 0; the mean of equal values is exactly that value.
 
-        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0.
+        A value of weight 0 does not count, whatever it is; where fewer than two count, the mean is 0, and for a row
+        whose whole group else failed its own value.
         """
         weights = torch.ones_like(values) if weights is None else weights
         counts = weights > 0
@@ -209,7 +212,8 @@ class Groups:
         largest = self.reduce(torch.where(counts, values, -torch.inf), "amax")
         distances = self.reduce(weights * zero_masked(values - largest, counts), "sum")
         mean = largest + distances / self.reduce(weights, "sum")
-        return torch.where(self.reduce(counts.float(), "sum") > 1, mean, 0)
+        own = zero_masked(values, self._survives_alone.view(-1, *[1] * (values.ndim - 1)) & counts)
+        return torch.where(self.reduce(counts.float(), "sum") > 1, mean, own)
 
     def std(self, values: Tensor) -> Tensor:
         """Standard deviation of the group with n - 1 in the denominator; exactly 0 for equal values."""
@@ -435,15 +439,18 @@ def compute_gdpo_outcome_advantage(
     """GDPO (arXiv:2601.05242): GRPO on each of several rewards alone, their weighted sum whitened over the batch.
 
     The rewards are the columns of `non_tensor_batch` [B] that `config.gdpo_reward_keys` names, their weights
-    `config.gdpo_reward_weights` (all 1 if None). Without config or columns it is token_level_rewards alone.
+    `config.gdpo_reward_weights` (all 1 if None); a row where one is None takes no part in that one. Without config or
+    columns it is token_level_rewards alone.
     Raises AssertionError as `reward_dimensions` does.
     """
-    dimensions = [(1.0, token_level_rewards.sum(-1))]
+    dimensions = [(1.0, token_level_rewards.sum(-1), response_mask)]
     if config is not None and non_tensor_batch is not None:
         keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
         dimensions = reward_dimensions(keys, weights, non_tensor_batch, response_mask)
-    groups = Groups(index, response_mask)
-    total = sum(w * groups.standardize(scores, epsilon, norm_adv_by_std_in_grpo) for w, scores in dimensions)
+    total = sum(
+        weight * zero_masked(Groups(index, mask).standardize(scores, epsilon, norm_adv_by_std_in_grpo), mask.any(-1))
+        for weight, scores, mask in dimensions
+    )
     advantages = spread_over_tokens(total.to(token_level_rewards), response_mask)
     advantages = zero_masked(whiten_advantages(advantages, response_mask), response_mask)
     return advantages, advantages
@@ -454,8 +461,8 @@ def reward_dimensions(
     weights: Sequence[float] | None,
     columns: Mapping[str, np.ndarray],
     response_mask: Tensor,
-) -> list[tuple[float, Tensor]]:
-    """GDPO's rewards as (weight, scores [B] float64).
+) -> list[tuple[float, Tensor, Tensor]]:
+    """GDPO's rewards as (weight, scores [B] float64, response_mask without the rows in which they are None).
 
     Raises AssertionError if there are no keys, a column or a weight is missing, or a row that did not fail has no
     finite score.
@@ -468,12 +475,14 @@ def reward_dimensions(
     )
     weights = [1.0] * len(keys) if weights is None else weights
     assert len(weights) == len(keys), f"gdpo_reward_weights has {len(weights)} numbers for {len(keys)} gdpo_reward_keys"
-    valid = response_mask.bool().any(-1)
     dimensions = []
     for weight, key in zip(weights, keys, strict=True):
-        scores = torch.as_tensor(np.asarray(columns[key]).astype(np.float64), device=response_mask.device)
-        assert scores[valid].isfinite().all(), f"reward {key!r} is missing or not finite in a row that did not fail"
-        dimensions.append((weight, scores))
+        column = np.asarray(columns[key])
+        given = torch.tensor([value is not None for value in column], device=response_mask.device)
+        mask = response_mask * given[:, None]
+        scores = torch.as_tensor(column.astype(np.float64), device=response_mask.device)
+        assert scores[mask.bool().any(-1)].isfinite().all(), f"reward {key!r} is not finite in a row that did not fail"
+        dimensions.append((weight, scores, mask))
     return dimensions
 
 
