@@ -17,6 +17,7 @@ from training.dry_run import dry_run
 from training.preparation import Parts, needed_roles, prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reports import files_to_come
+from training.reward import early_functions
 from training.validation import Validator
 from workers.load_rollout import load_rollout_class
 from workers.local_group import distinct_groups
@@ -62,6 +63,7 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        roles.rollout.score_early(early_functions(parts.reward))
         validator = Validator(config, parts.tokenizer, roles, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(
             config,

@@ -30,6 +30,7 @@ from data.protocol import DataProto, object_array
 from data.types import Completion, Request
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
+from training.reward import early_functions
 from workers.collectives import rank
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup
@@ -59,10 +60,12 @@ class OursArm:
         config = config_of(workload, overrides)
         parts = prepare(config)
         self.group = start_group(config, parts.total_steps)
+        roles = remote_roles(dict.fromkeys(["actor", "rollout"], self.group))
+        roles.rollout.score_early(early_functions(parts.reward))
         self.trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,
-            roles=remote_roles(dict.fromkeys(["actor", "rollout"], self.group)),
+            roles=roles,
             reward=parts.reward,
             train_loader=parts.train_loader,
             validator=None,

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import re
+import reprlib
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from configs.schema import (
+    Config,
     RewardConfig,
     RewardFunctionConfig,
     RewardManagerConfig,
@@ -33,14 +35,18 @@ from tests.runs import compose
 from training.environment import assign_agents
 from training.reward import (
     FunctionReward,
+    RewardManager,
     add_scores,
     compute_reward,
+    concat_scored,
     count_as_reward,
+    early_functions,
     functions_of,
     load_reward_manager,
     reward_metrics,
     reward_view,
 )
+from training.reward_function import load_function
 from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
 from training.scorers.pool import AsyncTokenBucket
@@ -368,24 +374,11 @@ WRONG = [
     (0.5, "returned 0.5: it must return [2] numbers"),
     ("ab", "returned 'ab': it must return [2] numbers"),
     ({"score": [1.0, 0.0]}, "returned {'score': [1.0, 0.0]}: it must return"),
-    ([1.0, None], "returned None for response 1: it must be a number"),
-    ([1.0, float("nan")], "returned nan for response 1 (1 of 2 scores are not finite)"),
-    ([float("-inf"), 1.0], "returned -inf for response 0"),
-    ([1e300, 1.0], "returned inf for response 0"),
-    (torch.tensor([[0.0] * 8, [0.0] * 7 + [float("nan")]]), "returned nan for response 1 (1 of 16 scores"),
-    ([1.0, "1.0"], "returned '1.0' for response 1: it must be a number"),
-    ([[1.0], [0.0]], "returned [1.0] for response 0: it must be a number"),
-    ([(1.0, {}), (0.0, {})], "returned (1.0, {}) for response 0: it must be a number"),
     ([1.0], "returned 1 scores for 2 responses"),
     ([{"score": 1.0}] * 3, "returned 3 scores for 2 responses"),
-    (torch.zeros(3), "returned scores of shape [3]: it must return [2] numbers, one per response, or [2, 8]"),
+    (torch.zeros(3), "returned 3 scores for 2 responses: it must return [2] numbers, one per response, or [2, 8]"),
     (torch.zeros(2, 7), "returned scores of shape [2, 7]"),
     (torch.tensor(1.0), "returned scores of shape []"),
-    ([{"score": 1.0}, 1.0], "returned 1.0 for response 1 and ['score'] for another"),
-    ([1.0, {"score": 1.0}], "returned 1.0 for response 0 and ['score'] for another"),
-    ([{"score": 1.0}, {"score": 1.0, "acc": 1}], "returned ['acc', 'score'] for response 1 and ['score'] for another"),
-    ([{"acc": 1.0}, {"acc": 1.0}], "each with 'score'"),
-    ([{"score": "high"}, {"score": 1.0}], "returned 'high' for response 0"),
     ([{"score": 1.0, "uid": 0}] * 2, "returned the keys ['uid'], which are columns of the batch already"),
 ]  # fmt: skip
 
@@ -398,6 +391,52 @@ def test_a_wrong_result_is_refused_and_located(result, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         compute_reward(rollout("a", "b"), my_reward, TOKENIZER, ScoringConfig())
     assert f"my_reward ({__file__})" in str(caught.value)
+
+
+NAN, NUMBER = float("nan"), "a score is a number, or a dict with it as 'score'"
+FINITE = "a score is a finite number below 1e+18"
+ONE_BAD = [
+    ([1.0, None, 1.0], f"it returned None: {NUMBER}"),
+    ([1.0, NAN, 1.0], f"it returned nan: {FINITE}"),
+    ([1.0, float("-inf"), 1.0], f"it returned -inf: {FINITE}"),
+    ([1.0, 1e300, 1.0], f"it returned 1e+300: {FINITE}"),
+    ([1.0, 10**400, 1.0], f"it returned {reprlib.repr(10**400)}: {FINITE}"),
+    ([1.0, "1.0", 1.0], f"it returned '1.0': {NUMBER}"),
+    ([1.0, [1.0], 1.0], f"it returned [1.0]: {NUMBER}"),
+    ([1.0, (1.0, {}), 1.0], f"it returned (1.0, {{}}): {NUMBER}"),
+    (np.array([1.0, NAN, 1.0]), f"it returned nan: {FINITE}"),
+    (torch.tensor([1.0, NAN, 1.0]), f"it returned nan: {FINITE}"),
+    (torch.tensor([[1.0] + [0.0] * 7, [0.0] * 7 + [NAN], [1.0] + [0.0] * 7]), f"it returned nan: {FINITE}"),
+    ({"reward_tensor": torch.tensor([1.0, NAN, 1.0])}, f"it returned nan: {FINITE}"),
+    ([{"score": 1.0}, {"score": "high"}, {"score": 1.0}], f"it returned 'high': {NUMBER}"),
+    ([{"score": 1.0}, {"acc": 1.0}, {"score": 1.0}], "it returned a dict of ['acc']: a dict needs 'score'"),
+    ([{"score": 1.0}, {"score": 0, "acc": 1}, 1.0], "a dict of ['acc', 'score']: most dicts have ['score']"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("result", "said"), ONE_BAD, ids=range(len(ONE_BAD)))
+def test_one_bad_value_is_the_failure_of_its_row_alone(result, said, caplog):
+    def my_reward(data):
+        return result
+
+    batch = rollout("a", "b", "c", end_reason=["terminated"] * 3)
+    found = add_scores(batch.clone(), my_reward, TOKENIZER, ScoringConfig())
+    assert [*found.reward_outcome] == ["ok", "error", "ok"] and found.end_reason[1] == "reward_error"
+    assert found.token_level_scores.sum(1).tolist() == [1, 0, 1] and not found.batch["response_mask"][1].any()
+    assert said in caplog.messages[0] and f"my_reward ({__file__})" in caplog.messages[0]
+    found = add_scores(batch.clone(), my_reward, TOKENIZER, ScoringConfig(on_failure="score", failure_score=-0.5))
+    assert found.token_level_scores.sum(1).tolist() == [1, -0.5, 1]
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        add_scores(batch, my_reward, TOKENIZER, ScoringConfig(max_failed_fraction=0.0))
+
+
+def test_a_number_beside_dicts_is_a_score_that_says_nothing_more():
+    batch = add_scores(rollout("a", "b"), lambda data: [{"score": 1.0, "acc": 0.5, "pred": "a"}, 0.25], TOKENIZER)
+    assert batch.token_level_scores.sum(1).tolist() == [1, 0.25] and [*batch.acc] == [0.5, None]
+    assert reward_metrics(batch)["reward/acc/mean"] == 0.5
+    numbers = add_scores(rollout("c"), lambda data: [0.75], TOKENIZER)
+    joined = concat_scored([batch, numbers])
+    assert [*joined.pred] == ["a", None, None] and joined.meta_info["reward_extra_keys"] == ["acc", "pred"]
 
 
 @pytest.mark.parametrize("in_process", [False, True])
@@ -422,7 +461,7 @@ def test_errors_name_partials_and_objects_too():
         return None
 
     for manager, name in ((Manager(), "Manager"), (FunctionReward(partial(weighted, 2.0)), "weighted")):
-        with pytest.raises(ValueError, match=rf"{name} \(.*test_reward.py\) returned"):
+        with pytest.raises((ValueError, RuntimeError), match=rf"{name} \(.*test_reward.py\) (failed: it )?returned"):
             compute_reward(rollout("a"), manager, TOKENIZER, ScoringConfig())
 
 
@@ -548,6 +587,12 @@ def broken(response):
     raise KeyError("lost")
 def of_data(data):
     return [0.0] * len(data)
+def score(response):
+    return {"score": 1.0, "pred": response}
+def maths(response):
+    return {"score": 1.0, "digits": len(response)} if response.isdigit() else None
+def words(response):
+    return None if not response.isalpha() else 0.5
 """
 
 
@@ -569,6 +614,33 @@ def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path, in_
     assert metrics["reward/correct/mean"] == 0.5 and metrics["reward/brevity/mean"] == 0.75
     assert [*batch.get("correct/pred")] == ["42", "no"]
     assert [function.needs_ground_truth for function in functions_of(reward)] == [True, False]
+
+
+@pytest.mark.parametrize("names", [("score", "brevity"), ("brevity", "score")])
+def test_a_part_that_is_called_score_is_not_the_score(tmp_path, names):
+    """0.60 became 1.10, or 1.0, by the order of the functions."""
+    weights = {"score": 0.1, "brevity": 0.5}
+    config = functions(tmp_path, *({"name": name, "weight": weights[name]} for name in names))
+    batch = add_scores(rollout("ab"), load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
+    assert batch.token_level_scores.sum().item() == pytest.approx(0.1 * 1.0 + 0.5 * 0.8)
+    metrics = reward_metrics(batch)
+    assert metrics["reward/parts.score/mean"] == 1 and metrics["reward/brevity/mean"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path, in_process):
+    entries = [{"name": "maths", "weight": 2.0}, {"name": "words"}, {"name": "correct", "weight": 0.0}]
+    config = functions(tmp_path, *entries, in_process=in_process)
+    batch = rollout("42", "no", "6", reward_model=[{"ground_truth": "42"}] * 3)
+    batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
+    assert batch.token_level_scores.sum(1).tolist() == [2.0, 0.5, 2.0] and set(batch.reward_outcome) == {"ok"}
+    assert [*batch.maths] == [1.0, None, 1.0] and [*batch.words] == [None, 0.5, None]
+    assert reward_metrics(batch)["reward/maths/digits/mean"] == 1.5
+
+    config = functions(tmp_path, *entries[:2], in_process=in_process)
+    batch = rollout("42", "no", "6!", end_reason=["terminated"] * 3)
+    batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
+    assert [*batch.reward_outcome] == ["ok", "ok", "error"], "nobody scores the last"
 
 
 def test_a_row_that_one_of_them_cannot_score_is_not_scored_and_the_message_names_it(tmp_path):
@@ -701,6 +773,12 @@ def compute_score(solution_str, ground_truth):
 ANSWERS = ["4", "57", "4", ""]
 
 
+def early_scores(config: Config, reward: RewardManager | None = None) -> EarlyScores:
+    """Those of a worker of a run by `config`, whose reward may be another object."""
+    reward = reward or load_reward_manager(config.reward, TOKENIZER, None)
+    return EarlyScores(config, TOKENIZER, early_functions(reward))
+
+
 class Patient(Rollout):
     """Answers a row a step, and the next only when the one before has been scored."""
 
@@ -723,7 +801,7 @@ class Patient(Rollout):
 def test_rows_are_scored_while_others_are_generated_and_as_they_would_be_at_the_end(tmp_path):
     (tmp_path / "my_reward.py").write_text(TOUCHES)
     config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
-    early, engine = EarlyScores(config, TOKENIZER), Patient(tmp_path)
+    early, engine = early_scores(config), Patient(tmp_path)
     prompts = DataProto.from_single_dict({
         "raw_prompt_ids": [TOKENIZER.encode("2+2=")] * 4, "uid": [0, 0, 1, 1],
         "reward_model": [{"ground_truth": "4"}] * 4, "data_source": ["sums"] * 4,
@@ -744,9 +822,8 @@ def test_rows_are_scored_while_others_are_generated_and_as_they_would_be_at_the_
 
 
 def test_the_rules_of_public_data_sets_score_rows_early_too():
-    early = EarlyScores(compose("env.id=null", "env.val_episodes=0"), TOKENIZER)
-    assert early.reward.function is default_compute_score
-    assert EarlyScores(compose(), TOKENIZER).reward is None  # an environment scores its own
+    early = early_scores(compose("env.id=null", "env.val_episodes=0"))
+    assert [function.function for function in early.functions] == [default_compute_score]
     early.close()
 
 
@@ -782,7 +859,7 @@ def test_conversations_are_scored_while_others_go_on_and_as_they_would_be_at_the
         "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}], "data_source": ["sums"] * 2,
         "extra_info": [{}, {}],
     }), config)  # fmt: skip
-    early, playing = EarlyScores(config, TOKENIZER), Playing(config, Scripted(config, TOKENIZER, answer), None)
+    early, playing = early_scores(config), Playing(config, Scripted(config, TOKENIZER, answer), None)
     with early.of_episodes(playing.loop, prompts):
         batch = playing.generate_sequences(prompts, SamplingParams(True, 1.0, -1, 1.0, 64), 0)
     assert playing.loop.on_finished is nothing
@@ -798,7 +875,7 @@ def test_episodes_of_an_environment_are_not_scored_early(tmp_path):
     """They bring their scores."""
     (tmp_path / "my_reward.py").write_text(TALKS)
     config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
-    early, loop = EarlyScores(config, TOKENIZER), SimpleNamespace(game=object(), on_finished=None)
+    early, loop = early_scores(config), SimpleNamespace(game=object(), on_finished=None)
     with early.of_episodes(loop, DataProto.from_single_dict({"uid": [0]})):
         assert loop.on_finished is nothing
     early.close()
@@ -808,4 +885,21 @@ def test_episodes_of_an_environment_are_not_scored_early(tmp_path):
 def test_what_cannot_score_single_rows_is_called_when_all_are_there(tmp_path, setting):
     (tmp_path / "my_reward.py").write_text(TOUCHES + "def of_lists(responses):\n    return [0.0] * len(responses)\n")
     path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
-    assert EarlyScores(compose("env.id=null", "env.val_episodes=0", path, setting), TOKENIZER).reward is None
+    assert not early_scores(compose("env.id=null", "env.val_episodes=0", path, setting)).functions
+
+
+def test_a_reward_given_as_an_object_scores_early_where_it_can_and_else_at_the_end(tmp_path):
+    """The config names another."""
+    (tmp_path / "my_reward.py").write_text(TOUCHES)
+    (tmp_path / "another.py").write_text("def compute_score(solution_str):\n    return len(solution_str)\n")
+    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
+    config, batch = compose("env.id=null", "env.val_episodes=0", path), rollout("4", "57")
+    given = load_function(RewardFunctionConfig(f"{tmp_path}/another.py"), config.reward, TOKENIZER)
+    early = early_scores(config, given)
+    for row, ids in enumerate(([TOKENIZER.encode("4")], [TOKENIZER.encode("57")])):
+        early.begin(batch, row, *ids, {})
+    batch = early.attach(batch)
+    assert add_scores(batch, given, TOKENIZER, config.reward).token_level_scores.sum(1).tolist() == [1, 2]
+    early.close()
+    for other in (lambda data: [0.0] * len(data), FunctionReward(lambda solution_str: 0.0)):
+        assert early_functions(other) == []

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
@@ -22,6 +23,7 @@ from data.sampler import (
     mixed_order,
     shares,
 )
+from training.collection import update_sampler
 
 CONFIG = DataConfig()
 
@@ -363,6 +365,16 @@ def test_the_samples_of_a_row_are_one_observation_beside_what_was_taken_for_the_
         sampler.update(np.zeros(8, int), {"reward": group})
         rates.append(sampler.rate("0"))
     assert np.std(rates) < 0.9 * np.std(wins.mean(1))
+
+
+def test_a_curriculum_does_not_hear_of_samples_that_could_not_be_scored():
+    sampler, mask = SuccessRateSampler(Numbers(2), CONFIG), torch.ones(4, 2)
+    mask[1:3] = 0
+    columns = {name: torch.eye(4)[:, :2] for name in ("token_level_scores", "advantages")} | {"response_mask": mask}
+    places = {"dataset_position": np.array([0, 0, 1, 1], dtype=object)}
+    batch = DataProto.from_dict(columns, places, {"reward_extra_keys": []})
+    update_sampler(PromptLoader(Numbers(2), 1, sampler), batch, None)
+    assert [sampler.rate("0"), sampler.rate("1")] == [0.75, 0.25] and sampler.observed == {"0": 1, "1": 1}
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ def test_without_ground_truths_the_audit_says_so():
         ("1", Outcome("ok", 1.0)),
         ("{'score': 0.5, 'n': 2}", Outcome("ok", 0.5, {"n": 2})),
         ("__import__('numpy').float32(0.5)", Outcome("ok", 0.5)),
-        ("__import__('numpy').zeros(2)", "the reward f (RETURNS) returned [0.0, 0.0] for response 0: it must be a num"),
-        ("'1'", "the reward f (RETURNS) returned '1' for response 0"),
-        ("float('nan')", "the reward f (RETURNS) returned nan for response 0 (1 of 1 scores are not finite)"),
+        ("__import__('numpy').zeros(2)", "it returned [0.0, 0.0]: a score is a number, or a dict with it as 'score'"),
+        ("'1'", "it returned '1': a score is a number, or a dict with it as 'score'"),
+        ("float('nan')", "it returned nan: a score is a finite number below 1e+18"),
         ("{'score': 1.0, 'seen': {1, 2}}", "TypeError: it returned {1, 2}: a score is a number, or a dict of 'score'"),
     ],
 )
@@ -159,19 +159,16 @@ def test_a_result_is_judged_as_in_training(write: Callable[[str, str], str], res
     path = write("returns.py", f"def f(response): return {result}")
     [found] = score_rows([{"responses": ""}], load_reward(path, "f", ROOMY), ROOMY)
     if isinstance(outcome, str):
-        assert found.status == "error" and found.said.startswith(outcome.replace("RETURNS", path)), found.said
+        assert found.status == "error" and found.said.startswith(outcome), found.said
     else:
         assert replace(found, seconds=0.0) == outcome
 
 
-def test_a_dict_for_one_row_and_a_number_for_another_is_refused_as_in_training(
-    write: Callable[[str, str], str], capsys: pytest.CaptureFixture
-):
-    path = write("mixed.py", "def compute_score(response): return {'score': 1.0} if response == '12' else 0.0")
-    with pytest.raises(SystemExit) as refused:
-        main([path, "--data", write("rows.jsonl", "\n".join(map(json.dumps, ROWS)))])
-    assert refused.value.code == 2
-    assert "returned 0.0 for response 1 and ['score'] for another: either every" in capsys.readouterr().err
+def test_a_dict_of_other_keys_than_most_is_an_error_as_in_training(write: Callable[[str, str], str]):
+    path = write("mixed.py", "def f(response): return {'score': 1.0} | ({'n': 1} if response == '12' else {})")
+    found = score_rows([{"responses": text} for text in ("12", "13", "4")], load_reward(path, "f", ROOMY), ROOMY)
+    assert [outcome.status for outcome in found] == ["error", "ok", "ok"]
+    assert found[0].said == "it returned a dict of ['n', 'score']: most dicts have ['score']"
 
 
 HOSTILE = """

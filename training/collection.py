@@ -24,7 +24,7 @@ from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, count_as_reward, reward_metrics, score_batch
+from training.reward import RewardManager, concat_scored, count_as_reward, reward_metrics, score_batch
 from training.roles import Roles
 from training.torch_functional import masked_sum
 
@@ -65,7 +65,7 @@ class Collector:
         wanted, draws = len(rows_by_prompt(batch)), 1
         differ, tie = groups_by_signal(batch, settings.metric)
         while len(differ) < wanted and draws != settings.max_num_gen_batches:
-            batch = DataProto.concat([batch, self.draw(step, draws, timing)])
+            batch = concat_scored([batch, self.draw(step, draws, timing)])
             differ, tie = groups_by_signal(batch, settings.metric)
             draws += 1
         groups = [*differ, *tie]

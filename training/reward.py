@@ -40,6 +40,7 @@ from training.reward_function import (
     Columns,
     Failures,
     FunctionReward,
+    Loadable,
     WeightedReward,
     load_function,
     load_parts,
@@ -57,7 +58,7 @@ EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored wh
 
 @dataclass(frozen=True)
 class EarlyResult:
-    """The result of the reward's `begin` for a row, and the seconds that generation waited for it at its end."""
+    """The results of the reward's functions for a row, and the seconds that generation waited for them at its end."""
 
     result: list[Any]
     waited: float
@@ -92,10 +93,10 @@ def zero_reward(data: DataProto) -> list[float]:
 
 
 def load_default(
-    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None, workers: int = 1
+    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> FunctionReward:
     """Loads the rules of public data sets; if `server` has a url, they run programs there, else in processes that are
-    at most the cores, with those of the other `workers` that score."""
+    at most the cores."""
     kwargs = {
         "sandbox_fusion_url": server.url,
         "concurrent_semaphore": server.max_concurrent,
@@ -105,7 +106,7 @@ def load_default(
     if server.url is None:  # programs run here, and compute
         if config.sandbox == "required":
             check_fences(required=True)
-        config = replace(config, num_workers=max(1, min(config.num_workers, available_cores()[0] // workers)))
+        config = replace(config, num_workers=min(config.num_workers, available_cores()[0]))
     return load_function(RewardFunctionConfig(*DEFAULT, kwargs), config, tokenizer)
 
 
@@ -208,6 +209,16 @@ def add_scores(
     return batch
 
 
+def concat_scored(batches: Sequence[DataProto]) -> DataProto:
+    """Joins scored batches; what the reward said beside the score in some of them alone is None in the others."""
+    keys = sorted({key for batch in batches for key in batch.meta_info["reward_extra_keys"]})
+    for batch in batches:
+        missing = [key for key in keys if key not in batch.non_tensor_batch]
+        batch.non_tensor_batch.update({key: object_array([None] * len(batch)) for key in missing})
+        batch.meta_info["reward_extra_keys"] = keys
+    return DataProto.concat(batches)
+
+
 def count_as_reward(batch: DataProto, timing: dict[str, float]) -> None:
     """Moves the time that generation waited for scores, at its end, from gen to reward."""
     waited = max((early.waited for early in batch.non_tensor_batch.get(EARLY, [])), default=0.0)
@@ -219,7 +230,7 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
     """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how many rows
     could not be scored, reward/timeout and reward/error.
 
-    Over samples that did not fail; of an episode of several rows it is the last row's.
+    Over samples that did not fail and of which it is not None; of an episode of several rows it is the last row's.
     """
     metrics: dict[str, float] = {}
     if "reward_outcome" in batch:
@@ -228,10 +239,10 @@ def reward_metrics(batch: DataProto) -> dict[str, float]:
     episodes = EpisodeRows(batch)
     completed = episodes.last_row[episodes.is_complete().numpy()]
     for name in batch.meta_info["reward_extra_keys"]:
-        values = batch.non_tensor_batch[name][completed]
-        if len(values) and all(isinstance(value, numbers.Real | np.bool_) for value in values):
-            reducers = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-            metrics |= {f"reward/{name}/{how}": float(reduce(values.astype(float))) for how, reduce in reducers.items()}
+        values = [value for value in batch.non_tensor_batch[name][completed] if value is not None]
+        if values and all(isinstance(value, numbers.Real | np.bool_) for value in values):
+            reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
+            metrics |= {f"reward/{name}/{how}": float(reduce(column)) for how, reduce in reducers.items()}
     return metrics
 
 
@@ -246,8 +257,8 @@ def compute_reward(
 
     Raises:
         RuntimeError: the manager raised, or too many rows could not be scored; names it and the line.
-        ValueError: wrong number, type or shape, a score that is not finite or that no token of the policy earns, or an
-            extra column that the batch already has; names the row or the column.
+        ValueError: a wrong number, type or shape of all scores, a score that no token of the policy earns, or an extra
+            column that the batch already has; names the row or the column.
     """
     name, mask = reward_name(manager), batch.batch["response_mask"]
     if EARLY in batch:
@@ -261,7 +272,10 @@ def compute_reward(
         raise ValueError(
             f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
         )
-    return place_scores(scores, mask, name), extra, failures
+    placed = place_scores(scores, mask, name)
+    if scores.ndim == 2 and config.on_failure == "score":
+        placed[sorted(failures)] = config.failure_score * (last_token(mask) == 1)[sorted(failures)].float()
+    return placed, extra, failures
 
 
 def view_scores(
@@ -288,8 +302,8 @@ def validate_result(
     """Checks what a manager returned.
 
     Returns:
-        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that it could not score, whose score
-        is 0, or reward.failure_score.
+        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that have no score: 0, or, of [B],
+        reward.failure_score.
 
     Raises:
         RuntimeError, ValueError: as `compute_reward`.
@@ -298,7 +312,7 @@ def validate_result(
     scores, extra, failures = parse_scores(result, shape, name)
     if failures:
         check_failures(failures, shape[0], config, name)
-        if config.on_failure == "score":
+        if config.on_failure == "score" and scores.ndim == 1:
             scores[sorted(failures)] = config.failure_score
     return scores, extra, failures
 
@@ -327,6 +341,12 @@ def functions_of(manager: RewardManager) -> list[FunctionReward]:
     if isinstance(manager, WeightedReward):
         return [part.function for part in manager.parts]
     return [manager] if isinstance(manager, FunctionReward) else []
+
+
+def early_functions(manager: RewardManager) -> list[Loadable]:
+    """Returns what a worker loads to score rows as `manager` does, while others are generated; [] if it cannot."""
+    functions = functions_of(manager) if type(manager) in (FunctionReward, WeightedReward) else []
+    return [function.loaded_by for function in functions] if all(one.scores_rows() for one in functions) else []
 
 
 def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:

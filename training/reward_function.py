@@ -5,11 +5,12 @@ A function's form is read from its signature, and it is given the arguments that
 """
 
 import inspect
+import math
 import numbers
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +27,14 @@ from configs.schema import RewardFunctionConfig, ScoringConfig, WeightedFunction
 from data.concurrency import run_all
 from data.import_utils import bind, callable_name, load_extern_object
 from data.protocol import DataProto, object_array
+from data.rows import RUN_COLUMNS
 from training.scorers import NotScored
 from training.scorers.pool import Scorers
 from training.scorers.program import is_async
 
 Columns = dict[str, np.ndarray]
 Failures = dict[int, NotScored]  # by row
+Loadable = tuple[RewardFunctionConfig, ScoringConfig]  # with which `load_function` loads a function
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
@@ -49,6 +52,11 @@ ARGUMENTS = {
 }
 LISTS = {f"{name}s": column for name, column in ARGUMENTS.items()}  # the same of a function of a whole batch
 VERL_ARGUMENTS = 4
+TOO_LARGE = 1e18  # from here on the squares of a batch of scores are no longer finite in float32
+NOT_MINE = NotScored("not mine", "it returned None")  # of one of several functions
+NO_PART = NotScored("error", "all functions returned None")
+# What the log and the records of samples call the scores of a run and the texts beside them.
+TAKEN = frozenset(("score", "reward", "rm_score", "function_score", "step", "input", "output", "gts", "turns", "rows"))
 
 
 class FunctionReward:
@@ -83,6 +91,7 @@ class FunctionReward:
         self.tokenizer = tokenizer
         self.reward_kwargs = reward_kwargs or {}
         self.max_concurrent, self.timeout, self.scorers = max_concurrent, timeout, scorers
+        self.loaded_by: Loadable | None = None
         signature = inspect.signature(function)
         self.takes_one_response = bool({"solution_str", "response"} & set(signature.parameters))
         takes_data = next(iter(signature.parameters), None) == "data"
@@ -118,10 +127,10 @@ class FunctionReward:
 
     def scores_rows(self) -> bool:
         """Whether a row can be scored in a process before the others are there."""
-        return self.takes_one_response and self.scorers is not None
+        return self.takes_one_response and self.loaded_by is not None
 
     def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """Joins the results that `begin` had for each row of a batch alone."""
+        """Joins the results that each row of a batch has alone: of every function that a manager calls, here of one."""
         return [result for [result] in begun]
 
     def _called_here(self, calls: list[dict[str, Any]]) -> Any:
@@ -178,15 +187,19 @@ def load_function(
     reward = FunctionReward(function, tokenizer, entry.reward_kwargs, **limits)
     if reward.columns and not config.in_process:
         reward.scorers = Scorers(entry.path, entry.name, reward.reward_kwargs, is_async(function), config)
+        reward.loaded_by = entry, config
     return reward
 
 
 def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
     """Reads numbers, dicts or a tensor as float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and
-    the rows that the reward called `name` could not score, whose scores and numbers are 0, and all else None.
+    the rows that have no score: their scores and numbers are 0, and all else None.
+
+    A row that the reward called `name` could not score has none, nor has one with anything but a finite number, or
+    with a dict of other keys than most. A number beside dicts is a score without further values: None in their columns.
 
     Raises:
-        ValueError: wrong number, type or shape, or a score that is not finite; names the row.
+        ValueError: the whole has a wrong number, type or shape.
     """
     rows, extra, failures = shape[0], {}, {}
     if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers
@@ -195,63 +208,67 @@ def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor
             raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
         result, extra = result["reward_tensor"], {key: object_array(list(values)) for key, values in said.items()}
     allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
-    if isinstance(result, np.ndarray):
-        result = list(result) if result.ndim == 1 else torch.as_tensor(result)
+    if isinstance(result, np.ndarray | Tensor) and result.ndim == 1:
+        result = result.tolist()
     if isinstance(result, list | tuple):
         if len(result) != rows:
             raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
-        if NotScored in map(type, result):
-            result, failures = set_aside(result)
-        if any(isinstance(item, dict) for item in result):
-            result, extra = split_dicts(result, name)
-        result = torch.tensor([as_number(score, row, name) for row, score in enumerate(result)])
-    if not isinstance(result, Tensor):
+        scores, split, failures = split_results(result)
+        return scores, extra | split, failures
+    if not isinstance(result, np.ndarray | Tensor):
         raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
-    scores = result.detach().float().cpu()
-    if tuple(scores.shape) not in ((rows,), tuple(shape)):
-        raise ValueError(f"the reward {name} returned scores of shape {list(scores.shape)}: {allowed}.")
-    bad = (~torch.isfinite(scores)).nonzero().tolist()
-    if bad:
-        raise ValueError(
-            f"the reward {name} returned {scores[tuple(bad[0])].item()} for response {bad[0][0]} ({len(bad)} of "
-            f"{scores.numel()} scores are not finite): return 0.0 where there is no score."
-        )
-    return scores, extra, failures
+    if tuple(result.shape) != tuple(shape):
+        raise ValueError(f"the reward {name} returned scores of shape {list(result.shape)}: {allowed}.")
+    scores = torch.as_tensor(result).detach().float().cpu().clone()
+    return scores, extra, set_aside(scores)
 
 
-def set_aside(results: list[Any]) -> tuple[list[Any], Failures]:
-    """Replaces the results of rows that could not be scored by a filler of the others' kind; returns those rows too."""
-    failures = {row: result for row, result in enumerate(results) if isinstance(result, NotScored)}
-    example = next((result for result in results if not isinstance(result, NotScored)), 0.0)
-    filler: Any = 0.0
-    if isinstance(example, dict):
-        filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
-    return [filler if row in failures else result for row, result in enumerate(results)], failures
+def set_aside(scores: Tensor) -> Failures:
+    """Fills the rows of `scores` [B, R] that hold anything but finite numbers with 0; returns those rows."""
+    wrong, failures = ~(scores.abs() < TOO_LARGE), {}  # NaN is not below anything
+    for row in wrong.any(1).nonzero()[:, 0].tolist():
+        failures[row] = why_no_score(scores[row][wrong[row]][0].item(), frozenset())
+        scores[row] = 0
+    return failures
 
 
-def as_number(score: Any, row: int, name: str) -> float:
+def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
+    """Splits the results of B responses into scores [B], a column for every other key of their dicts, and the rows
+    whose result is no score."""
+    dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
+    kinds = Counter(frozenset(result) for result in results if isinstance(result, dict) and "score" in result)
+    [(keys, _)] = kinds.most_common(1) or [(frozenset(["score"]), 0)]
+    scores, failures, example = torch.tensor([as_number(one.get("score")) for one in dicts]), {}, {}
+    for row, result in enumerate(results):
+        if scores[row].isnan() or (isinstance(result, dict) and set(result) != keys):
+            failures[row] = why_no_score(result, keys)
+        elif set(dicts[row]) == keys:
+            example = example or dicts[row]
+    scores[[*failures]] = 0
+    filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
+    dicts = [filler if row in failures else one for row, one in enumerate(dicts)]
+    columns = {key: object_array([one.get(key) for one in dicts]) for key in filler if key != "score"}
+    return scores, columns, failures
+
+
+def why_no_score(result: Any, keys: frozenset[str]) -> NotScored:
+    """Says why `result` is no score, where most dicts of the batch have `keys`."""
+    if isinstance(result, NotScored):
+        return result
+    if isinstance(result, dict) and set(result) != keys:
+        rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
+        return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
+    score = result["score"] if isinstance(result, dict) else result
+    is_number = isinstance(score, numbers.Real)
+    rule = f"finite number below {TOO_LARGE:g}" if is_number else "number, or a dict with it as 'score'"
+    return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
+
+
+def as_number(score: Any) -> float:
+    """Returns a number of any type as a float; NaN for anything else, and for one that is too large."""
     if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
         score = score.item()
-    if not isinstance(score, numbers.Real | np.bool_):
-        raise ValueError(
-            f"the reward {name} returned {reprlib.repr(score)} for response {row}: it must be a number, or a dict "
-            "with the number as 'score'."
-        )
-    return float(score)
-
-
-def split_dicts(results: list[dict], name: str) -> tuple[list[Any], Columns]:
-    """Splits dicts into scores and a column for every other key."""
-    keys = next(set(result) for result in results if isinstance(result, dict))
-    for row, result in enumerate(results):
-        if not isinstance(result, dict) or set(result) != keys or "score" not in keys:
-            found = sorted(result) if isinstance(result, dict) else reprlib.repr(result)
-            raise ValueError(
-                f"the reward {name} returned {found} for response {row} and {sorted(keys)} for another: either every "
-                "response gets a dict, each with 'score' and the same keys, or every response gets a number."
-            )
-    columns = {key: [result[key] for result in results] for key in results[0]}
-    return columns.pop("score"), {key: object_array(values) for key, values in columns.items()}
+    return float(score) if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE else math.nan
 
 
 @dataclass(frozen=True)
@@ -267,38 +284,41 @@ class WeightedReward:
     """A reward manager whose score is the weighted sum of what several functions return for a response.
 
     Each returns a number, or a dict with `score`, for a response; the parts come as columns under their labels, and
-    what their dicts hold beside the score as LABEL/KEY. A response that one of them cannot score is not scored.
+    what their dicts hold beside the score as LABEL/KEY. One that returns None has no part in the response, and None in
+    its columns. A response that one of them cannot score, or in which none has a part, is not scored.
     """
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
 
     def __call__(self, data: DataProto) -> list[Any]:
-        return self.combine(self.begin(data)(), len(data))
-
-    def begin(self, data: DataProto) -> Callable[[], list[Any]]:
-        """Starts scoring, and returns a function that waits for the results of each function."""
         waits = [part.function.begin(data) for part in self.parts]
-        return lambda: [wait() for wait in waits]
+        return self.combine([wait() for wait in waits], len(data))
 
     def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """Joins the results that `begin` had for each row of a batch alone."""
-        results = [part.function.of_rows([row[place] for row in begun]) for place, part in enumerate(self.parts)]
-        return self.combine(results, len(begun))
+        """As `FunctionReward.of_rows`."""
+        return self.combine([*zip(*begun, strict=True)], len(begun))
 
     def combine(self, results: list[Any], rows: int) -> list[Any]:
         """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
         combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
         lost: dict[int, NotScored] = {}
+        claimed: set[int] = set()
         for part, result in zip(self.parts, results, strict=True):
             name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
+            if isinstance(result, list | tuple):
+                result = [NOT_MINE if one is None else one for one in result]
             scores, columns, failures = parse_scores(result, (rows, 1), name)
-            for row, failure in failures.items():
-                lost.setdefault(row, NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace))
-            for row, score in enumerate(scores.flatten().tolist()):
-                combined[row]["score"] += part.weight * score
-                said = {f"{part.label}/{key}": values[row] for key, values in columns.items()}
-                combined[row] |= {part.label: score, **said}
+            said = {part.label: scores.flatten().tolist(), **{f"{part.label}/{key}": columns[key] for key in columns}}
+            for row in range(rows):
+                failure = failures.get(row)
+                if failure and failure is not NOT_MINE:
+                    lost.setdefault(row, NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace))
+                if failure is not NOT_MINE:
+                    claimed.add(row)
+                    combined[row]["score"] += part.weight * said[part.label][row]
+                combined[row] |= {key: None if failure is NOT_MINE else values[row] for key, values in said.items()}
+        lost |= dict.fromkeys(set(range(rows)) - claimed, NO_PART)
         return [lost.get(row, result) for row, result in enumerate(combined)]
 
 
@@ -326,8 +346,9 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def labels(entries: list[WeightedFunctionConfig]) -> list[str]:
-    """Names the functions in the log: by their names, and by their files' if several have one name."""
-    names = Counter(entry.name for entry in entries)
+    """Names the functions in the log: by their names, and by their files' too where a name is another function's, the
+    score's or a column's of the run."""
+    names = Counter([*(entry.name for entry in entries), *RUN_COLUMNS, *TAKEN])
     found = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
     for place, label in enumerate(found):
         if (first := found.index(label)) != place:

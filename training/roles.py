@@ -11,6 +11,7 @@ from typing import Protocol
 from data.protocol import DataProto
 from data.types import SamplingParams
 from training.mini_batches import Update
+from training.reward_function import Loadable
 
 
 class Rollout(Protocol):
@@ -21,6 +22,10 @@ class Rollout(Protocol):
 
     def update_weights(self, version: int) -> None:
         """Makes the engine sample from the actor's present weights, which have this number."""
+
+    def score_early(self, functions: Sequence[Loadable]) -> None:
+        """Scores responses by these functions of the run's reward while others are generated; they bring the results as
+        the column reward_results."""
 
 
 class Scorer(Protocol):

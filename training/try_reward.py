@@ -141,15 +141,17 @@ def read_views(data: str, needs_response: bool) -> list[Row]:
 def score_rows(rows: list[Row], reward: FunctionReward, config: ScoringConfig) -> list[Outcome]:
     """Scores rows of `read_views` as training does; one after another if the function takes one response, else at once.
 
-    Raises:
-        ValueError: training would refuse the results together, as a dict for one row and a number for another.
+    Some results are only bad together: a dict with other keys than most.
     """
     view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
     if not reward.takes_one_response:
         return score_part(view, reward, config)[1]
     parts = [score_part(view[row : row + 1], reward, config) for row in range(len(view))]
-    validate_result([result for [result], _ in parts], reward, (len(view), 1), config)
-    return [outcome for _, [outcome] in parts]
+    _, _, failures = validate_result([result for [result], _ in parts], reward, (len(view), 1), config)
+    outcomes = [outcome for _, [outcome] in parts]
+    for row, failure in failures.items():
+        outcomes[row] = Outcome(failure.outcome, said=failure.said, seconds=outcomes[row].seconds)
+    return outcomes
 
 
 def score_part(view: DataProto, reward: FunctionReward, config: ScoringConfig) -> tuple[Any, list[Outcome]]:

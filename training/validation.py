@@ -15,7 +15,7 @@ from data.types import SamplingParams
 from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_episodes, episode_seeds
 from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reward import RewardManager, score_batch, zero_reward
+from training.reward import RewardManager, concat_scored, score_batch, zero_reward
 from training.roles import Roles
 from training.transcripts import Record, by_kind, episode_records, print_records, sample_rows, spread, total_scores
 
@@ -63,7 +63,7 @@ class Validator:
         """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
         if self.loader is None:
             return {}, []
-        batch = DataProto.concat([self.answer_batch(number, rows) for number, rows in enumerate(self.loader)])
+        batch = concat_scored([self.answer_batch(number, rows) for number, rows in enumerate(self.loader)])
         if "episode" in batch:
             check_failures(batch, self.config.env.max_failed_fraction)
         answers = valid_episodes(batch)

@@ -1,6 +1,6 @@
 """Scoring that overlaps generation: a row is given to the reward functions as soon as its response is finished."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -9,30 +9,29 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.loader import workers_asked_for
-from configs.schema import Config, RewardConfig
+from configs.schema import Config, ScoringConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, Sample
-from training.reward import EARLY, EarlyResult, functions_of, has_manager, load_default, load_functions, view_of
+from training.reward import EARLY, EarlyResult, view_of
+from training.reward_function import Loadable, load_function
+from training.sandbox import check_fences
 from workers.agent_loop import AgentLoop
 from workers.rollout import Rollout, nothing
 
 
 class EarlyScores:
-    """Scores the responses of a worker while it generates further ones, where the reward functions score single rows.
+    """Scores the responses of a worker while it generates further ones, by the functions of the run's reward.
 
-    Others, of a whole batch or called in the run's process, are called by the driver when all rows are there.
+    Without `functions` it scores none, and the driver calls the reward when all rows are there.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, functions: Sequence[Loadable] = ()) -> None:
         self.tokenizer = tokenizer
+        if functions and config.reward.sandbox == "required":  # this may be another machine than the driver's
+            check_fences(required=True)
         workers = workers_asked_for(config.trainer)
-        reward, settings = None, share(config.reward, workers)
-        if not has_manager(config.reward):
-            reward = load_functions(settings, tokenizer)
-            if reward is None and config.env.id is None and not settings.reward_model.enable:
-                reward = load_default(settings, settings.sandbox_fusion, tokenizer, workers)
-        self.reward = reward if reward and all(function.scores_rows() for function in functions_of(reward)) else None
-        self.waits: dict[int, Callable[[], Any]] = {}
+        self.functions = [load_function(entry, share(limits, workers), tokenizer) for entry, limits in functions]
+        self.waits: dict[int, list[Callable[[], Any]]] = {}
 
     def of_answers(self, engine: Rollout, prompts: DataProto) -> AbstractContextManager[None]:
         """Scores what `engine` answers to the rows of `prompts`."""
@@ -56,7 +55,7 @@ class EarlyScores:
     @contextmanager
     def _listen(self, source: Rollout | AgentLoop, score: Callable[..., None]) -> Iterator[None]:
         self.waits = {}
-        source.on_finished = score if self.reward else nothing
+        source.on_finished = score if self.functions else nothing
         try:
             yield
         finally:
@@ -66,24 +65,24 @@ class EarlyScores:
         columns = {name: values[row : row + 1] for name, values in prompts.non_tensor_batch.items()}
         columns |= {name: object_array([value]) for name, value in extras.items()}
         view = view_of(DataProto.from_dict({}, columns, prompts.meta_info), [policy_ids], self.tokenizer)
-        self.waits[row] = self.reward.begin(view)
+        self.waits[row] = [function.begin(view) for function in self.functions]
 
     def attach(self, batch: DataProto) -> DataProto:
         """`batch` with the column reward_results, when all of them are there; as it is, if not every row was begun."""
         if self.waits and len(self.waits) == len(batch):
             began = perf_counter()
-            results = [self.waits[row]() for row in range(len(batch))]
+            results = [[result for wait in self.waits[row] for result in wait()] for row in range(len(batch))]
             waited = perf_counter() - began
             batch.non_tensor_batch[EARLY] = object_array([EarlyResult(result, waited) for result in results])
         self.waits = {}
         return batch
 
     def close(self) -> None:
-        for function in functions_of(self.reward) if self.reward else []:
+        for function in self.functions:
             function.scorers.close()
 
 
-def share(config: RewardConfig, workers: int) -> RewardConfig:
+def share(config: ScoringConfig, workers: int) -> ScoringConfig:
     """Returns the limits of one of so many workers."""
     limits = ("num_workers", "max_concurrent", "max_rpm", "max_tpm")
     shares = {name: max(1, vars(config)[name] // workers) for name in limits if vars(config)[name] is not None}

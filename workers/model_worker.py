@@ -4,7 +4,7 @@ Actor and rollout share a process: the rollout samples from the actor's own weig
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from data.seeding import derive_seed, forked_rng
 from data.types import Request, SamplingParams
 from training.environment import are_episodes, worker_env_setup
 from training.mini_batches import first_policy_step
+from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
@@ -112,14 +113,17 @@ class ColocatedRollout:
     engine: Rollout
     policy: TrainEngine
 
+    def __post_init__(self) -> None:
+        self.score_early([])
+
     @cached_property
     def agent_loop(self) -> AgentLoop:
         game = worker_env_setup(self.config, self.tokenizer) if self.config.env.id else None
         return AgentLoop(self.config, self.tokenizer, self.engine, game)
 
-    @cached_property
-    def early_scores(self) -> EarlyScores:
-        return EarlyScores(self.config, self.tokenizer)
+    def score_early(self, functions: Sequence[Loadable]) -> None:
+        """Scores responses from now on by these functions of the run's reward, while further ones are generated."""
+        self.early_scores = EarlyScores(self.config, self.tokenizer, functions)
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Generates responses to this worker's `prompts`, or the episodes that they begin; the first is row `first_row`
@@ -142,8 +146,7 @@ class ColocatedRollout:
 
     def close(self) -> None:
         self.engine.close()
-        if "early_scores" in vars(self):
-            self.early_scores.close()
+        self.early_scores.close()
         if "agent_loop" in vars(self):
             self.agent_loop.close()
 

@@ -17,6 +17,7 @@ from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
 from training.mini_batches import Update
+from training.reward_function import Loadable
 from training.roles import Roles
 from workers.local_group import WorkerGroup, distinct_groups
 
@@ -67,6 +68,9 @@ class RemoteRollout(RemoteRole):
 
     def update_weights(self, version: int) -> None:
         self.call("update_weights", version)
+
+    def score_early(self, functions: Sequence[Loadable]) -> None:
+        self.call("score_early", functions)
 
 
 class RemoteScorer(RemoteRole):
