@@ -8,11 +8,13 @@ yaml file laid over the one of --config-name; a folder `recipe` beside a user's 
 
 import argparse
 import copy
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -38,6 +40,8 @@ from configs.settings import assign
 CONFIG_DIR = Path(__file__).parent
 OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
 ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
+NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # in the name of a run without one
+LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", "reward.custom_reward_function", "reward.functions")
 ONE_RUN = (
     "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "
     "trainer.seed=$seed trainer.experiment_name=seed_$seed; done"
@@ -140,6 +144,8 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     """
     composed = compose_dict(arguments, schema)
     try:
+        if OmegaConf.select(composed, "trainer.experiment_name", default="no run") is None:
+            composed.trainer.experiment_name = name_of_experiment(composed)
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
@@ -148,6 +154,16 @@ def load_config(arguments: Arguments, schema: type) -> Any:
         print(OmegaConf.to_yaml(composed, resolve=True), end="")
         raise SystemExit(0)
     return config
+
+
+def name_of_experiment(composed: DictConfig) -> str:
+    """Names a run after its model and its data, with a digest of all that it learns from: no other experiment goes on
+    from its weights, and the same command does."""
+    selected = {key: OmegaConf.select(composed, key) for key in LEARNT_FROM}
+    values = {key: OmegaConf.to_object(it) if OmegaConf.is_config(it) else it for key, it in selected.items()}
+    firsts = [value[0] if isinstance(value, list) else value for value in map(values.get, NAMED) if value]
+    words = [re.sub(r"[^\w.-]", "_", Path(first).name) for first in firsts]
+    return "_".join([*words, sha256(repr(values).encode()).hexdigest()[:6]]) if words else "default"
 
 
 def compose_dict(arguments: Arguments, schema: type) -> DictConfig:

@@ -1,4 +1,4 @@
-"""Sets the environment variables that torch reads when it is loaded, and ends a command at Ctrl-C with one line.
+"""Sets the environment variables that torch reads when it is loaded, and answers the signals that a command gets.
 
 A thread that waits for work spins for a while before it sleeps. A small model has work for it every few microseconds,
 less than waking it takes: without spinning it generates at 0.6 of the speed (1 M parameters, 2 cores). Spinning for
@@ -9,8 +9,14 @@ are nearly as good in both cases. Variables that the user has set are kept.
 import atexit
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partialmethod
 from types import TracebackType
+from typing import Any, NoReturn, Self
 
 VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",  # for other OpenMP runtimes
@@ -18,11 +24,16 @@ VARIABLES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for large pages: 512 times fewer of them to bring
     "TOKENIZERS_PARALLELISM": "false",
 }
-STOPPED = b"\nstopped by Ctrl-C; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was.\n"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed
+SAVING = signal.SIGUSR1  # as job schedulers send it before a time limit
+UNANSWERED = (signal.SIG_DFL, signal.default_int_handler)  # not ignored, as by nohup, or in a shell's background
+STOPPED = "stopped by {}; once more kills the process. HYDRA_FULL_ERROR=1 shows where it was."
+
+ended_by: list[int] = []  # the signal that is ending this process, if one is
 
 
 def prepare_process() -> None:
-    """Prepares the process of a command before its slow imports: Ctrl-C, and the variables that torch reads."""
+    """Prepares the process of a command before its slow imports: signals, and the variables that torch reads."""
     end_on_interrupt()
     set_environment()
 
@@ -39,30 +50,117 @@ def shows_tracebacks() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C end this process with one line, printed at once; for commands, before their slow imports.
+    """Makes Ctrl-C, SIGTERM and SIGHUP end this process with one line, printed at once; for commands, before their slow
+    imports.
 
-    Open files and processes are closed first, unless there is a second Ctrl-C. The process then ends by the signal
+    Open files and processes are closed first, unless there is a second signal. The process then ends by the signal
     itself, so that a shell's loop ends too.
     """
-    if shows_tracebacks() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return  # the second: a shell has it ignored, in the background
+    unanswered = [number for number in ENDING if signal.getsignal(number) in UNANSWERED]
+    if not unanswered:
+        return  # the second call
     print_traceback = sys.excepthook
 
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, STOPPED)  # print may be what it interrupts
-        raise KeyboardInterrupt
-
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if not issubclass(kind, KeyboardInterrupt) or shows_tracebacks():
             print_traceback(kind, error, trace)
 
     def end() -> None:
-        # Interrupted: Python's own way to end by the signal is lost where C runs Python.
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        if ended_by:  # Python's own way to end by a signal is lost where C runs Python, and is for Ctrl-C alone
             sys.stdout.flush()
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), ended_by[0])
 
-    signal.signal(signal.SIGINT, interrupt)
+    for number in unanswered:
+        signal.signal(number, interrupt)
+    signal.signal(SAVING, lambda *_: say(f"{in_words(SAVING)}: there is nothing to save now."))
     sys.excepthook = hook
     atexit.register(end)  # before all others, so that it is called after them
+
+
+def interrupt(number: int, _: object) -> None:
+    """Ends this process with a line that names the signal."""
+    if not shows_tracebacks():
+        say(STOPPED.format(in_words(number)))
+    end_by(number)
+
+
+def end_by(number: int) -> NoReturn:
+    """Ends this process by a signal, when what is open is closed; one more kills it."""
+    for other in ENDING:
+        if signal.getsignal(other) is interrupt:
+            signal.signal(other, signal.SIG_DFL)
+    ended_by.append(number)
+    raise KeyboardInterrupt
+
+
+def in_words(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def say(text: str) -> None:
+    """Prints a line on stderr from within a signal's handler: print may be what it interrupts."""
+    os.write(2, f"\n{text}\n".encode())
+
+
+class Requests:
+    """Collects what signals ask of a run, which answers between two steps, while the context is open.
+
+    Ctrl-C, SIGTERM and SIGHUP have the run saved and ended, SIGUSR1 saved alone. After the first of those that end it,
+    the next ends it at once, as it would without this.
+
+    Args:
+        when: says when the run will be saved, and what is lost before.
+    """
+
+    def __init__(self, when: Callable[[], tuple[str, str]]) -> None:
+        self.when = when
+        self.came: list[int] = []
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self.before = {number: signal.getsignal(number) for number in (*ENDING, SAVING)}
+        for number, handler in self.before.items():
+            if number == SAVING or handler is not signal.SIG_IGN:
+                signal.signal(number, self.note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            if signal.getsignal(number) == self.note:  # else one more has come, and the next is to kill
+                signal.signal(number, handler)
+
+    def note(self, number: int, _: object) -> None:
+        """Notes a signal, and says what will come of it."""
+        saved, lost = self.when()
+        if number == SAVING:
+            say(f"{in_words(number)}: {saved}.")
+        else:
+            say(f"{in_words(number)}: {saved}, and the run ends. Once more ends it at once: {lost}.")
+            for other in ENDING:
+                signal.signal(other, self.before[other])
+        self.came.append(number)
+
+    def take(self) -> tuple[bool, int | None]:
+        """Returns whether anything was asked since the last call, and the signal that is to end the run, if any."""
+        came, self.came = self.came, []
+        return bool(came), next((number for number in came if number in ENDING), None)
+
+
+@contextmanager
+def children_apart() -> Iterator[None]:
+    """Starts processes that signals to this one's group do not reach, as it answers for them; keeps its own handlers.
+
+    A job scheduler's SIGUSR1, which goes to every process, does not end them either.
+    """
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    start, mask = subprocess.Popen.__init__, signal.pthread_sigmask(signal.SIG_BLOCK, {SAVING})
+    subprocess.Popen.__init__ = partialmethod(start, process_group=0)
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = start
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

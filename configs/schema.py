@@ -606,7 +606,9 @@ class RunConfig(Frozen):
     total_epochs: int = setting(1, "Passes over the training rows.", ge=1)
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
     project_name: str = setting("nano_verl", "Project at the loggers.")
-    experiment_name: str = setting("default", "Experiment at the loggers, and folder of the run.")
+    experiment_name: str | None = setting(
+        None, "Experiment at the loggers, and folder of the run; null: a name made of model, data and reward."
+    )
     default_local_dir: str = setting(
         "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints."
     )
@@ -629,6 +631,9 @@ class RunConfig(Frozen):
         choices=("auto", "disable", "resume_path"),
     )  # fmt: skip
     resume_from_path: str | None = setting(None, "The global_step_N folder for resume_mode=resume_path.")
+    trust_checkpoint: bool = setting(
+        False, "Read Python objects in a checkpoint, such as a sampler may have kept, and so run their code."
+    )
 
 
 @dataclass
@@ -700,7 +705,6 @@ class SFTModelConfig(ModelConfig):
 
 @dataclass
 class SFTTrainerConfig(RunConfig):
-    experiment_name: str = setting("sft", "Experiment at the loggers, and folder of the run.")
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: after the last only.")
 

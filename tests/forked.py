@@ -137,7 +137,7 @@ def is_ours(module: types.ModuleType) -> bool:
 
 def run_and_end(*call: Any) -> None:
     """`run`, and an end as Python's, without taking apart all that was imported, which takes 1.5 seconds in a fork."""
-    status = 0
+    status, interrupted = 0, False
     try:
         run(*call)
     except SystemExit as ending:
@@ -146,13 +146,13 @@ def run_and_end(*call: Any) -> None:
             print(ending.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # of a command: ends it by the signal that did
     sys.stdout.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 

@@ -237,7 +237,7 @@ def test_a_state_that_does_not_fit_the_run_is_named_with_the_remedy(tmp_path):
 def test_files_of_the_workers_may_not_run_code(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"x": Path("a")}, path)
-    with pytest.raises(ValueError, match="UnpicklingError"):
+    with pytest.raises(ValueError, match=r"model.pt holds Python objects \(pathlib.*trainer.trust_checkpoint=true"):
         read_part(path, print)
     read_part(path, print, trusted=True)
 

@@ -109,6 +109,25 @@ def test_overrides_follow_hydras_grammar(override, key, value):
 
 
 @pytest.mark.parametrize(
+    ("more", "same"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-3", True),
+        ("trainer.total_training_steps=9", True),
+        ("actor_rollout_ref.model.path=elsewhere/Qwen", False),
+        ("data.train_files=[/data/other/train.parquet]", False),
+        ("reward.custom_reward_function.path=mine.py", False),
+    ],
+)
+def test_a_run_without_a_name_has_one_of_its_model_data_and_reward(more, same):
+    command = ["actor_rollout_ref.model.path=some/Qwen", "data.train_files=[/data/train.parquet,b.parquet]"]
+    first, second = (compose(*command, *add, name="ppo_trainer").trainer for add in ([], [more]))
+    assert first.experiment_name.startswith("Qwen_train.parquet_")
+    assert first.default_local_dir == f"outputs/{first.experiment_name}"
+    assert (second.experiment_name == first.experiment_name) == same
+    assert compose(*command, more, "trainer.experiment_name=mine", name="ppo_trainer").trainer.experiment_name == "mine"
+
+
+@pytest.mark.parametrize(
     "override", ["hydra.run.dir=x", "+hydra.sweep.dir=x", "hydra/job_logging=disabled", "~hydra.x"]
 )
 def test_what_is_hydras_own_says_what_to_use_instead(override):

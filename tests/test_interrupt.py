@@ -1,4 +1,4 @@
-"""Ctrl-C: one line, at once, whatever the run is doing; a traceback only for who asks. Real processes, real signals."""
+"""Signals: a line at once, whatever the run is doing; a traceback only for who asks. Real processes, real signals."""
 
 import os
 import signal
@@ -13,7 +13,8 @@ from configs.process import STOPPED
 from tests.runs import ROOT, short_run
 
 PATIENCE = 120  # seconds; what is interrupted would take longer by far
-LINE = STOPPED.decode().strip()
+FIRST = "Ctrl-C: step 1 is saved when it is done, and the run ends. Once more ends it at once: step 1 is lost."
+LINE = STOPPED.format("Ctrl-C")
 
 REWARD = """
 import asyncio
@@ -39,26 +40,29 @@ HFRollout.generate = generate
 """
 
 
-def press_ctrl_c(command: list[str], marker: Path, **environment: str) -> tuple[int, str]:
-    """Starts `command` as a shell does, presses Ctrl-C once `marker` is there; how it ended, and its stderr."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a terminal signals the whole group
-    )
+def press_ctrl_c(command: list[str], marker: Path, *answers: str, **environment: str) -> tuple[int, str]:
+    """Starts `command` as a shell does, presses Ctrl-C once `marker` is there, and again after each of the `answers`;
+    how it ended, and its stderr."""
     deadline = time.monotonic() + PATIENCE
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        _, stderr = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
-    return process.returncode, stderr
+    with (marker.parent / f"{marker.name}.stderr").open("w+") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # a terminal signals the whole group
+        )
+        came = [marker.exists, *(lambda answer=answer: answer in Path(stderr.name).read_text() for answer in answers)]
+        try:
+            for is_time in came:
+                while not is_time() and process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                os.killpg(process.pid, signal.SIGINT)
+            process.wait(timeout=PATIENCE)
+        finally:
+            process.kill()
+        return process.returncode, Path(stderr.name).read_text()
 
 
 def lines_of_the_end(stderr: str) -> list[str]:
@@ -69,18 +73,18 @@ def lines_of_the_end(stderr: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "wait"), [("def", "time.sleep(9999)"), ("async def", "await asyncio.sleep(9999)")], ids=["sync", "async"]
 )
-def test_a_run_that_waits_for_a_reward_ends_in_one_line(tiny_model, tmp_path, kind, wait):
+def test_a_run_that_waits_for_a_reward_says_so_and_ends_the_second_time(tiny_model, tmp_path, kind, wait):
     marker, reward = tmp_path / "marker", tmp_path / "reward.py"
     reward.write_text(REWARD.format(kind=kind, wait=wait, marker=marker))
     overrides = short_run(tiny_model, tmp_path / "run", f"reward.custom_reward_function.path={reward}")
     command = ["main.py", "--config-name", "frozenlake", *overrides, "env.val_episodes=0"]
-    status, stderr = press_ctrl_c(command, marker)
-    assert lines_of_the_end(stderr) == [LINE]
+    status, stderr = press_ctrl_c(command, marker, FIRST)
+    assert lines_of_the_end(stderr) == [FIRST, LINE]
     assert status == -signal.SIGINT, "a shell's loop over runs has to end too"
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_ends_in_one_line(tiny_model, tmp_path):
+def test_a_run_on_ray_ends_in_one_line_before_its_first_step(tiny_model, tmp_path):
     marker, engine = tmp_path / "marker", tmp_path / "engine.py"
     engine.write_text(SLOW_ENGINE.format(marker=marker))
     own = ["trainer.executor=ray", f"actor_rollout_ref.model.external_lib={engine}", "env.val_episodes=0"]

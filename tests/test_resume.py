@@ -1,5 +1,6 @@
 """A run that is stopped anywhere and started again is the run that was never stopped: to the last digit, on the CPU."""
 
+import os
 import random
 import shutil
 import signal
@@ -130,6 +131,49 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(settings, unbroken, tmp
     assert_same_run(tmp_path, unbroken(algorithm))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "number"), [("grpo", signal.SIGINT), ("ppo", signal.SIGTERM), ("grpo", signal.SIGHUP)]
+)
+def test_a_signal_ends_a_run_after_its_step_which_is_saved(
+    settings, unbroken, tmp_path, monkeypatch, capfd, algorithm, number
+):
+    monkeypatch.setattr(RayPPOTrainer, "step", signalled(RayPPOTrainer.step, 2, number))
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with pytest.raises(KeyboardInterrupt):
+        main.run(compose(*settings(tmp_path, algorithm, "trainer.save_freq=-1")))
+    assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    name, (out, err) = {signal.SIGINT: "Ctrl-C"}.get(number, number.name), capfd.readouterr()
+    saved = "step 2 is saved when it is done, and the run ends. Once more ends it at once: steps 1 to 2 are lost."
+    assert f"\n{name}: {saved}\n" in err
+    assert f"stopped by {name} after step 2 of 5, which is saved: the same command goes on from it.\n" in out
+    monkeypatch.undo()
+    main.run(compose(*settings(tmp_path, algorithm)))
+    assert "goes on from its weights, not from those of actor_rollout_ref.model.path" in capfd.readouterr().out
+    assert_same_run(tmp_path, unbroken(algorithm))
+
+
+def test_sigusr1_saves_a_run_which_goes_on_and_says_at_its_end_what_it_did_not_save(
+    settings, unbroken, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(RayPPOTrainer, "step", signalled(RayPPOTrainer.step, 2, signal.SIGUSR1))
+    main.run(compose(*settings(tmp_path, "grpo", "trainer.save_freq=-1")))
+    out, err = capfd.readouterr()
+    assert "\nSIGUSR1: step 2 is saved when it is done.\n" in err
+    assert out.endswith("They are older than the run's end: steps 3 to 5 are lost.\n")
+    assert learning_metrics(tmp_path) == learning_metrics(unbroken())
+
+
+def signalled(step: Callable, number: int, sent: int) -> Callable:
+    """The method `step`, which sends this process a signal in the step of that `number`."""
+
+    def sending(self):
+        if self.global_step == number:
+            os.kill(os.getpid(), sent)
+        return step(self)
+
+    return sending
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_run_forked_from_any_step_goes_on_like_the_unbroken_run(settings, unbroken, tmp_path, step):
     source = unbroken("ppo")
@@ -206,6 +250,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(settings, monkeypatch,
     assert "step 2 was not saved, the older checkpoints are untouched" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_1", "global_step_3"]
     full = {3}
+    assert "untouched: the disk is full (" in caplog.text
     with pytest.raises(RuntimeError, match=r"step 3, the last, could not be saved: .* is global_step_2. Make room"):
         main.run(compose(*command, "trainer.total_training_steps=3"))
     assert list(learning_metrics(tmp_path)) == [0, 1, 2, 3]

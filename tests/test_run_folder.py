@@ -22,7 +22,7 @@ from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
-from training.checkpoint import config_drift
+from training.checkpoint import Saver, config_drift
 from training.ray_trainer import RayPPOTrainer
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
@@ -129,6 +129,37 @@ def test_a_full_disk_is_known_at_the_start(tiny_model, tmp_path, capsys):
     assert "cannot be written to (File too large): name another folder" in capsys.readouterr().err
 
 
+def test_room_for_a_checkpoint_is_known_before_the_first_step(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    said = refusal(capsys, *short_run(tiny_model, tmp_path, *TWO_STEPS))
+    assert f"trainer.default_local_dir={tmp_path} has 0.0001 GB free: the disk would be full at the first save" in said
+    assert "checkpoint.save_contents), or train without checkpoints: trainer.save_freq=-1." in said
+
+
+def test_the_bytes_of_a_checkpoint_are_those_that_it_takes(tiny_model, tmp_path, monkeypatch):
+    foreseen = []
+    monkeypatch.setattr(Saver, "check_room", lambda self, size, *_: foreseen.append(size))
+    main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS)))
+    weights = [path for path in (tmp_path / "global_step_2").rglob("*") if path.suffix in (".pt", ".safetensors")]
+    [size], taken = foreseen, sum(path.stat().st_size for path in weights)
+    assert 0.8 * taken < size <= taken
+
+
+def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tmp_path, capsys):
+    main.run(compose(*short_run(tiny_model, tmp_path / "run", *TWO_STEPS)))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    before = tree_of(tmp_path / "run")
+    said = refusal(capsys, *short_run(other, tmp_path / "run", *TWO_STEPS))
+    assert f"actor_rollout_ref.model.path={other}: " in said and f"trains another model, {tiny_model}" in said
+    assert "trainer.experiment_name=NAME" in said and "trainer.resume_mode=disable" in said
+    assert {**tree_of(tmp_path / "run"), ".": 0, "run.lock": 0} == {**before, ".": 0, "run.lock": 0}
+    named = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_2"
+    main.run(compose(*short_run(other, tmp_path / "fork", *TWO_STEPS, *named, "trainer.total_training_steps=3")))
+    assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
+
+
 def test_a_run_without_checkpoints_says_so_before_and_after_and_records_its_config(tiny_model, tmp_path, capsys):
     config = compose(*short_run(tiny_model, tmp_path, "trainer.total_training_steps=1", "env.val_episodes=0"))
     main.run(config)
@@ -199,8 +230,20 @@ class Streaming(SequentialSampler):
     def load_state_dict(self, state):
         self.rows = state["rows"]
 """
+OBJECTS = """
+from data.sampler import SequentialSampler
+from pathlib import Path
+
+class Remembering(SequentialSampler):
+    def state_dict(self):
+        return {"folder": Path("a")}
+
+    def load_state_dict(self, state):
+        assert state == self.state_dict()
+"""
 UNSAVABLE = {
     "a sampler's state": ["data.sampler.class_path={}/sampler.py", "data.sampler.class_name=Streaming"],
+    "a sampler's objects": ["data.sampler.class_path={}/objects.py", "data.sampler.class_name=Remembering"],
     "the model's config": ["actor_rollout_ref.model.override_config={{temperature: 0.5}}"],
 }
 
@@ -209,6 +252,7 @@ UNSAVABLE = {
 def test_what_cannot_be_saved_ends_the_run_in_one_line_before_training(tiny_model, tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
     (tmp_path / "sampler.py").write_text(SAMPLER)
+    (tmp_path / "objects.py").write_text(OBJECTS)
     overrides = [override.format(tmp_path) for override in UNSAVABLE[what]]
     said = refusal(capsys, *short_run(tiny_model, tmp_path / "run", *TWO_STEPS, *overrides))
     assert "what is trained could not be saved" in said and said.endswith(
@@ -216,3 +260,14 @@ def test_what_cannot_be_saved_ends_the_run_in_one_line_before_training(tiny_mode
     )
     assert read_metrics(tmp_path / "run/metrics.jsonl") == []
     assert not list((tmp_path / "run").glob("*global_step_*"))
+
+
+def test_objects_in_a_checkpoint_are_read_by_who_trusts_it(tiny_model, tmp_path, capsys):
+    (tmp_path / "objects.py").write_text(OBJECTS)
+    keys = [key.format(tmp_path) for key in UNSAVABLE["a sampler's objects"]]
+    command = short_run(tiny_model, tmp_path / "run", *TWO_STEPS, *keys)
+    main.run(compose(*command, "trainer.trust_checkpoint=true"))
+    with pytest.raises(ValueError, match=r"data.pt holds Python objects \(pathlib.*trainer.trust_checkpoint=true"):
+        main.run(compose(*command, "trainer.total_training_steps=3"))
+    main.run(compose(*command, "trainer.total_training_steps=3", "trainer.trust_checkpoint=true"))
+    assert list(learning_metrics(tmp_path / "run")) == [0, 1, 2, 3]

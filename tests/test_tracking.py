@@ -275,13 +275,13 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path, capsys, mon
         track.log(1, STEP)
         track.log(2, {"actor/entropy_loss": 1.0, "val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["step 0/2  validation reward 0.25", "a line of other code"]
+    assert lines[:2] == ["step 0/2  validation reward 0.25 at step 0", "a line of other code"]
     headline = (
         "step 1/2  reward 0.61 (mean of the batch)  entropy 0.83  grad_norm 0.00091  length 1234 tokens  2.15 s/step  "
-        "validation reward 0.25  eta "
+        "validation reward 0.25 at step 0  eta "
     )
     assert re.fullmatch(re.escape(headline) + r"\d+ s", lines[2])
-    assert lines[3:] == ["step 2/2  entropy 1.00  validation success 0.50 (mean of 2 sources)"]
+    assert lines[3:] == ["step 2/2  entropy 1.00  validation success 0.50 (mean of 2 sources) at step 2"]
 
 
 def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, capsys, monkeypatch):

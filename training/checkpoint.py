@@ -18,25 +18,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy._core import multiarray
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, first_line, notice
 from configs.schema import Config, SFTConfig
-from data.files import replacing
+from data.files import DISK_FULL, replacing
 from training.metric_utils import timer
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
-# torch reports a full disk as a RuntimeError, and so does a worker in another process.
+# torch reports a full disk as a RuntimeError, as does a worker in another process, and in words of its own.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 FILE_ERRORS = (  # what writing or reading a part of a checkpoint may raise, a part of the user's among them
     *(*WRITE_ERRORS, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError),
     *(pickle.PickleError, YAMLError),
 )
+DISK_FULL_WORDS = ("inline_container", "PytorchStreamWriter", *(f"os error {number})" for number in DISK_FULL))
+PLAIN = [  # what a file without code may hold beside tensors
+    *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
+    *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
+]
 START_AFRESH = (
     "Resume from another folder with trainer.resume_mode=resume_path trainer.resume_from_path=…/global_step_N, "
     "or start afresh with trainer.resume_mode=disable."
@@ -53,25 +60,55 @@ class Saver:
         write: `write(folder, contents)` fills a checkpoint with the parts in `contents`, and with all that is small.
         contents: what a checkpoint holds.
         keep: that many of the newest stay; None: all.
+        trusted: whether a run that resumes reads Python objects.
+
+    Attributes:
+        newest: the last step of this run that is saved; 0: none.
     """
 
     def __init__(
-        self, root: Path, write: Callable[[Path, Sequence[str]], None], contents: Sequence[str], keep: int | None = None
+        self,
+        root: Path,
+        write: Callable[[Path, Sequence[str]], None],
+        contents: Sequence[str],
+        keep: int | None = None,
+        trusted: bool = False,
     ) -> None:
-        self.root, self.write, self.contents, self.keep = root, write, contents, keep
+        self.root, self.write, self.contents, self.keep, self.trusted = root, write, contents, keep, trusted
+        self.newest = 0
         self.error: Exception | None = None  # of the last save
 
-    def try_out(self, way_out: str = "") -> None:
-        """Writes a checkpoint without weights and deletes it, so that what cannot be saved is known before training.
+    def check_room(self, size: int, saves: int, way_out: str = "") -> None:
+        """Holds the `size` of a checkpoint, in bytes, against the free disk; notes where not all of `saves` fit.
 
         Raises:
-            ConfigError: it cannot be written; names the cause, and `way_out`.
+            ConfigError: not even one fits.
+        """
+        room = shutil.disk_usage(self.root).free
+        fact = f"a checkpoint takes {size / 1e9:.3g} GB, and trainer.default_local_dir={self.root} has {room / 1e9:.3g}"
+        if size > room:
+            raise ConfigError(
+                f"{fact} GB free: the disk would be full at the first save. Make room, name another folder, or leave "
+                f"parts out (checkpoint.save_contents){way_out}."
+            )
+        kept = min(saves, self.keep + 1) if self.keep else saves  # the oldest goes when the newest is there
+        if size * kept > room:
+            notice(f"{fact} GB free, which is not enough for {kept} of them: trainer.max_ckpt_to_keep=N keeps N.")
+
+    def try_out(self, way_out: str = "") -> None:
+        """Writes a checkpoint without weights and deletes it, so that what cannot be saved, or not be read again, is
+        known before training.
+
+        Raises:
+            ConfigError: it cannot; names the cause, and `way_out`.
         """
         folder = self.root / f"{WRITING}global_step_trial"
         clear_leftovers(self.root)
         try:
             folder.mkdir(parents=True)
             self.write(folder, [])
+            for path in [] if self.trusted else folder.glob("*.pt"):
+                check_holds_no_code(path)
         except FILE_ERRORS as error:
             raise ConfigError(
                 "what is trained could not be saved: a checkpoint, tried before training in trainer.default_local_dir="
@@ -89,8 +126,9 @@ class Saver:
                 save_checkpoint(self.root, step, lambda folder: self.write(folder, self.contents), self.keep)
         except WRITE_ERRORS as error:
             self.error = error
-            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, error)
+            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, reason_of(error))
             return {"training/failed_saves": 1.0}
+        self.newest = step
         return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
 
     def check(self, step: int) -> None:
@@ -98,9 +136,17 @@ class Saver:
         if self.error:
             newest = find_checkpoint(self.root, "auto", None)
             raise RuntimeError(
-                f"step {step}, the last, could not be saved: {self.error}. The newest checkpoint in {self.root} is "
-                f"{newest.name if newest else 'none'}. Make room, and start the run again."
+                f"step {step}, the last, could not be saved: {reason_of(self.error)}. The newest checkpoint in "
+                f"{self.root} is {newest.name if newest else 'none'}. Make room, and start the run again."
             ) from self.error
+
+
+def reason_of(error: Exception) -> str:
+    """Says why a save failed: "the disk is full", whoever noticed it, or what the error says."""
+    text = str(error)
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
+    full = full or any(words in text for words in DISK_FULL_WORDS)
+    return f"the disk is full ({first_line(error)})" if full else text
 
 
 def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int | None) -> None:
@@ -184,18 +230,31 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
 
 
 def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
-    """Finds the folder to resume from and prints it, with the settings that changed since; None: start afresh.
+    """`find_checkpoint` by the settings of a run.
 
     Raises:
-        ValueError: as `find_checkpoint` and `config_drift`.
+        ValueError: as `find_checkpoint`.
+        ConfigError: the newest checkpoint is of another model than the run is to train.
     """
     trainer = config.trainer
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    if folder is not None:
-        print(f"resuming from {folder}")
-        for line in config_drift(folder / CONFIG_FILE, config):
-            print(f"  config changed since: {line}")
+    if folder is None or trainer.resume_mode == "resume_path":
+        return folder
+    before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
+    key = model_key(config)
+    if key in before and os.path.abspath(before[key]) != os.path.abspath(now[key]):
+        raise ConfigError(
+            f"{key}={now[key]}: the run in trainer.default_local_dir={trainer.default_local_dir} trains another model, "
+            f"{before[key]}, and would go on from its {folder.name}. Give this run a folder of its own "
+            "(trainer.experiment_name=NAME), or start afresh in that one (trainer.resume_mode=disable). To go on from "
+            f"those weights all the same: trainer.resume_mode=resume_path trainer.resume_from_path={folder}."
+        )
     return folder
+
+
+def model_key(config: Config | SFTConfig) -> str:
+    """Names the setting of the model that a run trains."""
+    return "model.path" if isinstance(config, SFTConfig) else "actor_rollout_ref.model.path"
 
 
 def find_whole(folder: Path) -> Path | None:
@@ -211,9 +270,23 @@ def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) 
         ValueError: unreadable, or of another shape than the run; names the file and the remedy.
     """
     try:
-        restore(torch.load(path, map_location="cpu", weights_only=not trusted))
+        if not trusted:
+            check_holds_no_code(path)
+        with torch.serialization.safe_globals(PLAIN):
+            restore(torch.load(path, map_location="cpu", weights_only=not trusted))
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
+
+
+def check_holds_no_code(path: Path) -> None:
+    """Raises ValueError if a torch.save file holds more than tensors, arrays, numbers, texts and collections."""
+    with torch.serialization.safe_globals(PLAIN):
+        objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if objects:
+        raise ValueError(
+            f"{path.name} holds Python objects ({', '.join(sorted(objects))}), and to read them is to run their code. "
+            "Keep plain values in state_dict; files that you trust are read with trainer.trust_checkpoint=true"
+        )
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
@@ -225,17 +298,21 @@ def config_yaml(config: Config | SFTConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
-    """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`.
+def settings_of(path: Path) -> dict[str, Any]:
+    """Reads the config.yaml of a checkpoint, by dotted key.
 
     Raises:
         ValueError: unreadable; names the file and the remedy.
     """
     try:
-        before = dict(flatten(OmegaConf.to_container(OmegaConf.load(path))))
+        return dict(flatten(OmegaConf.to_container(OmegaConf.load(path))))
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
-    now, unset = dict(flatten(asdict(config))), "not set"
+
+
+def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
+    """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`."""
+    before, now, unset = settings_of(path), dict(flatten(asdict(config))), "not set"
     keys = dict.fromkeys([*before, *now])
     changed = [key for key in keys if before.get(key, unset) != now.get(key, unset)]
     return [f"{key}: {as_override(before.get(key, unset))} → {as_override(now.get(key, unset))}" for key in changed]

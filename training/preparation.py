@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
 from data.types import Row
 from training.advantage import LOG_PROB_COLUMNS, estimator_needs
-from training.checkpoint import find_checkpoint
+from training.checkpoint import checkpoint_to_resume
 from training.core_algos import (
     NEEDS_GROUPS,
     get_adv_estimator_fn,
@@ -201,9 +200,8 @@ def check_files_of_workers(config: Config) -> None:
     Raises:
         ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
     """
-    trainer = config.trainer
     check_models(config)
-    find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
+    checkpoint_to_resume(config)
 
 
 def check_models(config: Config) -> None:

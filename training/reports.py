@@ -173,12 +173,28 @@ def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
     return f"{written}, and every {often} a checkpoint of {', '.join(contents)}{resume}."
 
 
-def files_left(folder: Path) -> str:
-    """Returns the line that a run prints at its end: which of its files are there, and where its model is."""
+def steps_lost(saved: int, step: int) -> str:
+    """Says which steps are lost if a run whose step `saved` is its newest checkpoint ends after `step`."""
+    return f"step {step} is lost" if step == saved + 1 else f"steps {saved + 1} to {step} are lost"
+
+
+def ended_early(resume_mode: str, signal: str, step: int, total_steps: int, saved: int) -> str:
+    """Returns the line that a run prints when a `signal` has ended it after `step`: how it goes on, or what is lost."""
+    text = f"stopped by {signal} after step {step} of {total_steps}"
+    if saved < step:
+        return f"{text}, which could not be saved: {steps_lost(saved, step)}."
+    again = "the same command" if resume_mode == "auto" else "the same command with trainer.resume_mode=auto"
+    return f"{text}, which is saved: {again} goes on from it." if step < total_steps else f"{text}."
+
+
+def files_left(folder: Path, saved: int, step: int) -> str:
+    """Returns the line that a run prints at its end, after `step`: which of its files are there, where its model is,
+    and what it has learnt since `saved`, its newest checkpoint."""
     there = [name for name in (METRICS_FILE, CONFIG_FILE, "tensorboard") if (folder / name).exists()]
     newest = find_checkpoint(folder, "auto", None)
     if newest is None:
         return f"{folder} has {', '.join(there)}, and no checkpoint."
     models = [newest / "actor" / "huggingface", newest / "huggingface"]  # where RL has it, and supervised training
     from_pretrained = [f" from_pretrained loads {model}." for model in models if any(model.glob("*.safetensors"))]
-    return f"{folder} has {', '.join([*there, newest.name])}." + "".join(from_pretrained)
+    unsaved = f" They are older than the run's end: {steps_lost(saved, step)}." if saved < step else ""
+    return f"{folder} has {', '.join([*there, newest.name])}." + "".join(from_pretrained) + unsaved

@@ -47,6 +47,9 @@ class Trained(Protocol):
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; raises ValueError if a part is missing or unreadable."""
 
+    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
+        """Returns the size of what `save` writes of the parts named in `contents`."""
+
 
 class Actor(Scorer, Trained, Protocol):
     """The policy in training."""

@@ -10,14 +10,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from configs.process import Requests, end_by, in_words
 from configs.schema import Config, SFTConfig
 from data.files import rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
-from training.checkpoint import CONFIG_FILE, Saver, checkpoint_to_resume, clear_leftovers, config_yaml, read_part
+from training.checkpoint import (
+    CONFIG_FILE,
+    Saver,
+    checkpoint_to_resume,
+    clear_leftovers,
+    config_drift,
+    config_yaml,
+    model_key,
+    read_part,
+)
 from training.health import Watch
-from training.reports import files_left, nothing_left
+from training.reports import ended_early, files_left, nothing_left, steps_lost
 from training.roles import Trained
 from training.tracking import Tracking
 
@@ -64,7 +74,8 @@ class Run:
         self.metrics: Metrics = {}
         self.validation: Metrics = {}
         self.folder = Path(config.trainer.default_local_dir)
-        self.saver = Saver(self.folder, self.write_state, contents, config.trainer.max_ckpt_to_keep)
+        trusted, keep = config.trainer.trust_checkpoint, config.trainer.max_ckpt_to_keep
+        self.saver = Saver(self.folder, self.write_state, contents, keep, trusted)
         self.watches: list[Watch] = []
 
     def step(self) -> tuple[DataProto, Metrics]:
@@ -91,29 +102,57 @@ class Run:
             print(nothing_left(self.global_step, self.total_steps, self.validation))
         else:
             rewrite(self.folder / CONFIG_FILE, config_yaml(self.config).encode())
-            if self.acts_after_last_step:
-                self.saver.try_out()
-            elif settings.save_freq > 0:
-                self.saver.try_out(", or train without checkpoints: trainer.save_freq=-1")
+            self.try_saving()
         with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
             if self.can_validate and settings.val_before_train and self.global_step == 0:
                 self.metrics = self.validate()
             if self.metrics and self.global_step > tracking.record.last_step:
                 tracking.log(self.global_step, self.metrics)  # step 0, or one that was saved just before a kill
-            while self.global_step < self.total_steps:
+            ending = self.train(tracking)
+            if ending is None:
+                self.saver.check(self.global_step)
+        print(files_left(self.folder, self.saver.newest, self.global_step))
+        if ending is not None:
+            steps = self.global_step, self.total_steps, self.saver.newest
+            print(ended_early(settings.resume_mode, in_words(ending), *steps))
+            end_by(ending)
+        return self.validation
+
+    def try_saving(self) -> None:
+        """Raises ConfigError if the run is to save checkpoints, and they cannot be written or read, or do not fit."""
+        often = self.config.trainer.save_freq
+        if often <= 0 and not self.acts_after_last_step:
+            return
+        way_out = "" if self.acts_after_last_step else ", or train without checkpoints: trainer.save_freq=-1"
+        self.saver.try_out(way_out)
+        size = sum(model.checkpoint_bytes(self.saver.contents) for model in self.models.values())
+        saves = -(-(self.total_steps - self.global_step) // often) if often > 0 else 1
+        self.saver.check_room(size, saves, way_out)
+
+    def train(self, tracking: Tracking) -> int | None:
+        """Runs the steps that are left; returns the signal that ended them early, if one did.
+
+        A signal waits for the end of a step, which is then saved, whenever the next save is due.
+        """
+        settings, ending = self.config.trainer, None
+        with Requests(self.outlook) as requests:
+            while self.global_step < self.total_steps and ending is None:
                 self.global_step += 1
                 batch, self.metrics = self.step()
                 if self.can_validate and self.is_due(settings.test_freq):
                     self.metrics |= self.validate()
                 self.after_step(batch)
-                if self.is_due(settings.save_freq):
+                asked, ending = requests.take()
+                if asked or self.is_due(settings.save_freq):
                     self.metrics |= self.save()
                 tracking.log(self.global_step, self.metrics)
                 for watch in self.watches:
                     watch.check(self.metrics, batch)
-            self.saver.check(self.global_step)
-        print(files_left(self.folder))
-        return self.validation
+        return ending
+
+    def outlook(self) -> tuple[str, str]:
+        """Says when what a signal asks for will be done, and what a second one would lose."""
+        return f"step {self.global_step} is saved when it is done", steps_lost(self.saver.newest, self.global_step)
 
     def is_due(self, frequency: int) -> bool:
         """Whether something that is done every `frequency` steps (-1: never), and after the last, is done now."""
@@ -140,10 +179,15 @@ class Run:
         folder = checkpoint_to_resume(self.config)
         if folder is None:
             return
+        print(f"resuming from {folder}: training goes on from its weights, not from those of {model_key(self.config)}")
+        for line in config_drift(folder / CONFIG_FILE, self.config):
+            print(f"  config changed since: {line}")
+        trusted = self.config.trainer.trust_checkpoint
         for name, model in self.models.items():
             model.load(folder.resolve() / name)
-        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted=True)
-        read_part(folder / "trainer_state.pt", self.restore, trusted=True)
+        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
+        read_part(folder / "trainer_state.pt", self.restore, trusted)
+        self.saver.newest = self.global_step
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what `write_state` wrote to trainer_state.pt."""

@@ -44,7 +44,7 @@ from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting
 from data.seeding import derive_seed, seed_everything
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from training.checkpoint import CONFIG_FILE
+from training.checkpoint import CONFIG_FILE, checkpoint_to_resume
 from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
@@ -132,6 +132,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     tokenizer = load_tokenizer(config.model, "model")
     model_config = load_model_config(config.model, config.model.path, "model.path")
     check_positions(model_config, data.max_length, "model.path", "data.max_length")
+    checkpoint_to_resume(config)  # or raises
     end_id = template_terminator(tokenizer)
     end_id = tokenizer.eos_token_id if end_id is None else end_id
     rows = SFTDataset(data.train_files, tokenizer, data, end_id)

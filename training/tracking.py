@@ -184,7 +184,8 @@ class ConsoleView:
 
     def log(self, step: int, data: Mapping[str, float]) -> None:
         validation = validation_headline(data)
-        self.validation = validation or self.validation
+        if validation:
+            self.validation = f"{validation} at step {step}"
         line = "  ".join(self._headlines(step, data))
         now = time.monotonic()
         if self.progress:

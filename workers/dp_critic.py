@@ -46,6 +46,10 @@ class DataParallelPPOCritic:
         """Writes the parts of the critic named in `contents`."""
         self.engine.save(folder, contents)
 
+    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
+        """`TrainEngine.checkpoint_bytes`."""
+        return self.engine.checkpoint_bytes(contents)
+
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
         self.engine.load(folder)

@@ -138,6 +138,13 @@ class TrainEngine:
                 torch.save(parts[name][0](), folder / part_file(name))
         save_pretrained(self.module, folder, with_weights="hf_model" in contents)
 
+    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
+        """Returns the size of what `save` writes of `contents`, the optimiser's moments after a step included."""
+        weights = {weight.data_ptr(): weight.nbytes for weight in self.module.state_dict().values()}  # tied ones once
+        trained = sum(weight.nbytes for weight in self.module.parameters() if weight.requires_grad)
+        sizes = {"model": sum(weights.values()), "hf_model": sum(weights.values()), "optimizer": 2 * trained}
+        return sum(sizes.get(part, 0) for part in contents)
+
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote.
 

@@ -92,6 +92,9 @@ class RemoteTrained(RemoteRole):
     def load(self, folder: Path) -> None:
         self.call("load", folder)
 
+    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
+        return self.call("checkpoint_bytes", contents)[0]
+
 
 class RemoteActor(RemoteScorer, RemoteTrained):
     def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.process import VARIABLES
+from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
 from workers.collectives import connect, join_group, open_store
@@ -64,7 +64,8 @@ class RayWorkerGroup:
         self.size = resources.workers
         with ExitStack() as taken:  # given back if anything below fails
             if not ray.is_initialized():
-                ray.init(include_dashboard=False)
+                with children_apart():
+                    ray.init(include_dashboard=False)
                 taken.callback(ray.shutdown)
             placement = reserve(resources)
             taken.callback(remove_placement_group, placement)
@@ -269,7 +270,8 @@ def joins_cluster() -> bool:
     if ray.is_initialized():
         return True
     try:
-        ray.init(address="auto")
+        with children_apart():
+            ray.init(address="auto")
     except ConnectionError:
         return False
     return True

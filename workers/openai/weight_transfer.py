@@ -8,14 +8,12 @@ this node or another. On a CPU all of it is tried but NCCL itself, for which a t
 
 import asyncio
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -26,6 +24,7 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.schema import OpenAISettings, RolloutConfig, openai_settings
 from data.concurrency import in_thread
+from data.files import passing_folder
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
 from workers.openai.shared_weights import write_weights
 from workers.vllm_setup import vllm_process
@@ -122,10 +121,10 @@ class SharedMemory(WeightTransfer):
         time."""
         shared = self.settings.weights_folder
         try:
-            with tempfile.TemporaryDirectory(prefix="weights_", dir=shared) as folder:
-                write_weights(weights, Path(folder))
+            with passing_folder(shared, "nano_verl_weights_") as folder:
+                write_weights(weights, folder)
                 with self.update(version):
-                    self.ask("POST", "/update_weights", {"update_info": {"folder": folder}})
+                    self.ask("POST", "/update_weights", {"update_info": {"folder": str(folder)}})
         except ServerError:  # an OSError too
             raise
         except (OSError, SafetensorError) as error:
