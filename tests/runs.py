@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +93,17 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
         finally:
             os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
             process.wait()
+
+
+def signalled(step: Callable, number: int, sent: int) -> Callable:
+    """The method `step`, which sends this process a signal in the step of that `number`."""
+
+    def sending(self):
+        if self.global_step == number:
+            os.kill(os.getpid(), sent)
+        return step(self)
+
+    return sending
 
 
 def end_with_parent() -> None:

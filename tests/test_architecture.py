@@ -59,7 +59,6 @@ EXEMPT = {
         "custom/tiny_model.py": "a command",
         "data/data_report.py": "says what became of the rows of files",
         "main.py": "the batch arithmetic, at the start of a run",
-        "training/checkpoint.py": "says what a run resumes from",
         "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",
         "training/main_server.py": "says where it serves",

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,6 +241,29 @@ def test_files_of_the_workers_may_not_run_code(tmp_path):
     with pytest.raises(ValueError, match=r"model.pt holds Python objects \(pathlib.*trainer.trust_checkpoint=true"):
         read_part(path, print)
     read_part(path, print, trusted=True)
+
+
+def test_arrays_and_numbers_of_numpy_are_no_code(tmp_path):
+    state, read = {"rates": np.array([0.5, 1.0]), "mean": np.float64(2.0), "seen": {1, 2}, "ids": np.arange(3)}, []
+    torch.save(state, tmp_path / "data.pt")
+    read_part(tmp_path / "data.pt", read.append)
+    assert repr(read) == repr([state])
+
+
+@pytest.mark.parametrize(
+    ("keep", "saves", "said"),
+    [(None, 1, ""), (1, 9, ""), (None, 3, "not enough for 3 of them"), (2, 9, "not enough for 3 of them")],
+)
+def test_the_disk_has_room_for_a_checkpoint_before_training_or_the_run_ends(
+    tmp_path, monkeypatch, capsys, keep, saves, said
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=25 * 10**8))
+    saver = Saver(tmp_path, lambda *_: None, ["model"], keep)
+    saver.check_room(10**9, saves)
+    err = capsys.readouterr().err
+    assert said in err and bool(said) == ("max_ckpt_to_keep" in err)
+    with pytest.raises(ConfigError, match=rf"takes 3 GB, and .*{tmp_path} has 2.5 GB free.*save_contents\) or so"):
+        saver.check_room(3 * 10**9, saves, " or so")
 
 
 def test_the_global_generators_go_on_where_they_were(tmp_path):

@@ -1,6 +1,7 @@
 """Supervised training: the loss, which positions it trains, what it learns, how it goes on, which rows it refuses."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from tests.runs import Stopped, learning_metrics
+from tests.runs import Stopped, learning_metrics, signalled
 from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
@@ -243,6 +244,16 @@ def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, t
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
             patch.setattr(Tracking, "log", stop_or_go_on)
             run(four_steps(tmp_path, tiny_model))
+    run(four_steps(tmp_path, tiny_model))
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_after_its_step_which_is_saved(tiny_model, unbroken, tmp_path, capfd, number):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SFTTrainer, "step", signalled(SFTTrainer.step, 3, number))
+        run(four_steps(tmp_path, tiny_model, "trainer.save_freq=-1"))
+    assert "after step 3 of 4, which is saved: the same command goes on from it" in capfd.readouterr().out
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
 
