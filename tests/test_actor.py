@@ -120,13 +120,6 @@ def test_a_row_without_policy_tokens_changes_nothing(policy: PreTrainedModel, mo
     assert metrics == pytest.approx(metrics_without, rel=1e-4, abs=1e-7)
 
 
-def test_gradient_checkpointing_changes_memory_not_gradients(tiny_model: Path, policy: PreTrainedModel):
-    frugal = load_causal_lm(ModelConfig(path=str(tiny_model), enable_gradient_checkpointing=True))
-    _, gradient, _ = update(make_actor(frugal), ragged_batch())
-    _, wanted, _ = update(make_actor(policy), ragged_batch())
-    assert relative_distance(gradient, wanted) < 1e-6
-
-
 def test_samples_of_one_token_share_the_forward_pass_of_their_prompt(policy: PreTrainedModel):
     """…and have the gradient of the definition: prompts 0 and 1 five times each, with answers of their own."""
     batch = ragged_batch().select_idxs([0, 1] * 5)
@@ -229,21 +222,6 @@ def test_a_loss_that_is_not_finite_leaves_no_trace(policy: PreTrainedModel, colu
     metrics, _, wanted = update(clean, ragged_batch(1))
     assert metrics["actor/skipped_updates"] == 0
     assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
-
-
-def test_a_loss_of_the_documented_arguments_is_enough(policy: PreTrainedModel):
-    @register_policy_loss("reinforce_for_test")
-    def reinforce(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config=None):
-        return -(log_probs * advantages * response_mask).sum() / config.global_batch_info["batch_num_tokens"], {}
-
-    batch = ragged_batch()
-    batch.batch = batch.batch.exclude("rollout_is_weights")
-    config = replace(ALL_TERMS, policy_loss=PolicyLossConfig("reinforce_for_test"), use_kl_loss=False, entropy_coeff=0)
-    metrics, _, _ = update(make_actor(policy, config), batch)
-    scored = old_log_probs(policy, batch)
-    mask = batch.batch["response_mask"].bool()
-    assert metrics["actor/loss"] == pytest.approx(-(scored * batch.batch["advantages"])[mask].mean().item(), rel=1e-5)
-    assert "actor/entropy" not in metrics
 
 
 def test_sum_pi_squared_is_that_of_the_distribution_sampled_from(policy: PreTrainedModel):

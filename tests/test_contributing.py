@@ -93,7 +93,8 @@ MISTAKES = {
         "my_estimator.py", "@register_adv_est needs the name by which the config finds the function",
     ),
     "another name in the config": (
-        "An estimator", "adv_estimator=sign", "adv_estimator=sing", "algorithm.adv_estimator=sing: ", "'sign'",
+        "An estimator", "adv_estimator=sign", "adv_estimator=sing",
+        "algorithm.adv_estimator=sing: ", "'sign'", "'grpo'", "my_estimator.py",
     ),
     "a file that nobody imports": (
         "An estimator", "actor_rollout_ref.model.external_lib=my_estimator.py", "trainer.seed=0",
@@ -115,14 +116,6 @@ MISTAKES = {
     "an argument that no run has": (
         "An estimator", "response_mask, index):", "response_mask, index, group_size):",
         "algorithm.adv_estimator=sign needs ['group_size'], which this run does not have", "adv_estimator_kwargs",
-    ),
-    "a loss without metrics": (
-        "A policy loss", "**config.global_batch_info), {}", "**config.global_batch_info)",
-        "the policy loss trusting", "my_loss.py) returned [()]", "and a dict of metrics",
-    ),
-    "a loss by token": (
-        "A policy loss", "return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}",
-        "return losses, {}", "my_loss.py) returned [", "a tensor of shape () as from agg_loss",
     ),
     "a setting that the loss does not take": (
         "A policy loss", "{limit: 0.5}", "{limits: 0.5}",

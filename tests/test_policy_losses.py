@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from training.core_algos import (
     compute_policy_loss_reinforce,
     get_policy_loss_fn,
 )
+from training.policy_loss import LossConfig, call_policy_loss
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
@@ -516,8 +518,6 @@ def test_a_dual_clip_at_or_below_one_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy_loss.loss_mode=dro"], r"loss_mode=dro needs .*dro_beta"),
-        (["policy_loss.clip_cov_lb=5"], r"clip_cov_lb=5\.0 must be below .*clip_cov_ub=5\.0"),
         (["policy_loss.dro_beta=0"], r"dro_beta=0\.0 must be above 0"),
         (["policy_loss.kl_cov_ratio=1.5"], r"kl_cov_ratio=1\.5 must be at most 1"),
         (["tau_pos=0"], r"tau_pos=0\.0 must be above 0"),
@@ -526,6 +526,64 @@ def test_a_dual_clip_at_or_below_one_is_refused():
 def test_settings_that_cannot_work_are_refused_before_the_run(overrides, message):
     with pytest.raises(ConfigError, match=message):
         check_config(compose(*(f"actor_rollout_ref.actor.{override}" for override in overrides)))
+
+
+# A user's loss
+
+ROWS = [torch.full((2, 3), -1.0), torch.full((2, 3), -1.5, requires_grad=True), torch.ones(2, 3), torch.ones(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda ratio: ratio.mean(), r"returned \[\(\)\]; it must return the loss, a tensor of shape \(\)"),
+        (lambda ratio: (ratio, {}), r"returned \[\(2, 3\), 'dict'\]"),
+        (lambda ratio: (ratio.mean(), 0.5), r"returned \[\(\), 'float'\]"),
+        (lambda ratio: (ratio.mean(), 0.5, 0.25), r"returned \[\(\), 'float', 'float'\]"),
+        (lambda ratio: (ratio.mean(), {"own/ratio": ratio}), r"metrics of which \['own/ratio'\] are not numbers"),
+        (lambda ratio: (ratio.mean(), ratio, 0.1, 0.2), r"metrics of which \['actor/pg_clipfrac'\] are not numbers"),
+        (lambda ratio: (ratio.detach().mean(), {}), "a loss that does not depend on the log-probs"),
+    ],
+)
+def test_what_a_loss_gets_wrong_is_named_with_its_file(result, words):
+    def mine(old, new, advantages, mask):
+        return result((new - old).exp())
+
+    with pytest.raises(ValueError, match=rf"the policy loss .*mine \({re.escape(__file__)}\) returned .*") as caught:
+        call_policy_loss(mine, ROWS, "token-mean", LossConfig(), {})
+    assert re.search(words, str(caught.value))
+
+
+def test_a_loss_is_given_what_it_takes_in_every_form():
+    given = {}
+
+    def note(old, new, advantages, mask, **rest):
+        given.update(rest)
+        return new.sum(), {"own/tensor": new.mean(), "own/flag": True}
+
+    def by_place(old, new, advantages, mask, mode, *, config, scale):
+        return note(old, new, advantages, mask, by_place=mode, config=config, scale=scale)
+
+    def by_text(old, new, advantages, mask, mode="?", scale=1.0):
+        return note(old, new, advantages, mask, by_text=mode, scale=scale)
+
+    def no_mode(old, new, advantages, mask, scale=1.0):
+        return note(old, new, advantages, mask, scale=scale)
+
+    config = LossConfig(clip_ratio=0.2)
+    for function, wanted in (
+        (by_place, {"by_place": "token-sum", "config": config, "scale": 3}),
+        (by_text, {"by_text": "token-sum", "scale": 3}),
+        (no_mode, {"scale": 3}),
+        (note, {"loss_agg_mode": "token-sum", "config": config, "scale": 3}),
+    ):
+        given.clear()
+        _, metrics = call_policy_loss(function, ROWS, "token-sum", config, {"scale": 3})
+        assert given == wanted and metrics == {"own/tensor": -1.5, "own/flag": 1.0}
+    given.clear()
+    call_policy_loss(no_mode, ROWS, "token-sum", config, {})
+    assert given == {"scale": 1.0}, "a fifth argument with a number for a default is no mode"
+    assert config.get("clip_ratio") == config["clip_ratio"] == 0.2 and config.get("none", 1) == 1
 
 
 # The actor

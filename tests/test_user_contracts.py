@@ -2,7 +2,7 @@
 versions that are absent.
 
 Forms with a module of their own: commands (test_verl_commands.py), old spellings (test_config.py), rows of other shapes
-(test_rl_dataset.py), rewards without a model (test_reward.py), estimators (test_extension.py), checkpoints
+(test_rl_dataset.py), rewards without a model (test_reward.py), estimators (test_contributing.py), checkpoints
 (test_checkpoint.py).
 """
 

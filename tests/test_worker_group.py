@@ -12,7 +12,6 @@ from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
-from tests.test_extension import USERS_FILE
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
@@ -42,6 +41,32 @@ class MyRollout(HFRollout):
         data.batch["rollout_log_probs"] += torch.rand(1)
         data.non_tensor_batch["end_reason"][:] = "mine"
         return data
+"""
+
+# An estimator as in a textbook, and a loss as verl's users write them.
+MY_ALGORITHM = """
+import torch
+
+from training.core_algos import register_adv_est, register_policy_loss
+
+
+@register_adv_est("textbook_gae")
+def textbook_gae(rewards, values, dones, gamma, gae_lambda):
+    advantages, running = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(rewards.shape[1])):
+        following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+        alive = 1 - dones[:, t]
+        running = rewards[:, t] + gamma * following * alive - values[:, t] + gamma * gae_lambda * alive * running
+        advantages[:, t] = running
+    return advantages, advantages + values
+
+
+@register_policy_loss("plain_ratio")
+def plain_ratio(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode, config=None, scale=1.0):
+    ratio = (log_probs - old_log_probs).exp()
+    tokens = config.global_batch_info["batch_num_tokens"]
+    loss = -scale * (advantages * ratio * response_mask).sum() / tokens
+    return loss, {"own/ratio": ((ratio * response_mask).sum() / response_mask.sum()).item(), "own/scale": scale}
 """
 
 # Rows that carry an object of a class of the user's, which the worker has to be able to unpickle.
@@ -89,7 +114,7 @@ def full_run(tiny_model: Path, folder: Path, *more: str) -> Config:
 def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: Path):
     """Bit by bit, weights too, with an engine, a dataset, an estimator and a loss of the user's; the Ray that `run`
     started ends with it."""
-    for name, text in {"rollout": MY_ROLLOUT, "dataset": MY_DATASET, "algorithm": USERS_FILE}.items():
+    for name, text in {"rollout": MY_ROLLOUT, "dataset": MY_DATASET, "algorithm": MY_ALGORITHM}.items():
         (tmp_path / f"my_{name}.py").write_text(text)
     options = [
         f"actor_rollout_ref.rollout.name={tmp_path}/my_rollout.py",
