@@ -23,6 +23,7 @@ Prompt = str | list[Message]
 RM_KEY = "reward.reward_model.model"  # where the config has the reward model
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
 THOUGHT = "thought-0417"
+THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
 
 
@@ -170,6 +171,14 @@ class ChatFormat:
         if whole.count(ANSWER) != 1 or not whole.startswith(starts):
             raise self._refusal(f"writes what comes before {messages_named(messages)} otherwise than without them")
         return whole.partition(ANSWER)[2]
+
+    def check_keeps_thoughts(self, role: str) -> None:
+        """Raises ValueError if the template leaves out what earlier answers thought once a message of `role` follows:
+        the policy would be trained with it in view, and asked without."""
+        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": THOUGHTFUL}]
+        told = {"role": role, "content": QUESTION}
+        if THOUGHT not in self.render([*turns, told], generation_prompt=True):
+            raise self._refusal(f"drops the thoughts of an answer before {messages_named([told])}")
 
     def render(self, messages: list[Message], generation_prompt: bool) -> str:
         """Messages as the text that the template makes of them."""

@@ -126,6 +126,21 @@ def test_a_template_that_does_not_only_append_is_named(name: str):
         ChatFormat(tokenizer, {}).increment([{"role": "user", "content": "b"}], stopped=True)
 
 
+def test_a_template_that_drops_the_thoughts_of_earlier_answers_is_refused_where_a_user_speaks_again():
+    """As Qwen 3's, which keeps them while tools answer."""
+    drops = (
+        "{% set last = messages | map(attribute='role') | list %}{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+        "{% if m.role == 'assistant' and last[-1] == 'user' %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    chat = ChatFormat(tokenizer_with(drops, "<|im_end|>"), {})
+    chat.check_keeps_thoughts("tool")
+    with pytest.raises(ValueError, match=r"drops the thoughts of an answer before .*role user.*custom_chat_template"):
+        chat.check_keeps_thoughts("user")
+    for template, end in TEMPLATES.values():
+        ChatFormat(tokenizer_with(template, end), {}).check_keeps_thoughts("user")
+
+
 def test_template_kwargs_and_tools_reach_the_template():
     messages = "{% for m in messages %}{{ m.content }};{% endfor %}"
     template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + messages

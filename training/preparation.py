@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, notice
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig
-from data.chat import RM_KEY, reward_tokenizer
+from data.chat import RM_KEY, ChatFormat, reward_tokenizer
 from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
 from data.interactions import interaction_of, load_interactions
@@ -98,6 +98,7 @@ def prepare(config: Config) -> Parts:
         reward_tokenizer(config.reward.reward_model.model, tokenizer)
     reward = load_reward_manager(config.reward, tokenizer, environment)
     data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
+    check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader:
@@ -355,6 +356,14 @@ def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) 
             "actor_rollout_ref.model.custom_chat_template."
         )
     return [tool.tool_schema.model_dump() for tool in tools.values()]
+
+
+def check_goes_on(config: Config, chat: ChatFormat) -> None:
+    """Raises ValueError if others speak after an answer, and the template drops what the answer thought."""
+    settings, env = config.actor_rollout_ref.rollout.multi_turn, config.env
+    plays = env.id is not None and env.mode == "episode" and env.history == "transcript"
+    if plays or (settings.enable and settings.interaction_config_path):
+        chat.check_keeps_thoughts("user")
 
 
 def check_rows(settings: MultiTurnConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
