@@ -194,7 +194,7 @@ MISTAKES = {
     ),
     "a reward of text": (
         "A reward", "    return {", "    return ground_truth, {",
-        "the reward compute_score", "my_reward.py) returned [", "it must be a number, or a dict",
+        "the reward compute_score", "my_reward.py) failed: it returned [", "a score is a number, or a dict with it",
     ),
     "a reward that is not there": (
         "A reward", "def compute_score", "def score", "my_reward.py has no 'compute_score'; it has score",
