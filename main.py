@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 from contextlib import AbstractContextManager, nullcontext
 
-from configs.errors import refusals, users_line_noted
+from configs.errors import refusals, users_line_noted, warns_of_close
 from configs.settings import with_settings
 from data.files import sole_run
 from training.dry_run import dry_run
@@ -78,3 +78,6 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     finally:
         for group in distinct_groups(pools):
             group.close()
+        if parts.environment is not None:
+            with warns_of_close("the environment"):
+                parts.environment.close()

@@ -5,6 +5,7 @@ HYDRA_FULL_ERROR=1 shows its traceback. Bugs of this repository, and all errors 
 """
 
 import difflib
+import logging
 import sys
 import sysconfig
 import traceback
@@ -25,6 +26,7 @@ if find_spec("omegaconf") is None:  # here, as all commands import this file fir
 
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+logger = logging.getLogger(__name__)
 noticed: set[Hashable] = set()
 ELSEWHERE = {  # name in other frameworks → ours
     "learning_rate": "lr",
@@ -85,6 +87,18 @@ def users_line_noted() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def warns_of_close(what: str) -> Iterator[None]:
+    """Turns an error of closing `what` into a warning: nothing depends on it any more."""
+    try:
+        yield
+    except Exception as error:
+        place = users_line(error)
+        logger.warning(
+            "%s could not be closed: %s: %s%s", what, type(error).__name__, error, f" ({place})" if place else ""
+        )
+
+
 def users_line(error: BaseException) -> str | None:
     """Returns file:line of the user's code nearest to the first cause of `error`; None if no such code was called."""
     chain = [error]
@@ -126,6 +140,11 @@ def notice_once(text: str, about: Hashable = None) -> None:
     if (key := about or text) not in noticed:
         noticed.add(key)
         notice(text)
+
+
+def printable(text: str) -> str:
+    """Spells out what has no UTF-8: half a character, as in a text that was decoded wrongly."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

@@ -104,6 +104,9 @@ class SuccessConfig(Frozen):
     )
     last_reward_above: float | None = setting(None, "The last reward must be above this.")
     return_above: float | None = setting(None, "The sum of the episode's rewards must be above this.")
+    said: bool | None = setting(
+        None, "The last info['success'] of the episode must have been this; what says nothing counts as false."
+    )
 
 
 @dataclass

@@ -116,7 +116,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs"}
+SETTINGS = {setting.name for setting in fields(TextEnv)} - {"env_id", "env_kwargs", "timeout"}
 
 
 def make_env(
@@ -132,7 +132,7 @@ def make_env(
 
     `random_maps=True, size=4` gives every seed its own map. `settings` that `TextEnv` has are its own, None being as
     good as unset; the others go to gymnasium (FrozenLake slips unless told `is_slippery=False`). Episodes are played in
-    so many `processes` of their own (0: in this one), each step in at most `timeout` seconds.
+    so many `processes` of their own (0: in this one), each step in at most `timeout` seconds, in the trial as well.
     """
     module, name, _ = split_id(env_id)
     if module:
@@ -152,7 +152,7 @@ def make_env(
             able = ", ".join(name for name, entry in ENVIRONMENTS.items() if "random_map" in entry)
             raise ValueError(f"random_maps=True works for {able}, without desc or map_name; got {env_id}, {env_kwargs}")
         entry["random_map"] = partial(random_map, size=env_kwargs.pop("size", 4))
-    environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed)
+    environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed, timeout=timeout)
     if environment.writes_out and environment.observation_names is None:
         shown = environment.start_state(0).text
         notice(

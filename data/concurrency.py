@@ -1,4 +1,4 @@
-"""Work beside the caller's: processes that can be killed, event loops in threads, user code with deadlines."""
+"""Work beside the caller's: processes that can be killed, and event loops in threads."""
 
 import asyncio
 import ctypes
@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from queue import SimpleQueue
 from threading import Thread, current_thread
 from typing import Any
 
@@ -310,83 +309,3 @@ def stop_loop(loop: asyncio.AbstractEventLoop, thread: Thread) -> None:
     loop.call_soon_threadsafe(loop.stop)
     if thread is not current_thread():
         thread.join(STOP_SECONDS)
-
-
-class Overdue(TimeoutError):
-    """A call was not done by its deadline."""
-
-
-class DaemonThreads:
-    """Threads that take one call at a time; there are as many as calls were ever under way at once."""
-
-    def __init__(self) -> None:
-        self.idle: list[SimpleQueue[Callable[[], None]]] = []
-
-    def submit(self, call: Callable[[], None]) -> None:
-        try:
-            calls = self.idle.pop()
-        except IndexError:  # atomic, unlike a look before it
-            calls = SimpleQueue()
-            Thread(target=self._serve, args=(calls,), daemon=True, name="user code").start()
-        calls.put(call)
-
-    def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            calls.get()()
-            self.idle.append(calls)
-
-
-threads = DaemonThreads()
-
-
-async def in_thread(function: Callable[..., Any], *arguments: Any, deadline: float | None = None) -> Any:
-    """Returns the result of `function(*arguments)`, computed in another thread while this event loop goes on.
-
-    Raises:
-        Overdue: it took more than `deadline` seconds (None: any).
-        Exception: `function` raised it.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(put: Callable[[Any], None], value: Any) -> None:
-        if not future.done():  # else given up
-            put(value)
-
-    def call() -> None:
-        try:
-            put, value = future.set_result, function(*arguments)
-        except BaseException as raised:  # handed on to whoever waits
-            put, value = future.set_exception, as_failure(raised)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, put, value)
-
-    threads.submit(call)
-    return await by_deadline(future, deadline)
-
-
-def as_failure(error: BaseException) -> Exception:
-    """Returns `error`, or an error that names it, where an event loop would take it for its own (SystemExit)."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    failure = RuntimeError(f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-async def by_deadline(future: asyncio.Future[Any], deadline: float | None) -> Any:
-    """Returns the result of `future`, which is cancelled if it is not there after `deadline` seconds (None: any).
-
-    Raises:
-        Overdue: it was not.
-        Exception: the future did, with a TimeoutError of its own too.
-    """
-    try:
-        done, _ = await asyncio.wait([future], timeout=deadline)
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-    if not done:
-        future.cancel()
-        raise Overdue(f"not done after {deadline:g} seconds")
-    return future.result()

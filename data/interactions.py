@@ -18,7 +18,12 @@ class BaseInteraction:
 
     Args:
         config: of the yaml, with the interaction's name.
+
+    Attributes:
+        blocks: whether its methods compute or wait without `await`; each call then runs in a thread of its own.
     """
+
+    blocks = False
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)

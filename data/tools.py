@@ -88,13 +88,14 @@ class BaseTool:
     Attributes:
         config: the tool's `config` of the yaml.
         tool_schema: in OpenAI's function format; name: the name in it.
-        blocks: whether `execute` computes or waits without `await`; it then runs in a thread of its own.
+        blocks: whether its methods compute or wait without `await`; each call then runs in a thread of its own.
+        max_concurrent: calls of all episodes that run side by side; more wait.
 
     Raises:
         ValueError: there is no schema, or it is none.
     """
 
-    blocks = False
+    blocks, max_concurrent = False, 64
     tool_schema: ToolSchema | None = None  # a class may bring its own
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:

@@ -6,6 +6,7 @@ was said becomes a `Sample`, a list of tokens, or several; `data.padding.collate
 DataProto (data/protocol.py).
 """
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ Message = dict[str, Any]  # of a chat: role, content
 ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
 FAILED_END_REASONS = (*ENVIRONMENT_FAILURES, "aborted", "reward_timeout", "reward_error")  # the row measures nothing
 END_REASONS = ("terminated", "env_truncated", "max_turns", "max_tokens", "context_full", *FAILED_END_REASONS)
+LARGEST_REWARD = 1e30  # sums of such still fit float32
 END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "aborted"}  # by an engine's finish_reason
 
 
@@ -83,6 +85,9 @@ class Reply:
     The policy goes on by `messages`, which are appended to all that was said, or by `prompt_ids`, a prompt of its own
     (the next turn is then a row of its own). Neither is read where there is an `end_reason`; where there is nothing of
     all that, the answer was the last.
+
+    Raises:
+        ValueError, TypeError: the reward is no finite number, or the content of a message no text that can be encoded.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -90,6 +95,31 @@ class Reply:
     reward: float = 0.0  # earned by the answer, and placed on its last token
     end_reason: str | None = None
     columns: Row = field(default_factory=dict)  # of the episode's rows, as they stand now: success, …
+
+    def __post_init__(self) -> None:
+        check_reward(self.reward)
+        for message in self.messages:
+            check_text(message.get("content"), " ".join(filter(None, (message["role"], message.get("name")))))
+
+
+def check_reward(reward: float) -> None:
+    """Raises ValueError or TypeError for a reward that is no finite number."""
+    if not -LARGEST_REWARD < reward < LARGEST_REWARD:  # not for NaN either
+        raise ValueError(f"the reward {reward} is no finite number below {LARGEST_REWARD:g}")
+
+
+def check_text(text: Any, speaker: str) -> None:
+    """Raises ValueError for what `speaker` says if it is no text, or one that no tokenizer encodes."""
+    if not isinstance(text, str):
+        raise ValueError(f"the {speaker} says {reprlib.repr(text)}, which is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise ValueError(
+            f"the {speaker} says a text that cannot be encoded: {found!r} at place {error.start} is half a character. "
+            "Decode bytes with errors='replace'"
+        ) from None
 
 
 PER_TOKEN = ("token_ids", "policy_mask", "log_probs", "weight_versions", "rewards", "turns")

@@ -1,10 +1,12 @@
 """Whole episodes: every token as it was sampled, every reward on its turn, and whatever fails counted and left out."""
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Event, get_ident
+from time import sleep
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -26,6 +28,7 @@ from tests.runs import compose
 from training.advantage import compute_advantage
 from training.environment import ENVIRONMENT, EnvSetup, begin_episodes
 from workers.agent_loop import AgentLoop
+from workers.agents import user_code
 from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf.rollout import HFRollout
@@ -59,6 +62,8 @@ class Counting(gym.Env):
             raise OSError("the board fell")
         if trouble == "hangs":
             stop_hanging.wait()
+        while trouble == "spins" and not stop_hanging.is_set():
+            pass
         if trouble == "garbage":
             return object(), 0.0, False, False, {}
         return self.count, float(action), self.count >= 5, False, {}
@@ -353,3 +358,136 @@ def test_a_request_that_the_engine_aborts_ends_its_episode(aborted_turn, said):
         and sample.token_ids[len(sample.token_ids) - len(said) :] == said
     )
     assert sample.extras["failure"] == f"the engine aborted the request of turn {aborted_turn}"
+
+
+class Held(Counting):
+    """Belongs to the thread that it was made in, as sqlite and GL do; counts how many are open."""
+
+    opened: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.home = get_ident()
+        self.opened.append(self.home)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict]:
+        assert get_ident() == self.home, "another thread"
+        return super().step(action)
+
+    def close(self) -> None:
+        self.opened.remove(self.home)
+        if self.home != get_ident():
+            raise OSError("the door is in another thread")
+
+
+gym.register("Held-v0", Held)
+
+
+def held(*overrides: str) -> tuple[Any, EnvSetup, AgentLoop]:
+    Held.opened.clear()
+    config = episodes_config(*overrides)
+    game = game_of(config, TOKENIZER, TextEnv("Held-v0", as_text, instruction="", max_turns=8))
+    said = "21"
+    engine = Scripted(config, TOKENIZER, lambda text, times: said[times % 2])
+    return config, game, AgentLoop(config, TOKENIZER, engine, game)
+
+
+def test_an_episode_keeps_its_thread_and_what_failed_is_closed_there(trouble: dict[int, str], caplog: Any):
+    """Over 12 generations of eight episodes, a quarter of which raise and some of which hang in Python code."""
+    trouble |= {102: "raises", 105: "spins", 107: "raises"}
+    alive = len(user_code.alive)
+    _, game, loop = held("env.timeout=0.5")
+    counts = []
+    for number in range(12):
+        seeds = [*range(100, 108)] if number % 4 == 1 else [*range(100, 105), 106, 107, 108]
+        batch = loop.generate_sequences(starts(game, seeds), SAMPLED, seed=number, first_row=0)
+        assert Counter(batch.end_reason)["env_error"] == 2, [*batch.failure]
+        assert "another thread" not in str([*batch.failure])
+        wait_for(lambda: not user_code.stuck)
+        counts.append((len(user_code.alive) - alive, len(Held.opened)))
+    threads, environments = zip(*counts, strict=True)
+    assert threads[3] == threads[-1] <= 8 + 2 and max(environments) <= 8 + 1  # one is the game's own
+    loop.close()
+    assert not Held.opened and "could not be closed" not in caplog.text
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        sleep(0.005)
+    raise AssertionError("it never held")
+
+
+def test_calls_that_never_end_are_counted_said_and_bounded(
+    trouble: dict[int, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    trouble |= {102: "hangs", 105: "hangs"}
+    monkeypatch.setattr("workers.agent_loop.MOST_STUCK", 3)
+    _, game, loop = held("env.timeout=0.2")
+    batch = loop.generate_sequences(starts(game, [101, 102, 105]), SAMPLED, seed=1, first_row=0)
+    assert Counter(batch.end_reason) == {"terminated": 1, "timeout": 2}
+    assert (
+        "calls of environments or tools that hang, each in a thread: 2." in caplog.text
+        and "env.processes=4" in caplog.text
+    )
+    with pytest.raises(RuntimeError, match=r"calls .* that hang, each in a thread: 4, more than 3\. .*env.processes=4"):
+        loop.generate_sequences(starts(game, [102, 105]), SAMPLED, seed=1, first_row=0)
+    open_ones = len(Held.opened)
+    stop_hanging.set()
+    wait_for(lambda: not user_code.stuck)
+    assert len(Held.opened) == open_ones - 4, "each is closed when its call is over"
+
+
+@pytest.mark.parametrize(
+    ("others", "had"),
+    [
+        ([], 6.4),
+        ([0.0] * 63, 6.4),  # they wait, and this one hangs
+        ([0.1] * 63, 0.1),  # all compute for 0.1 s, one after the other
+        ([6.4], 3.2),  # beside one that computes for ever, it has half of the time
+        ([6.39, *[1e-4] * 63], 3.2),
+    ],
+)
+def test_a_deadline_counts_the_seconds_that_a_thread_had(monkeypatch: pytest.MonkeyPatch, others, had):
+    """Of 6.4 seconds, in which other threads of user code computed for these."""
+    thread = user_code.UserThread()
+    now, times = [100.0], dict.fromkeys(range(len(others)), 5.0)
+    monkeypatch.setattr(user_code, "processor_times", lambda tick: dict(times))
+    monkeypatch.setattr(user_code.time, "monotonic", lambda: now[0])
+    seconds = thread._stopwatch()
+    now[0] += 6.4
+    times = {number: 5.0 + more for number, more in enumerate(others)} | {thread: 0.1}
+    assert seconds() == pytest.approx(had, abs=0.05)
+    monkeypatch.undo()
+    thread.calls.put(None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (float("nan"), "the reward nan is no finite number"),
+        (float("-inf"), "-inf is no finite number"),
+        (1e39, r"1e\+39 is no finite number below 1e\+30"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_its_episodes_failure(monkeypatch: pytest.MonkeyPatch, reward, says):
+    config, game = counting()
+    plain_step = Counting.step
+
+    def step(self: Counting, action: int) -> tuple:
+        moved = plain_step(self, action)
+        return (moved[0], reward, *moved[2:]) if self.seed == 102 else moved
+
+    monkeypatch.setattr(Counting, "step", step)
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101, 102])
+    assert [*batch.end_reason] == ["terminated", "env_error"] and batch.token_level_scores.isfinite().all()
+    assert re.search(f"{says}.*, after reset\\(seed=102\\) and actions \\[2\\]", batch.failure[1])
+
+
+@pytest.mark.parametrize("text", ["half \udc80", None, 5, [{"type": "text", "text": "a"}]])
+def test_a_reply_that_cannot_be_encoded_is_its_episodes_failure(monkeypatch: pytest.MonkeyPatch, text):
+    config, game = counting()
+    monkeypatch.setattr(CustomEnvDataset, "turn_messages", lambda self, state: [{"role": "user", "content": text}])
+    batch = played(config, game, Scripted(config, TOKENIZER, lambda text, times: "2"), [101])
+    assert batch.end_reason[0] == "env_error" and "the user says" in batch.failure[0]
+    assert ("that cannot be encoded: '\\udc80' at place 5" if text == "half \udc80" else "no text") in batch.failure[0]

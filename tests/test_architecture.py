@@ -48,7 +48,7 @@ EXEMPT = {
         "training/reward_score/reasoning_gym.py": "an answer that breaks the scorer of a task is none",
         "training/sandbox/child.py": "what a policy's program raises is its output",
         "training/scorers/program.py": "answers what the user's reward raised, in a process of its own",
-        "data/concurrency.py": "hands on to whoever waits what the user's code raised in a thread",
+        "workers/agents/user_code.py": "hands on to whoever waits what the user's code raised in a thread",
         "workers/agents/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },

@@ -5,6 +5,7 @@ import re
 import threading
 from collections import Counter, deque
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
+from custom.gym import text_env
 from custom.gym.planning import best_actions, shortest_paths
 from custom.gym.space_text import last_mention, mark_ansi
 from custom.gym.text_env import is_success, success_rule
@@ -671,7 +673,7 @@ def test_without_a_rule_the_environment_says_what_a_success_is_and_a_rule_has_th
     assert last_info(make_env("Said-v0", max_turns=2), "0", "0")["success"] is True
     assert last_info(make_env("Said-v0", max_turns=2), "0", "silence")["success"] is True  # what was said last
     assert last_info(make_env("Said-v0", max_turns=2, success={"terminated": True}), "0", "0")["success"] is False
-    assert make_env("Said-v0", success={}).success is None
+    assert make_env("Said-v0", success={}).success == SuccessConfig(said=True)
     with pytest.raises(ValueError, match=r"success has \['ended'\]: the conditions are terminated, last_reward_above"):
         make_env("Lock-v0", success={"ended": True})
 
@@ -812,3 +814,136 @@ def test_what_does_not_repeat_itself_may_play_episodes_but_has_no_other_states()
     assert env.reset(0) != env.reset(0) and env.step("1")[4]["turns"] == 1 and env.invalid_reward == 0.0
     with pytest.raises(ValueError, match=r"Unseeded-v0 is not repeatable: .* env\.mode=episode"):
         env.get_state(0)
+
+
+class Strange(Lock):
+    """Does at its second step what a test says."""
+
+    does = None
+    closed: ClassVar[list["Strange"]] = []
+
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        terminated = truncated = False
+        if self.tries != 2:
+            return observation, reward, terminated, truncated, info
+        return {
+            "four": (observation, reward, terminated, info),
+            "nan": (observation, float("nan"), terminated, truncated, info),
+            "array": (observation, reward, terminated, truncated, {"success": np.array([True])}),
+            "text": (observation, reward, terminated, truncated, {"success": "yes"}),
+            "half": (observation, reward, terminated, truncated, info),
+        }[self.does]
+
+    def close(self):
+        self.closed.append(self)
+        raise OSError("the door is stuck")
+
+
+gym.register("Strange-v0", Strange)
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("four", "step returned 4 values, as in gym before 0.26: gymnasium's returns observation, reward, terminated"),
+        ("nan", "the reward nan is no finite number"),
+        ("array", r"info\['success'\] is array\(\[ True\]\): it must be True, False or a number"),
+        ("text", r"info\['success'\] is 'yes': it must be True"),
+        ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
+    ],
+)
+def test_what_gymnasium_would_not_return_is_refused_at_the_trial_with_its_seed(monkeypatch, does, says):
+    monkeypatch.setattr(Strange, "does", does)
+    shown = lambda env, _: "half\udc80" if does == "half" and env.tries == 2 else str(env.tries)  # noqa: E731
+    with pytest.raises(RuntimeError, match=rf"{says}.*, after reset\(seed=\d\) and actions \[\d, \d\]"):
+        TextEnv("Strange-v0", shown)
+
+
+def test_what_is_not_used_any_more_is_closed_and_an_error_of_close_is_a_warning(caplog):
+    Strange.closed.clear()
+    env = TextEnv("Strange-v0", lambda env, _: "", random_map=lambda seed: {"digits": 2 + seed % 5}, repeatable=False)
+    for seed in range(4):
+        env.reset(seed)
+        env.start_state(seed)
+    assert len(Strange.closed) == 3
+    env.close()
+    assert len({*map(id, Strange.closed)}) == 4 + 4
+    assert "Strange-v0 could not be closed: OSError: the door is stuck" in caplog.text
+
+
+def test_a_trial_that_hangs_ends_by_the_timeout_and_one_that_takes_long_says_what_it_does(monkeypatch, capsys):
+    goes_on = threading.Event()
+
+    def step(self, action):
+        goes_on.wait()
+        return plain_step(self, action)
+
+    plain_step = Lock.step
+    monkeypatch.setattr(Lock, "step", step)
+    with pytest.raises(
+        ConfigError, match=r"move 1 took more than env\.timeout=0\.1 seconds: raise it, or leave the tr"
+    ):
+        build_environment(compose("env.id=Lock-v0", "env.timeout=0.1", "~env.kwargs", "env.val_episodes=0"))
+    monkeypatch.setattr(text_env, "TRIAL_SECONDS", 0.01)
+    threading.Timer(0.2, goes_on.set).start()
+    make_env("Lock-v0")
+    assert "Lock-v0 is tried out: 5 random walks of at most 20 moves are played twice" in capsys.readouterr().err
+
+
+class Late(Lock):
+    """Says success at its end alone, if it was one."""
+
+    def step(self, action):
+        moved = super().step(action)
+        return (*moved[:4], {"success": True}) if moved[2] else (*moved[:4], {})
+
+
+gym.register("Late-v0", Late)
+
+
+def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(monkeypatch, capsys):
+    env = make_env("Late-v0", max_turns=2)
+    assert env.success == SuccessConfig(said=True)  # as the walks of the trial have found
+    assert last_info(env, "?", "?")["success"] is False
+    monkeypatch.setattr(text_env, "TRIAL_MOVES", 0)
+    unseen = make_env("Late-v0", max_turns=8)
+    assert unseen.success is None
+    ended = next(info for info in (last_info(unseen, str(number)) for number in range(4)) if info["end_reason"])
+    assert ended["success"] is None and "Set env.success.said=true" in capsys.readouterr().err
+    told = make_env("Late-v0", max_turns=8, success={"said": True})
+    assert any(last_info(told, str(number))["success"] for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("ALE/Pong-v5", "another package: `pip install ale-py`, and env.id=ale_py:ALE/Pong-v5"),
+        ("MiniGrid-Empty-5x5-v0", "pip install minigrid`, and env.id=custom/examples/minigrid_env.py:MiniGrid-Empty"),
+    ],
+)
+def test_an_id_of_another_package_names_it(env_id, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make_env(env_id)
+
+
+def test_a_misspelt_setting_among_the_kwargs_meets_the_settings():
+    with pytest.raises(ConfigError, match=r"'action_name'.*Did you mean 'action_names', a setting of its text"):
+        build_environment(compose("env.id=Lock-v0", "~env.kwargs", "+env.kwargs.action_name=[a]"))
+
+
+def test_observations_that_are_texts_are_not_called_written_out(capsys):
+    class Talks(Lock):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Text(99)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "Good morning", {}
+
+        def step(self, action):
+            return ("And you?", *super().step(action)[1:])
+
+    gym.register("Talks-v0", Talks)
+    assert make_env("Talks-v0").start_state(0).text == "Good morning" and not capsys.readouterr().err

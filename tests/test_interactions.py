@@ -10,7 +10,6 @@ import pytest
 from configs.errors import ConfigError
 from configs.schema import DataConfig, MultiTurnConfig
 from custom.tiny_model import build_tokenizer
-from data.concurrency import Overdue
 from data.files import dump_jsonl
 from data.http import RequestRefused
 from data.interactions import BaseInteraction, interaction_of, load_interactions
@@ -19,6 +18,7 @@ from data.sampler import PromptLoader, SequentialSampler
 from tests.servers import answering
 from training.preparation import check_rows, tool_schemas
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
+from workers.agents.user_code import Overdue
 from workers.interactions.endpoint import EndpointInteraction
 
 GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"

@@ -26,6 +26,7 @@ from tests.runs import compose
 from training.environment import assign_agents
 from training.reward import FunctionReward, add_scores
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
+from workers.agents import user_code
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.agents.toolbox import Toolbox, ToolReplies, truncate
 from workers.tools.calculator import as_text, calculate
@@ -745,3 +746,76 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, server: dict, said:
     pytest.importorskip("mcp.client.client")  # of mcp 2
     with pytest.raises(ValueError, match=said):
         load_tools(mcp_yaml(tmp_path, server), None)
+
+
+# Tools that misbehave
+
+
+async def exits() -> str:
+    """Exits."""
+    sys.exit(3)
+
+
+async def cancels() -> str:
+    """Cancels."""
+    raise asyncio.CancelledError("mine")
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"), [(exits, "SystemExit: 3"), (cancels, "CancelledError: mine"), (broken, "no 1")]
+)
+def test_whatever_a_tool_raises_is_an_answer_and_others_go_on(tool, says):
+    box = toolbox(FunctionTool(tool), FunctionTool(slow), max_parallel_calls=2)
+    calls = called(tool.__name__, **({"x": 1} if tool is broken else {})) + called("slow", seconds=0.01)
+    replies = respond(box, calls)
+    assert [message["content"] for message in replies.messages] == [f"Error when executing tool: {says}", "done"]
+
+
+async def blocks(seconds: float) -> str:
+    """Waits without an await."""
+    time.sleep(seconds)
+    return "woke up"
+
+
+def test_an_async_tool_that_blocks_stops_no_other_and_is_moved_to_a_thread(monkeypatch, capsys):
+    monkeypatch.setattr(user_code, "LONGEST_STEP", 0.1)
+    blocking, waiting = FunctionTool(blocks), FunctionTool(slow)
+    box = toolbox(blocking, waiting, max_parallel_calls=2, tool_timeout=0.6)
+    texts = [message["content"] for message in respond(box, called("blocks", seconds=1.5)).messages]
+    assert texts == ["Error: no answer in 0.6 seconds"] and blocking.blocks and not waiting.blocks
+    assert "blocks keeps its event loop for more than 0.1 seconds without an await" in capsys.readouterr().err
+    both = respond(box, called("blocks", seconds=0.3) + called("slow", seconds=0.05))
+    assert [message["content"] for message in both.messages] == ["woke up", "done"]
+
+
+def test_calls_of_a_tool_side_by_side_have_a_limit_and_waiting_has_no_deadline():
+    running, most = [], []
+
+    def busy(number: int) -> str:
+        """Works."""
+        running.append(number)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(number)
+        return "done"
+
+    tool = FunctionTool(busy)
+    tool.max_concurrent = 3
+    boxes = [toolbox(tool, tool_timeout=0.2) for _ in range(40)]
+
+    async def all_at_once() -> list[ToolReplies]:
+        calls = (box.respond(box.parse(called("busy", number=place))) for place, box in enumerate(boxes))
+        return await asyncio.gather(*calls)
+
+    replies = asyncio.run(all_at_once())
+    assert max(most) <= 3 and {reply.messages[0]["content"] for reply in replies} == {"done"}
+
+
+@pytest.mark.parametrize("text", [5, ["a"], "half \udc80"])
+def test_a_tools_text_that_cannot_be_encoded_is_named(text):
+    class Odd(FunctionTool):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple:
+            return ToolResponse(text=text), 0.0, {}
+
+    with pytest.raises(ValueError, match=r"the tool weather says .*(no text|cannot be encoded)"):
+        respond(toolbox(Odd(weather)), called("weather", city="Rome"))

@@ -93,8 +93,10 @@ def build_environment(config: Config) -> Any | None:
     given |= {key: value for key, value in optional.items() if value is not None}  # a factory need not know the others
     if settings.mode == "episode":
         given["from_start"] = True
+    if settings.processes or settings.timeout != EnvConfig().timeout:
+        given |= {"timeout": settings.timeout}
     if settings.processes:
-        given |= {"processes": settings.processes, "timeout": settings.timeout}
+        given |= {"processes": settings.processes}
     if settings.success != SuccessConfig():
         given["success"] = settings.success
     try:

@@ -76,6 +76,7 @@ class Parts:
     reward: RewardManager
     train_loader: PromptLoader
     val_loader: PromptLoader | None
+    environment: Any | None
     game: EnvSetup | None
     can_validate: bool
     total_steps: int
@@ -116,6 +117,7 @@ def prepare(config: Config) -> Parts:
         reward=reward,
         train_loader=train_loader,
         val_loader=val_loader,
+        environment=environment,
         game=build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
         can_validate=has_validation(config),
         total_steps=total_steps,

@@ -18,17 +18,19 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import warns_of_close
 from configs.schema import Config
 from data.chat import ChatFormat
-from data.concurrency import loop_in_thread
+from data.concurrency import loop_in_thread, run_in_background
 from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Row, Sample, SamplingParams
-from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, Environment, EnvSetup, data_settings
+from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings
 from workers.agents.conversation import ToolEpisodes
-from workers.agents.environment import EnvEpisode
-from workers.agents.episode import Episode, EpisodeFailed, Limits, SingleAnswer, or_episode_error, play
+from workers.agents.environment import EnvEpisode, Seat
+from workers.agents.episode import Episode, Limits, SingleAnswer, play
+from workers.agents.user_code import MOST_STUCK, stuck
 from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout, nothing
 
@@ -71,7 +73,7 @@ class AgentLoop:
         self.config, self.engine = config, engine
         self.on_finished: Callable[[int, list[Sample]], None] = nothing  # hears of each row's episode when it is over
         rollout = config.actor_rollout_ref.rollout
-        self.game, self.free_environments = game, list[Environment]()
+        self.game, self.free_environments = game, list[Seat]()
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
         self.conversations = ToolEpisodes(rollout.multi_turn) if game is None else None
         schemas = self.conversations.schemas if self.conversations else []
@@ -85,7 +87,7 @@ class AgentLoop:
         An episode is one row, or one for each turn, which are neighbours. Row i draws by `seed` and by `first_row` + i,
         its place in the whole of which these prompts may be one worker's share.
         """
-        thread = CallingThread()
+        thread, before = CallingThread(), len(stuck)
         pump = AsyncEngine(self.engine, nullcontext, thread)
         rows = rows_of(prompts)
         numbers = range(first_row, first_row + len(rows))
@@ -95,6 +97,7 @@ class AgentLoop:
                 episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(rows, policies), loop))
             finally:
                 self.engine.abort([*pump.clients])
+        report_stuck(before)
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
@@ -113,7 +116,8 @@ class AgentLoop:
                 samples = await play(episode, policy.answer, self.chat, self.limits)
             finally:
                 policy.pump.forget(policy.row)
-                await close(episode)
+                with warns_of_close("an episode"):
+                    await episode.close()
             if samples[0].end_reason != "env_error":
                 break
         return samples
@@ -131,7 +135,10 @@ class AgentLoop:
     def close(self) -> None:
         """Gives back what environments hold."""
         while self.free_environments:
-            self.free_environments.pop().close()
+            run_in_background(self.free_environments.pop().leave(self.config.env.timeout))
+        if self.game is not None:
+            with warns_of_close("the environment that others are copies of"):
+                self.game.environment.close()
 
     def columns(self, prompts: DataProto, episodes: Sequence[Sequence[Sample]], names: Sequence[str]) -> DataProto:
         """Returns the episodes as a batch; the episode that row i of `prompts` began is called `names[i]`."""
@@ -151,12 +158,21 @@ class AgentLoop:
         return batch.union(began)
 
 
-async def close(episode: Episode) -> None:
-    """Closes an episode, whose rows are there already: one that fails to close is reported, and costs nothing."""
-    try:
-        await or_episode_error(episode.close())
-    except EpisodeFailed as failure:
-        logger.warning("an episode could not be closed: %s", failure)
+def report_stuck(before: int) -> None:
+    """Warns of user code that was given up and goes on, if there is more of it than `before`.
+
+    Raises:
+        RuntimeError: there are more than MOST_STUCK such calls.
+    """
+    remedy = (
+        "A thread cannot be ended. Play environments in processes, which are killed: env.processes=4; have a tool give "
+        "up by itself."
+    )
+    found = f"calls of environments or tools that hang, each in a thread: {len(stuck)}"
+    if len(stuck) > MOST_STUCK:
+        raise RuntimeError(f"{found}, more than {MOST_STUCK}. {remedy}")
+    if len(stuck) > before:
+        logger.warning("%s. %s", found, remedy)
 
 
 def rows_of(prompts: DataProto) -> list[Row]:

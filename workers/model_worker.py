@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
+from configs.errors import warns_of_close
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_modules
 from data.padding import collate
@@ -145,10 +146,11 @@ class ColocatedRollout:
             return generate_batch(self.engine, prompts, sampling, seed, first_row)
 
     def close(self) -> None:
-        self.engine.close()
-        self.early_scores.close()
-        if "agent_loop" in vars(self):
-            self.agent_loop.close()
+        """Closes engine, scorers and environments; of one that raises is warned, and the others are closed."""
+        for name in ("engine", "early_scores", "agent_loop"):
+            if name in vars(self):
+                with warns_of_close(name.replace("_", " ")):
+                    vars(self)[name].close()
 
     def update_weights(self, version: int) -> None:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""

@@ -6,7 +6,7 @@ The interface that they share with a worker in this process is workers/local_gro
 import os
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from configs.errors import warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
@@ -27,6 +28,7 @@ from workers.openai.weight_transfer import check_weight_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
+CLOSE_SECONDS = 5  # for workers to close what they hold: one that hangs is ended as it is
 DEATH_SECONDS = 3  # in which Ray has noticed that a process is gone
 COLOUR = re.compile(r"\x1b\[\d+m")
 
@@ -87,6 +89,11 @@ class RayWorkerGroup:
         return RayPending([worker.call.remote(role, method, share) for worker, share in calls])
 
     def close(self) -> None:
+        """Has every worker close what it holds, environments and engines, and ends them."""
+        calls = [worker.close.remote() for worker in self.workers]
+        for call in ray.wait(calls, num_returns=len(calls), timeout=CLOSE_SECONDS)[0]:
+            with warns_of_close("a worker"), suppress(ray.exceptions.RayActorError):  # one that died holds nothing
+                ray.get(call)
         self.taken.close()
 
 
@@ -207,6 +214,9 @@ class RemoteWorker:
 
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
+
+    def close(self) -> None:
+        self.worker.close()
 
     def call(self, role: str, method: str, share: tuple) -> Any:
         return getattr(self.worker.roles[role], method)(*share)

@@ -22,6 +22,7 @@ from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.concurrency import START_SECONDS, Channel, Child, ProcessEnded, run_in_background
 from data.import_utils import load_module
 
+READ = ("success", "action", "turns", "invalid", "return", "end_reason")  # of info; the rest stays in the process
 Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))
 
 
@@ -196,6 +197,8 @@ def play(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]
     try:
         for method, arguments in chapters:
             moved = getattr(episode, method)(*arguments)
+        if method == "act":
+            moved = (*moved[:4], {key: moved[4][key] for key in READ})
         return (moved, episode.state), None, ""
     except (RuntimeError, ValueError, TypeError) as error:
         raised = error if error.__cause__ is None else type(error)(f"{error} (at {users_line(error)})")

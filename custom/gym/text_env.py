@@ -9,14 +9,19 @@ import difflib
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
+from numbers import Real
+from threading import Thread
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from configs.errors import notice, notice_once, warns_of_close
 from configs.schema import SuccessConfig
 from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
 from custom.gym.space_text import (
@@ -31,8 +36,16 @@ from custom.gym.space_text import (
     read_action,
 )
 from data.import_utils import load_module
+from data.types import check_reward, check_text
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
+TRIAL_SECONDS = 2.0  # after which it says what takes so long
+MAX_WORLDS = 256  # environments that states are computed in
+PACKAGES = {  # what ids begin with -> the package, and the id with which it runs
+    "ALE/": ("ale-py", "ale_py:{}"),
+    "MiniGrid-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
+    "BabyAI-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
+}
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
 
@@ -85,13 +98,44 @@ def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfi
     return None if rule == SuccessConfig() else rule
 
 
-def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float) -> bool:
-    """Whether an episode that is over, with rewards that sum to `total`, fulfils every condition of `rule`."""
+def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total: float, said: bool = False) -> bool:
+    """Whether an episode that is over fulfils every condition of `rule`: its rewards sum to `total`, and `said` is what
+    info["success"] was last."""
     return (
         rule.terminated in (None, terminated)
+        and rule.said in (None, bool(said))
         and (rule.last_reward_above is None or last_reward > rule.last_reward_above)
         and (rule.return_above is None or total > rule.return_above)
     )
+
+
+def checked_reset(result: Any) -> Any:
+    """The observation of what `reset` returned; raises ValueError if it is of another form than gymnasium's."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError("reset returned no pair: gymnasium's returns observation, info (gym before 0.26: no info)")
+    return result[0]
+
+
+def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """Returns what `step` returned.
+
+    Raises:
+        ValueError, TypeError: it is of another form, its reward no finite number, or info["success"] no single truth.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        found = f"{len(result)} values" if isinstance(result, tuple) else reprlib.repr(result)
+        old = ", as in gym before 0.26" if found == "4 values" else ""
+        raise ValueError(
+            f"step returned {found}{old}: gymnasium's returns observation, reward, terminated, truncated, info"
+        )
+    observation, reward, terminated, truncated, info = result
+    check_reward(reward := float(reward))
+    success = info.get("success")
+    if not isinstance(success, Real | np.bool_ | None):
+        raise ValueError(
+            f"info['success'] is {reprlib.repr(success)}: it must be True, False or a number, or be left out"
+        )
+    return observation, reward, bool(terminated), bool(truncated), info
 
 
 @dataclass(eq=False)
@@ -127,6 +171,7 @@ class TextEnv:
     random_map: Callable[[int], dict[str, Any]] | None = None  # reset seed -> constructor arguments, hashable
     exclude_seeds: Collection[int] = ()  # held out: no training state has one of these seeds or a random map of theirs
     seed: int = 0  # of the sequence of training states
+    timeout: float | None = 60.0  # seconds that a reset or a step may take when it is tried out
 
     def __post_init__(self) -> None:
         self._build()
@@ -139,7 +184,7 @@ class TextEnv:
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
         self._set_observations()
-        self._world = lru_cache(maxsize=256)(self._make)  # environments to compute states in, apart from the episode's
+        self._worlds: dict[Layout, gym.Env] = {}  # to compute states in, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
         self._optimal = lru_cache(maxsize=1024)(self._find_optimal)  # all samples of a prompt ask for it
         self._space = self._env.action_space
@@ -156,24 +201,68 @@ class TextEnv:
         if self.reward not in ("progress", "env") or (self.reward == "progress" and not tabular):
             raise ValueError(f"reward={self.reward!r} for {self.env_id}: 'env', or 'progress' where it has a table P")
 
-    def _try_out(self) -> float:
-        """Plays a few random walks twice: the worst reward of a legal action, at most 0.
+    def _world(self, layout: Layout) -> gym.Env:
+        if layout not in self._worlds:
+            if len(self._worlds) == MAX_WORLDS:
+                self._close_one(self._worlds.pop(next(iter(self._worlds))))
+            self._worlds[layout] = self._make(layout)
+        return self._worlds[layout]
 
-        Raises ValueError if a walk went differently the second time: then no state could be restored.
+    def _try_out(self) -> float:
+        """Plays a few random walks twice, in a thread, as episodes are: the worst reward of a legal action, at most 0.
+
+        Raises ValueError if a walk went differently the second time: then no state could be restored; or if a move took
+        more than `timeout` seconds.
         """
-        worst = 0.0
-        for seed in range(TRIAL_WALKS):
-            env = self._world(self.layout(seed))
-            walk = random_walk(env, seed, TRIAL_MOVES)
-            first, second = (list(self._story(env, seed, walk)) for _ in range(2))
-            for played, (moment, again) in enumerate(zip(first, second, strict=False)):
-                self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
-            worst = min([worst, *(reward for _, reward, _ in first)])
-        table = transition_table(self._env)
-        if table is None:
-            return worst
-        check_table(table, self._world(self.layout(0)))
-        return min(worst, worst_reward(table))
+        worst: Future[float] = Future()
+
+        def play() -> None:
+            try:
+                worst.set_result(self._play_walks())
+            except Exception as error:
+                worst.set_exception(error)
+
+        self._tried = 0
+        Thread(target=play, daemon=True).start()
+        first = TRIAL_SECONDS if self.timeout is None else min(TRIAL_SECONDS, self.timeout)
+        for number, seconds in enumerate(chain([first], repeat(self.timeout))):
+            before = self._tried
+            try:
+                return worst.result(seconds)
+            except TimeoutError:
+                if worst.done():
+                    raise
+            if self._tried == before and seconds == self.timeout:
+                raise ValueError(
+                    f"{self.env_id} is tried out before it is used, and move {before} took more than env.timeout="
+                    f"{seconds:g} seconds: raise it, or leave the trial out by repeatable=False"
+                )
+            if number == 0:
+                notice(
+                    f"{self.env_id} is tried out: {TRIAL_WALKS} random walks of at most {TRIAL_MOVES} moves are played "
+                    "twice, to see that a reset to the same seed restores everything."
+                )
+        raise AssertionError("it is waited for as long as it takes")
+
+    def _play_walks(self) -> float:
+        worst, worlds = 0.0, {}
+        try:
+            for seed in range(TRIAL_WALKS):
+                layout = self.layout(seed)
+                env = worlds[layout] = worlds[layout] if layout in worlds else self._make(layout)
+                walk = random_walk(env, seed, TRIAL_MOVES)
+                first, second = (list(self._story(env, seed, walk)) for _ in range(2))
+                for played, (moment, again) in enumerate(zip(first, second, strict=False)):
+                    self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
+                worst = min([worst, *(reward for _, reward, _ in first)])
+            table = transition_table(self._env)
+            if table is None:
+                return worst
+            check_table(table, worlds[self.layout(0)])
+            return min(worst, worst_reward(table))
+        finally:
+            for env in worlds.values():
+                self._close_one(env)
 
     def _check_equal(self, moment: Moment, again: Moment, where: str) -> None:
         for what, one, other in zip(("observation", "reward", "end"), moment, again, strict=True):
@@ -188,12 +277,16 @@ class TextEnv:
         """Yields the state after the reset, then after each action until the episode is over."""
         played: list[Any] = []
         with self._blame(seed, played):
-            observation, _ = env.reset(seed=seed)
+            observation = checked_reset(env.reset(seed=seed))
             yield self._observe(env, observation), 0.0, False
             for action in actions:
+                self._tried += 1
                 played.append(action)
-                observation, reward, terminated, truncated, _ = env.step(native_action(env.action_space, action))
-                yield self._observe(env, observation), float(reward), bool(terminated or truncated)
+                moved = checked_step(env.step(native_action(env.action_space, action)))
+                observation, reward, terminated, truncated, info = moved
+                if "success" in info and self.success is None:
+                    self.success = SuccessConfig(said=True)
+                yield self._observe(env, observation), reward, terminated or truncated
                 if terminated or truncated:
                     return
 
@@ -201,16 +294,22 @@ class TextEnv:
         """Chooses how observations become text where no function does it: rendered, or written out."""
         renders = "ansi" in self._env.metadata.get("render_modes", ())
         self._renders = self.observation_to_text is None and renders
-        self.writes_out = self.observation_to_text is None and not renders
+        self._observed = None
         if self._renders and self._env.render_mode != "ansi":
+            self._close_one(self._env)
             self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
             self._env = self._make(self._layout)
-        if self.writes_out:
+        if self.observation_to_text is None and not renders:
             self._observed = observation_space(self._env)
             try:
                 check_observations(self._observed, self.observation_names)
             except ValueError as error:
                 raise ValueError(f"{self.env_id}: {error}") from error
+
+    @property
+    def writes_out(self) -> bool:
+        """Whether observations are written out: no function and no rendering makes texts of them, and they are none."""
+        return self._observed is not None and not isinstance(self._observed, gym.spaces.Text)
 
     def _set_actions(self, space: gym.Space) -> None:
         self._answers: dict[int, str] = {}
@@ -266,12 +365,8 @@ class TextEnv:
         return self._restore(self._world(self.layout(seed)), seed, ())
 
     def get_state(self, i: int, reset_seed: int | None = None) -> EnvState:
-        """The i-th training state, fixed by (seed, i) and never terminal; with a `reset_seed`, of that seed's map.
-
-        Where a transition table is deterministic: uniform among the states within reach of the reset in which some
-        action is better than another, by a shortest way there. Elsewhere: the end of a random walk. With `from_start`:
-        the start.
-        """
+        """The i-th training state, fixed by (seed, i), not terminal, of `reset_seed` if given: a start (`from_start`),
+        one where some action is better, by a deterministic table's shortest way, or the end of a random walk."""
         seed = self.train_seed(i) if reset_seed is None else reset_seed
         if self.from_start:
             return self.start_state(seed)
@@ -310,11 +405,8 @@ class TextEnv:
         return next(iter(self.optimal_actions(state)), None)
 
     def compute_reward(self, state: EnvState, action: int | None) -> float:
-        """Reward of one action: under "progress" 1.0 if it is optimal, else 0.0; under "env" what the environment pays.
-
-        No legal action (None, or one outside the action space) earns 0.0 under "progress" and `invalid_reward` under
-        "env". The environment's randomness is restored with the state, so an action earns the same each time.
-        """
+        """Reward of one action, the same each time: under "progress" 1.0 if it is optimal, else 0.0; under "env" what
+        the environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space)."""
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
         if not self._is_legal(action):
@@ -372,6 +464,7 @@ class TextEnv:
         """Start an episode, from a training state if its `actions` are given too; returns the prompt."""
         layout = self.layout(seed)
         if layout != self._layout:
+            self._close_one(self._env)
             self._env, self._layout = self._make(layout), layout
         state = self._restore(self._env, seed, actions)
         self._seed, self._actions, self._text = seed, list(actions), state.text
@@ -400,7 +493,7 @@ class TextEnv:
         up a turn, and the text begins with `invalid_feedback`, or it ends the episode, as `invalid_action` says.
         `info` adds action, turns, invalid (answers so far), return (the sum of rewards so far), success and end_reason:
         terminated, env_truncated, max_turns, None. Success is what the rule `success` says of an episode that is over
-        (before, or after an illegal end: False); without a rule what the environment said last, None: nothing.
+        (before, or after an illegal end: False); without a rule None.
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
@@ -417,6 +510,11 @@ class TextEnv:
         self._over = reason is not None
         self._return += reward
         self._said = info.get("success", self._said)
+        if self.success is None and "success" in info:
+            notice_once(
+                f"{self.env_id} says info['success'] now, which it did not in the random walks at the start: it is not "
+                "counted. Set env.success.said=true to have it counted in all episodes; what says nothing is none then."
+            )
         info = {
             **info,
             "success": self._succeeds(terminated, reward, legal or not terminated),
@@ -433,19 +531,25 @@ class TextEnv:
         self._actions.append(action)
         with self._blame(self._seed, self._actions):
             given = native_action(self._space, action)
-            observation, reward, terminated, truncated, info = self._env.step(given)
+            observation, reward, terminated, truncated, info = checked_step(self._env.step(given))
             self._text = self._observe(self._env, observation)
-        return float(reward), bool(terminated), bool(truncated), info
+        return reward, terminated, truncated, info
 
     def _succeeds(self, terminated: bool, reward: float, fair: bool) -> bool | None:
         if self.success is None:
-            return self._said
-        return self._over and fair and is_success(self.success, terminated, reward, self._return)
+            return None
+        return self._over and fair and is_success(self.success, terminated, reward, self._return, self._said)
 
     def close(self) -> None:
-        """Give back what the running episode's environment holds; `reset` must not be called again."""
+        """Give back what its environments hold; one that raises costs a warning. It must not be asked again."""
         self._over = True
-        self._env.close()
+        for env in (self._env, *self._worlds.values()):
+            self._close_one(env)
+        self._worlds.clear()
+
+    def _close_one(self, env: gym.Env) -> None:
+        with warns_of_close(f"the environment {self.env_id}"):
+            env.close()
 
     def clone(self) -> "TextEnv":
         """A fresh environment with the same settings, to play several episodes side by side."""
@@ -466,6 +570,11 @@ class TextEnv:
             load_module(module)
         try:
             return gym.make(name, **settings)
+        except TypeError as error:
+            able = [setting.name for setting in fields(self)]
+            meant = [difflib.get_close_matches(key, able, n=1) for key in self.env_kwargs if f"'{key}'" in str(error)]
+            hint = f". Did you mean '{meant[0][0]}', a setting of its text?" if meant and meant[0] else ""
+            raise TypeError(f"{error}{hint}") from error
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
             close = difflib.get_close_matches(name, [*gym.registry], n=3)
             remedy = (
@@ -473,17 +582,22 @@ class TextEnv:
                 if module
                 else "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
             )
+            for start, (package, form) in PACKAGES.items() if not module else ():
+                if name.startswith(start):
+                    remedy = f"It is of another package: `pip install {package}`, and env.id={form.format(name)}."
             raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
 
     def _observe(self, env: gym.Env, observation: Any) -> str:
         if self._renders:
             text = env.render()
-        elif self.writes_out:
+        elif self._observed is not None:
             text = observation_text(self._observed, observation, self.observation_names)
         else:
             text = self.observation_to_text(env.unwrapped, observation)
         if not isinstance(text, str):
             raise TypeError(f"observation_to_text returned {text!r}, which is no text")
+        if not text.isascii():
+            check_text(text, "environment")
         return mark_ansi(text)
 
     def _play(self, env: gym.Env, seed: int, actions: Sequence[int]) -> EnvState:

@@ -1,19 +1,18 @@
 """Rows of data as episodes: the policy calls tools, and talks to a simulated user."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 from configs.schema import MultiTurnConfig
-from data.concurrency import by_deadline
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.tool_files import load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.types import Reply
 from workers.agents.episode import Episode
 from workers.agents.toolbox import Toolbox
+from workers.agents.user_code import in_users_loop
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
 
@@ -133,4 +132,4 @@ class ToolEpisode(Episode):
         return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
 
     async def _in_time(self, work: Any) -> Any:
-        return await by_deadline(asyncio.ensure_future(work), self.settings.tool_timeout)
+        return await in_users_loop(self.interaction, work, self.settings.tool_timeout)

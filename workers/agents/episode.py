@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import users_line
+from configs.errors import printable, users_line
 from data.chat import ChatFormat
 from data.types import END_REASON_OF, Completion, Reply, Row, Sample
 
@@ -120,7 +120,7 @@ async def or_episode_error(work: Awaitable[Any]) -> Any:
     except TimeoutError as error:
         raise EpisodeFailed("timeout", str(error)) from error
     except Exception as error:  # the boundary to the user's code: counted, shown, and never a reward of 0
-        said, place = f"{type(error).__name__}: {error}", users_line(error)
+        said, place = printable(f"{type(error).__name__}: {error}"), users_line(error)
         where = f" (at {place})" if place and "(at " not in said else ""
         raise EpisodeFailed("env_error", said + where) from error
 

@@ -5,13 +5,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from configs.errors import notice_once, users_line
+from configs.errors import notice_once, printable, users_line
 from configs.schema import MultiTurnConfig
-from data.concurrency import Overdue, by_deadline, in_thread
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
 from data.tools import BaseTool, ToolResponse, as_response, as_reward, checked_arguments
+from data.types import check_text
+from workers.agents.user_code import Overdue, in_users_loop
 
+places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[BaseTool, asyncio.Semaphore]] = WeakKeyDictionary()
 FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
 
 
@@ -71,6 +74,7 @@ class Toolbox:
         calls, rest = parsed.calls[:most], parsed.calls[most:]
         answers = await asyncio.gather(*map(self._answer, calls))
         for call, (text, reward, failure) in zip(calls, answers, strict=True):
+            check_text(text, f"tool {call.name}")
             replies.add(self._cut(text), call.name, reward, failure)
         for error in parsed.errors:
             replies.add(f"Error: {error}", failure="malformed")
@@ -81,9 +85,7 @@ class Toolbox:
     async def finish(self) -> dict[str, float]:
         """Returns the reward of the whole episode by name of the tools that were called."""
         return {
-            name: as_reward(
-                await self._in_time(self.tools[name].calc_reward(instance, **self._kwargs(name, "calc_reward")))
-            )
+            name: as_reward(await self._call(name, "calc_reward", instance, **self._kwargs(name, "calc_reward")))
             for name, instance in self.instances.items()
         }
 
@@ -92,7 +94,7 @@ class Toolbox:
         while self.instances:
             name, instance = self.instances.popitem()
             try:
-                await self._in_time(self.tools[name].release(instance, **self._kwargs(name, "release")))
+                await self._call(name, "release", instance, **self._kwargs(name, "release"))
             except Exception as error:
                 warn_once(name, error)
 
@@ -110,28 +112,24 @@ class Toolbox:
             return f"Error: no answer in {self.settings.tool_timeout:g} seconds", 0.0, "timeout"
         except Exception as error:  # whatever the user's tool raises is an answer to the policy, and is counted
             warn_once(call.name, error)
-            return f"Error when executing tool: {error}", 0.0, "raised"
-        return response.text or "", reward, None
+            return printable(f"Error when executing tool: {error}"), 0.0, "raised"
+        return "" if response.text is None else response.text, reward, None
 
     async def _execute(self, name: str, arguments: dict[str, Any]) -> tuple[ToolResponse, float]:
-        tool = self.tools[name]
         async with self.creating:  # parallel calls share the instance
             if name not in self.instances:
-                created = await self._in_time(tool.create(create_kwargs=self._kwargs(name, "create")))
+                created = await self._call(name, "create", create_kwargs=self._kwargs(name, "create"))
                 self.instances[name] = created[0] if isinstance(created, tuple) else created
-
-        async def execute() -> Any:
-            return await tool.execute(self.instances[name], arguments, **self._kwargs(name, "execute"))
-
-        if tool.blocks:  # in an event loop of its own
-            result = await in_thread(lambda: asyncio.run(execute()), deadline=self.settings.tool_timeout)
-        else:
-            result = await self._in_time(execute())
+        result = await self._call(name, "execute", self.instances[name], arguments, **self._kwargs(name, "execute"))
         response, reward, _ = result
         return as_response(response), as_reward(reward)
 
-    async def _in_time(self, work: Any) -> Any:
-        return await by_deadline(asyncio.ensure_future(work), self.settings.tool_timeout)
+    async def _call(self, name: str, method: str, *arguments: Any, **kwargs: Any) -> Any:
+        """Awaits a method of a tool; what waits because `max_concurrent` calls are under way has no deadline yet."""
+        tool = self.tools[name]
+        of_loop = places.setdefault(asyncio.get_running_loop(), {})
+        async with of_loop.setdefault(tool, asyncio.Semaphore(tool.max_concurrent)):
+            return await in_users_loop(tool, getattr(tool, method)(*arguments, **kwargs), self.settings.tool_timeout)
 
     def _kwargs(self, name: str, step: str) -> dict[str, Any]:
         return (self.tools_kwargs.get(name) or {}).get(f"{step}_kwargs") or {}

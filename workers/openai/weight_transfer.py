@@ -23,9 +23,9 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 from configs.schema import OpenAISettings, RolloutConfig, openai_settings
-from data.concurrency import in_thread
 from data.files import passing_folder
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
+from workers.agents.user_code import in_thread
 from workers.openai.shared_weights import write_weights
 from workers.vllm_setup import vllm_process
 

@@ -4,6 +4,7 @@ import signal
 from typing import Any
 
 from configs.errors import notice_once
+from configs.threads import available_cores
 from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
 from training.sandbox import check_fences, run_python
 
@@ -15,7 +16,7 @@ class PythonSandbox(BaseTool):
     `name` (python).
     """
 
-    blocks = True
+    blocks, max_concurrent = True, available_cores()[0]  # a program's seconds are those of the clock
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
