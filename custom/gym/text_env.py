@@ -348,17 +348,14 @@ class TextEnv:
         rng = np.random.default_rng((self.seed, i))
         for _ in range(1000):
             seed = int(rng.integers(2**31))
-            if self._start(seed) not in self._held_out:
+            if (self.layout(seed) or seed) not in self._held_out:
                 return seed
         raise ValueError(f"{self.env_id}: 1000 random maps were all held out: exclude fewer seeds or use larger maps")
 
     @cached_property
     def _held_out(self) -> frozenset[Layout]:
-        return frozenset(map(self._start, self.exclude_seeds))
-
-    def _start(self, seed: int) -> Layout | int:
-        """Identifies the start of an episode: the map where there are several, else the seed itself."""
-        return self.layout(seed) if self.random_map else seed
+        """The starts of the episodes that are held out: the map where there are several, else the seed itself."""
+        return frozenset(self.layout(seed) or seed for seed in self.exclude_seeds)
 
     def start_state(self, seed: int) -> EnvState:
         """The state in which `reset(seed)` starts."""
