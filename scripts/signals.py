@@ -26,7 +26,12 @@ GAMES = [
     *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "env.train_size=10", "env.val_episodes=0"),
     *("data.max_response_length=4", "trainer.log_val_generations=0"),
 ]
-TURNS = [*GAMES[:-2], "trainer.log_val_generations=0", "env.max_turns=3"]
+TURNS = [
+    *GAMES[:-2],
+    "trainer.log_val_generations=0",
+    "env.max_turns=3",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+]
 RUNS = {  # name: the command, without the model and the folder
     "grpo": ["main.py", "--config-name", "frozenlake", *SHORT, *GAMES],
     "ppo": ["main.py", "--config-name", "frozenlake_ppo", *SHORT, *GAMES],
@@ -49,7 +54,8 @@ def main(names: list[str]) -> int:
         failed = 0
         for name in names or RUNS:
             unbroken = root / "unbroken"
-            start(name, root, unbroken).wait()
+            if start(name, root, unbroken).wait():
+                raise SystemExit(unbroken.with_suffix(".log").read_text())
             for number in SIGNALS:
                 for group in (False, True):
                     cells, same = interrupt(name, root, number, group, unbroken)
