@@ -53,12 +53,15 @@ class Echo:
 
 
 class EchoWorker:
-    """A worker of that one role."""
+    """A worker of that one role; leaves a file `closed` in the folder when it is closed."""
 
-    def __init__(self) -> None:
-        self.roles = {"echo": Echo()}
+    def __init__(self, folder: Path | None = None) -> None:
+        self.roles, self.folder = {"echo": Echo()}, folder
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self.folder is not None:
+            (self.folder / "closed").touch()
+            raise OSError("the door is stuck")
 
 
 class InspectedWorker(ModelWorker):

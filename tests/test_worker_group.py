@@ -1,6 +1,7 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -231,6 +232,11 @@ def test_calls_to_two_groups_overlap_and_one_outlives_the_other(cluster: None, t
 
 
 @pytest.mark.slow
+def test_a_ray_worker_is_closed_and_what_that_raises_is_a_warning(cluster: None, tmp_path: Path, caplog: Any):
+    RayWorkerGroup(Resources(workers=1, threads=1, gpus=0), EchoWorker, tmp_path).close()
+    assert (tmp_path / "closed").exists() and "a worker could not be closed" in caplog.text
+
+
 def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny_model: Path, tmp_path: Path):
     """…and gives its CPUs back: each run asks for both of the cluster's two."""
     file = tmp_path / "my_loss.py"
