@@ -190,7 +190,8 @@ MISTAKES = {
         "Lamps-v0", "observation_to_text returned ", "which is no text",
     ),
     "a step of gym, not gymnasium": (
-        "An environment", "True, False, {}", "True, {}", "Lamps-v0 raised ValueError: not enough values to unpack",
+        "An environment", "True, False, {}", "True, {}",
+        "Lamps-v0 raised ValueError: step returned 4 values, as in gym before 0.26",
     ),
     "a reward of text": (
         "A reward", "    return {", "    return ground_truth, {",

@@ -233,7 +233,6 @@ def test_programs_run_in_no_more_processes_than_there_are_cores(monkeypatch: pyt
     monkeypatch.setattr("training.reward.available_cores", lambda: (6, "a test"))
     config = ScoringConfig(num_workers=16)
     assert load_default(config, SandboxFusionConfig(), None).scorers.most == 6
-    assert load_default(config, SandboxFusionConfig(), None, workers=4).scorers.most == 1
     assert load_default(config, SandboxFusionConfig("http://none/run_code"), None).scorers.most == 16
 
 
