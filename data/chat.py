@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import notice_once
 from configs.schema import PretrainedModelConfig
 from data.pretrained import load_tokenizer, template_terminator
+from data.tool_parsers import ToolParser
 from data.types import Message
 
 Prompt = str | list[Message]
@@ -49,30 +50,79 @@ def parse_prompt(value: Any) -> Prompt:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> list[int]:
-    """Token ids of a prompt, up to where the answer starts.
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_descriptions: str = "", **template_kwargs: Any
+) -> list[int]:
+    """Token ids of a prompt, up to where the answer starts; `tool_descriptions` end its system message.
 
     Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
     `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
     """
-    if isinstance(prompt, list) and special_tokens(tokenizer).search(repr(prompt)):
-        return encode_forged(prompt, tokenizer, **template_kwargs)
+    if isinstance(prompt, list) and (tool_descriptions or special_tokens(tokenizer).search(repr(prompt))):
+        return encode_messages(prompt, tokenizer, as_text(tool_descriptions, tokenizer), **template_kwargs)
     if isinstance(prompt, list) and tokenizer.chat_template is not None:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
     return tokenizer(plain_chat(prompt) if isinstance(prompt, list) else prompt)["input_ids"]
 
 
-def encode_forged(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **template_kwargs: Any) -> list[int]:
-    """Encodes messages that spell special tokens out: an assistant's are tokens, those of others are text."""
+def encode_messages(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tool_descriptions: str, **template_kwargs: Any
+) -> list[int]:
+    """Encodes messages that may spell special tokens out: an assistant's are tokens, those of others are text."""
     messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
-    text = render(messages, tokenizer, generation_prompt=True, **template_kwargs)
+    text = render(messages, tokenizer, True, tool_descriptions, **template_kwargs)
     return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
 
 
+def tool_kwargs(
+    schemas: list[dict[str, Any]], parser: ToolParser, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Arguments of `encode_prompt` by which prompts describe tools.
+
+    A chat template that knows of tools is given the schemas. For others `tool_descriptions` has them in the layout of
+    the parser's format, if it has one, and if the template writes system messages.
+    """
+    if not schemas:
+        return {}
+    descriptions = "" if shows_tools(tokenizer) else parser.describe(schemas)
+    told = descriptions and shows_system(tokenizer)
+    return {"tools": schemas} | ({"tool_descriptions": descriptions} if told else {})
+
+
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return "tools" in str(tokenizer.chat_template)
+
+
+def shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
+    messages = [{"role": "system", "content": ANSWER}, {"role": "user", "content": QUESTION}]
+    try:
+        return ANSWER in render(messages, tokenizer, generation_prompt=True)
+    except TemplateError:  # Gemma's refuses them
+        return False
+
+
+def told_of_tools(messages: list[Message], descriptions: str) -> list[Message]:
+    """Messages whose system message, a new one if there is none, ends with `descriptions`."""
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": descriptions}, *messages]
+    content = messages[0]["content"]
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": f"\n\n{descriptions}"}]
+    else:
+        content = f"{content}\n\n{descriptions}"
+    return [{**messages[0], "content": content}, *messages[1:]]
+
+
 def render(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, **template_kwargs: Any
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    generation_prompt: bool,
+    tool_descriptions: str = "",
+    **template_kwargs: Any,
 ) -> str:
     """Messages as the text that the template makes of them, or `plain_chat` without one."""
+    if tool_descriptions:
+        messages = told_of_tools(messages, tool_descriptions)
     if tokenizer.chat_template is None:
         return plain_chat(messages, generation_prompt)
     return tokenizer.apply_chat_template(
@@ -125,8 +175,8 @@ class ChatFormat:
     """A tokenizer's chat template, as one conversation after the other goes through it.
 
     Args:
-        template_kwargs: passed on to the template.
-        tools: schemas of the tools that prompts describe.
+        template_kwargs: passed on to the template, but for those of `tool_kwargs` that describe tools without it.
+        tools: schemas of the tools that the template describes.
     """
 
     def __init__(

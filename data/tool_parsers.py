@@ -7,7 +7,7 @@ A parser never raises, whatever the text is. `ToolParser.get_tool_parser(name)` 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -64,6 +64,13 @@ class ToolParser(ABC):
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as an answer writes it: for demonstrations."""
 
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Tells a policy of tools and of how they are called, for prompts whose chat template does not.
+
+        "": this format has no layout for it.
+        """
+        return ""
+
 
 @ToolParser.register("hermes")
 class HermesParser(ToolParser):
@@ -83,6 +90,14 @@ class HermesParser(ToolParser):
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         content = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{content}\n</tool_call>"
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        call = '{"name": <the function\'s name>, "arguments": <a JSON object>}'
+        return (
+            "# Tools\n\nYou may call functions. Their signatures, one a line:\n"
+            f"<tools>\n{json_lines(schemas)}\n</tools>\n\n"
+            f"Write each call as a JSON object between <tool_call> and </tool_call>:\n<tool_call>\n{call}\n</tool_call>"
+        )
 
 
 @ToolParser.register("llama3")
@@ -109,6 +124,13 @@ class Llama3Parser(ToolParser):
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+    def describe(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        call = '{"name": the function\'s name, "parameters": {a parameter\'s name: its value}}'
+        return (
+            f"You may call the functions below. A call is a whole answer, in the form {call}, without variables.\n\n"
+            f"{json_lines(schemas)}"
+        )
 
 
 @ToolParser.register("plain")
@@ -172,6 +194,10 @@ def add_json_call(found: ParsedAnswer, content: str, key: str) -> None:
         found.calls.append(ToolCall(name, arguments))
     else:
         found.errors.append(f'a call needs a "name", a text, and "{key}", an object')
+
+
+def json_lines(schemas: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
 
 
 def json_objects(text: str) -> list[str]:

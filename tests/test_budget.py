@@ -32,21 +32,21 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 28_400,
-    "product files": 168,
+    "product lines": 28_450,
+    "product files": 160,
     "names in training/": 32,
     "names in workers/": 23,
     "names in data/": 23,
     "names in configs/": 11,
     "names in custom/": 4,
-    "modules under 60 lines": 15,
-    "modules with one importer": 48,
-    "settings": 250,
+    "modules under 60 lines": 14,
+    "modules with one importer": 40,
+    "settings": 246,
     "file names in two folders": 5,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 30_000,
+    "test lines": 29_800,
 }
 
 

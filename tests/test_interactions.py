@@ -1,7 +1,9 @@
 """Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
 
 import asyncio
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,16 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.schema import DataConfig, MultiTurnConfig
-from custom.tiny_model import build_tokenizer
+from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
+from data.chat import ChatFormat, encode_prompt
 from data.files import dump_jsonl
 from data.http import RequestRefused
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
+from data.tool_parsers import ToolParser
 from tests.servers import answering
-from training.preparation import check_rows, tool_schemas
+from training.preparation import check_rows, describe_tools
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.agents.user_code import Overdue
 from workers.interactions.endpoint import EndpointInteraction
@@ -168,14 +172,80 @@ def test_rows_that_ask_for_what_there_is_pass(write, tmp_path):
     check_rows(MultiTurnConfig(), data, [])
 
 
-def test_schemas_for_prompts_and_a_template_that_does_not_show_them(write, capsys):
-    path = write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
-    [schema] = tool_schemas(MultiTurnConfig(enable=True, tool_config_path=path), build_tokenizer())
-    assert schema["function"]["name"] == "calculator"
-    assert "the chat template does not show tools, so the policy reads nothing of calculator" in capsys.readouterr().err
-    assert tool_schemas(MultiTurnConfig(), build_tokenizer()) == []
+@pytest.fixture
+def calculator(write):
+    return MultiTurnConfig(
+        enable=True, tool_config_path=write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
+    )
+
+
+def test_a_template_that_shows_tools_is_given_their_schemas(calculator, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    kwargs = describe_tools(calculator, tokenizer)
+    [schema] = kwargs.pop("tools")
+    assert schema["function"]["name"] == "calculator" and not kwargs
+    assert "chat template" not in capsys.readouterr().err
+    assert describe_tools(MultiTurnConfig(), tokenizer) == {}
     with pytest.raises(ConfigError, match=re.escape("multi_turn.format=x: Unknown tool parser: 'x'")):
-        tool_schemas(MultiTurnConfig(enable=True, tool_config_path=path, format="x"), build_tokenizer())
+        describe_tools(replace(calculator, format="x"), tokenizer)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["that ignores tools", "that is none"])
+def test_the_system_message_describes_tools_where_the_template_does_not(calculator, form, template, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    kwargs = describe_tools(replace(calculator, format=form), tokenizer)
+    assert (
+        f"the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format={form} calls"
+        in (capsys.readouterr().err)
+    )
+    question = {"role": "user", "content": "6*7?"}
+    [schema] = kwargs["tools"]
+    for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
+        prompt = tokenizer.decode(encode_prompt(messages, tokenizer, **kwargs))
+        assert json.dumps(schema) in prompt and prompt.index(json.dumps(schema)) < prompt.index("6*7?")
+        assert prompt.count("system") == 1 and ("Be brief.\n\n" in prompt) == (len(messages) == 2)
+    parser = ToolParser.get_tool_parser(form)
+    written = parser.write("calculator", {"expression": "6*7"})
+    assert all(mark in kwargs["tool_descriptions"] for mark in re.findall(r'<.*?>|"\w+": ', written))
+
+
+def test_descriptions_that_spell_special_tokens_out_are_text(calculator):
+    tokenizer = build_tokenizer()
+    kwargs = describe_tools(calculator, tokenizer) | {"tool_descriptions": "<|end|><|user|>"}
+    ids = encode_prompt([{"role": "user", "content": "a"}], tokenizer, **kwargs)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1
+
+
+def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):
+    chat = ChatFormat(tokenizer := build_tokenizer(), describe_tools(calculator, tokenizer))
+    question, answer = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+    thanks = {"role": "user", "content": "so?"}
+    begun = chat.prompt_ids([question])
+    whole = chat.prompt_ids([question, answer, thanks])
+    assert [*begun, *tokenizer.encode("42"), *chat.increment([thanks], stopped=False)] == whole
+
+
+@pytest.mark.parametrize(
+    ("form", "template"),
+    [
+        ("plain", CHAT_TEMPLATE),
+        (
+            "hermes",
+            "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
+            "{% endif %}{{ message['content'] }}{% endfor %}",
+        ),
+        ("hermes", "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"),
+    ],
+    ids=["a format without a layout", "a template that refuses system messages", "one that drops them"],
+)
+def test_that_the_policy_reads_nothing_of_a_tool_is_told(calculator, form, template, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    assert [*describe_tools(replace(calculator, format=form), tokenizer)] == ["tools"]
+    assert "so the policy reads nothing of calculator" in capsys.readouterr().err
 
 
 # A user that a model plays

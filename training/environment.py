@@ -1,6 +1,6 @@
 """The environment, its prompts and its action parser, shared by training and validation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,11 +105,11 @@ def build_environment(config: Config) -> Any | None:
         raise ConfigError(f"env.id={settings.id} with env.kwargs={settings.kwargs}: {error}") from error
 
 
-def data_settings(config: Config, tools: Sequence[dict[str, Any]] = ()) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set, and with the schemas of
-    `tools`, for the chat template to describe in every prompt."""
+def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> DataConfig:
+    """The data section with its seed, which is derived from trainer.seed unless it is set, and with the arguments that
+    describe `tools` in every prompt (`data.chat.tool_kwargs`)."""
     seed, data = config.data.seed, config.data
-    template = ({"tools": list(tools)} if tools else {}) | data.apply_chat_template_kwargs
+    template = {**(tools or {}), **data.apply_chat_template_kwargs}
     seed = derive_seed(config.trainer.seed, "data") if seed is None else seed
     return replace(data, seed=seed, apply_chat_template_kwargs=template)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, notice
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig
-from data.chat import RM_KEY, ChatFormat, reward_tokenizer
+from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
 from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
 from data.interactions import interaction_of, load_interactions
@@ -98,7 +98,7 @@ def prepare(config: Config) -> Parts:
     if config.reward.reward_model.enable:
         reward_tokenizer(config.reward.reward_model.model, tokenizer)
     reward = load_reward_manager(config.reward, tokenizer, environment)
-    data = data_settings(config, tool_schemas(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
+    data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
     val_loader = build_val_loader(config, data, tokenizer, environment)
@@ -338,26 +338,32 @@ def build_val_loader(
     )
 
 
-def tool_schemas(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The schemas that prompts describe to the policy: one for each tool; [] where rows are no conversations.
+def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Arguments of `encode_prompt` that describe the tools to the policy; {} where rows are no conversations.
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError: a file, class, schema or format that cannot be used; names it.
     """
     tools = load_tools(settings.tool_config_path, settings.function_tool_path) if settings.enable else {}
     if not tools:
-        return []
+        return {}
     try:
-        ToolParser.get_tool_parser(settings.format)
+        parser = ToolParser.get_tool_parser(settings.format)
     except ValueError as error:
         raise ConfigError(f"{MULTI_TURN}.format={settings.format}: {error}") from error
-    if "tools" not in str(tokenizer.chat_template):
+    kwargs = tool_kwargs([tool.tool_schema.model_dump() for tool in tools.values()], parser, tokenizer)
+    if "tool_descriptions" in kwargs:
         notice(
-            f"the chat template does not show tools, so the policy reads nothing of {', '.join(tools)}: say in the "
-            "prompts how they are called, begin with a model that knows it, or set "
-            "actor_rollout_ref.model.custom_chat_template."
+            f"the chat template does not show tools, so the system message describes {', '.join(tools)} and how "
+            f"{MULTI_TURN}.format={settings.format} calls them."
         )
-    return [tool.tool_schema.model_dump() for tool in tools.values()]
+    elif not shows_tools(tokenizer):
+        notice(
+            f"the chat template does not show tools, and {MULTI_TURN}.format={settings.format} cannot describe them in "
+            f"a system message of it, so the policy reads nothing of {', '.join(tools)}: say in the prompts how they "
+            "are called, begin with a model that knows it, or set actor_rollout_ref.model.custom_chat_template."
+        )
+    return kwargs
 
 
 def check_goes_on(config: Config, chat: ChatFormat) -> None:

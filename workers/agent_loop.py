@@ -76,8 +76,8 @@ class AgentLoop:
         self.game, self.free_environments = game, list[Seat]()
         self.turns_apart = game is not None and (config.env.mode == "step" or config.env.history == "turns")
         self.conversations = ToolEpisodes(rollout.multi_turn) if game is None else None
-        schemas = self.conversations.schemas if self.conversations else []
-        self.chat = ChatFormat(tokenizer, data_settings(config, schemas).apply_chat_template_kwargs)
+        tools = self.conversations.template_kwargs(tokenizer) if self.conversations else {}
+        self.chat = ChatFormat(tokenizer, data_settings(config, tools).apply_chat_template_kwargs)
         most = rollout.response_length
         self.limits = Limits(response=most, answer=rollout.multi_turn.max_tokens_per_turn or most)
 

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
+from transformers import PreTrainedTokenizerBase
+
 from configs.schema import MultiTurnConfig
+from data.chat import tool_kwargs
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.tool_files import load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
@@ -30,10 +33,10 @@ class ToolEpisodes:
         self.parser = ToolParser.get_tool_parser(settings.format)
         self.interactions = load_interactions(settings.interaction_config_path)
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools as prompts describe them."""
-        return [tool.tool_schema.model_dump() for tool in self.tools.values()]
+    def template_kwargs(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Arguments by which prompts describe the tools."""
+        schemas = [tool.tool_schema.model_dump() for tool in self.tools.values()]
+        return tool_kwargs(schemas, self.parser, tokenizer)
 
     def __call__(self, row: Mapping[str, Any]) -> "ToolEpisode":
         """Returns the episode of a row; raises ValueError if it names no interaction where there are some."""
