@@ -58,7 +58,9 @@ def encode_prompt(
     Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
     `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
     """
-    if isinstance(prompt, list) and (tool_descriptions or special_tokens(tokenizer).search(repr(prompt))):
+    if isinstance(prompt, list) and (
+        tool_descriptions or special_tokens(tokenizer).search(repr((prompt, template_kwargs)))
+    ):
         return encode_messages(prompt, tokenizer, as_text(tool_descriptions, tokenizer), **template_kwargs)
     if isinstance(prompt, list) and tokenizer.chat_template is not None:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
@@ -68,7 +70,9 @@ def encode_prompt(
 def encode_messages(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tool_descriptions: str, **template_kwargs: Any
 ) -> list[int]:
-    """Encodes messages that may spell special tokens out: an assistant's are tokens, those of others are text."""
+    """Encodes messages and tools that may spell special tokens out: an assistant's are tokens, those of others text."""
+    if "tools" in template_kwargs:
+        template_kwargs["tools"] = as_text(template_kwargs["tools"], tokenizer)
     messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
     text = render(messages, tokenizer, True, tool_descriptions, **template_kwargs)
     return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
