@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import notice
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
 from data.data_report import prompt_text, report_unknown_characters
@@ -28,7 +29,8 @@ class CustomEnvDataset(RLHFDataset):
     """`size` states of `environment`, from its `first`-th on. States are made when asked for; nothing is stored.
 
     The prompts of 64 states, spread over all, are measured at once. A longer one that comes later is left out and
-    another state drawn in its place (data.filter_overlong_prompts), else cut or refused (data.truncation).
+    another state drawn in its place (data.filter_overlong_prompts), else cut or refused (data.truncation). Another is
+    drawn, with a notice, where the environment fails to make one that comes later.
 
     Raises:
         ValueError: prompts exceed data.max_prompt_length, and nothing says that they may be cut.
@@ -46,6 +48,7 @@ class CustomEnvDataset(RLHFDataset):
         self.environment = environment
         self.size = size
         self.first = first
+        self.num_failed = 0
         positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
         states = [environment.get_state(first + position) for position in positions]
         self.check_sizes(states, "states")
@@ -57,12 +60,28 @@ class CustomEnvDataset(RLHFDataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         for draw in range(MAX_REDRAWS):
-            state = self.environment.get_state(self.first + position + draw * REDRAW_STRIDE)
+            try:
+                state = self.environment.get_state(self.first + position + draw * REDRAW_STRIDE)
+            except (RuntimeError, TimeoutError) as error:  # the environment raised or hung: a run does not end by it
+                self._count_failure(error, draw)
+                continue
             prompt_ids = self.encode_state(state)
             if prompt_ids is not None:
                 return self.make_row(self.columns(state, position), position, prompt_ids)
             self.num_filtered += 1
-        raise ValueError(
+        raise self._too_long(position)
+
+    def _count_failure(self, error: Exception, draw: int) -> None:
+        if draw == MAX_REDRAWS - 1:
+            raise error
+        self.num_failed += 1
+        if self.num_failed in (1, 10, 100, 1000):
+            notice(
+                f"states that could not be made, so that others are drawn in their place: {self.num_failed}. {error}"
+            )
+
+    def _too_long(self, position: int) -> ValueError:
+        return ValueError(
             f"{type(self).__name__}, row {position}: {MAX_REDRAWS} states in a row have prompts of more than "
             f"data.max_prompt_length={self.config.max_prompt_length} tokens: raise it, or cut them by "
             "data.filter_overlong_prompts=false data.truncation=left."

@@ -9,7 +9,7 @@ import pytest
 import main
 from configs.schema import DataConfig
 from custom.env_dataset import CustomEnvDataset
-from custom.env_wrapper import EnvState, make_env
+from custom.env_wrapper import EnvState, TextEnv, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
@@ -104,6 +104,26 @@ def test_a_row_that_the_sample_at_the_start_missed_is_refused_where_nothing_may_
     none_fits = Unmeasured(environment, TOKENIZER, DataConfig(max_prompt_length=9), 50)
     with pytest.raises(ValueError, match="Unmeasured, row 7: 100 states in a row have prompts of more than"):
         none_fits[7]
+
+
+def test_another_state_is_drawn_where_the_environment_fails_to_make_one(monkeypatch, capsys):
+    dataset, whole = make_dataset(), make_dataset()
+    get_state = TextEnv.get_state
+
+    def failing(self: TextEnv, i: int, reset_seed: int | None = None) -> EnvState:
+        if i in (3, 5):
+            raise RuntimeError(f"no reply for {i}")
+        return get_state(self, i, reset_seed)
+
+    wanted = [whole[i] for i in range(12)]
+    monkeypatch.setattr(TextEnv, "get_state", failing)
+    rows = [dataset[i] for i in range(12)]
+    assert [i for i in range(12) if rows[i] != wanted[i]] == [3, 5] and dataset.num_failed == 2
+    assert rows[3]["extra_info"]["index"] == 3 and rows[3]["extra_info"]["state"] != rows[5]["extra_info"]["state"]
+    assert "others are drawn in their place: 1. no reply for 3" in capsys.readouterr().err
+    monkeypatch.setattr(TextEnv, "get_state", lambda self, i, reset_seed=None: failing(self, 3))
+    with pytest.raises(RuntimeError, match="no reply for 3"):
+        dataset[0]
 
 
 def test_the_reward_manager_works_alone_as_its_docstring_shows():
