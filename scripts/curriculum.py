@@ -66,7 +66,10 @@ def wanderer(environment: TextEnv, state: EnvState, rng: np.random.Generator) ->
     return int(rng.choice(safe_moves(state)))
 
 
-LESSONS = [Lesson(wanderers_moves, "frozenlake_sft", ["data.max_length=40"]), lesson_of(wanderer, 1200, 4)]
+LESSONS = [
+    Lesson(wanderers_moves, "frozenlake_sft", ["data.max_length=40", "data.train_batch_size=32", "optim.lr=1e-3"]),
+    lesson_of(wanderer, 1200, 4),
+]
 
 
 def curve(record: Path) -> np.ndarray:

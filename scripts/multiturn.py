@@ -142,7 +142,7 @@ def lesson_of(player: Player, episodes: int, batch: int) -> Lesson:
 
 TASKS = {
     # Single maps first: a model that cannot read one yet is slow to learn it among the many of an episode.
-    "frozenlake_multiturn": Task([WANDERERS_LESSON, lesson_of(drifter, 1200, 4)], "val-core/FrozenLake-v1/acc/mean@1"),
+    "frozenlake_multiturn": Task([WANDERERS_LESSON, lesson_of(drifter, 4800, 8)], "val-core/FrozenLake-v1/acc/mean@1"),
     "blackjack": Task([lesson_of(gambler, 4800, 16)], "val-aux/Blackjack-v1/return/mean@1"),
     "cliffwalking": Task([lesson_of(learner, 600, 16)], "val-aux/CliffWalking-v1/return/mean@1"),
     "taxi": Task([lesson_of(learner, 400, 16)], "val-aux/Taxi-v4/return/mean@1"),

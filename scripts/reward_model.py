@@ -3,7 +3,7 @@
     python -m scripts.reward_model [--seed N] [key=value …]
 
 1. The tiny model of the quickstart, which imitates a careful wanderer.
-2. Preference pairs: in one state, a move on a shortest way to the goal, and one that is not.
+2. Preference pairs: in one state, a move on a shortest way to the goal, and one that is not, or no move at all.
 3. The reward model, from the tiny model's weights: it learns to score the first above the second (Bradley and Terry's
    loss, as in Ouyang et al., arXiv:2203.02155).
 4. GRPO on its scores alone (configs/frozenlake_rm.yaml; key=value overrides go there).
@@ -44,8 +44,9 @@ from training.torch_functional import cosine_schedule_multiplier
 from workers.worker_group import start_command
 
 PAIRS, HELD_OUT = 16000, 500
-BATCH = 32  # pairs a step
-LEARNING_RATE, WARMUP = 1e-3, 40  # steps
+NO_MOVE = 0.1  # of the worse answers: the model's score of what it never saw is noise, which a policy finds and learns
+BATCH = 16  # pairs a step
+LEARNING_RATE, WARMUP = 3e-4, 40  # steps
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,14 @@ def learn(config: Config) -> dict[str, Any]:
 
 
 def preference_pairs(config: Config, count: int) -> list[Pair]:
-    """Moves on a shortest way to the goal, against others, in states from all over the maps."""
+    """Moves on a shortest way to the goal, against others and against tokens that are none, in states of all maps."""
     seed, tokenizer = config.trainer.seed, load_tokenizer(config.actor_rollout_ref.model)
     rng = numpy_generator(seed, "preferences")
     environment = replace(build_environment(config), seed=derive_seed(seed, "compared_states"))
     dataset = CustomEnvDataset(environment, tokenizer, config.data, size=count)
+    no_moves = [
+        token for token in range(len(tokenizer)) if environment.extract_action(tokenizer.decode([token])) is None
+    ]
     pairs = []
     for place in track(range(count), "comparing moves"):
         state = environment.get_state(place)
@@ -99,10 +103,12 @@ def preference_pairs(config: Config, count: int) -> list[Pair]:
             continue
         prompt = dataset.encode_state(state)
         chosen, rejected = (
-            [*prompt, *answer_ids(environment.action_to_text(int(rng.choice(moves))), tokenizer, config)]
+            answer_ids(environment.action_to_text(int(rng.choice(moves))), tokenizer, config)
             for moves in (best, others)
         )
-        pairs.append(Pair(chosen, rejected))
+        if rng.random() < NO_MOVE:
+            rejected = [int(rng.choice(no_moves)), *rejected[1:]]
+        pairs.append(Pair([*prompt, *chosen], [*prompt, *rejected]))
     return pairs
 
 

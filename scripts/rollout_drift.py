@@ -79,6 +79,8 @@ def warm_start(seed: int) -> None:
         "trainer.resume_mode=disable",
         f"trainer.seed={seed}",
         "trainer.total_epochs=4",
+        "data.train_batch_size=32",
+        "optim.lr=1e-3",
     ]
     shutil.rmtree(FOLDER / "warm_start", ignore_errors=True)
     shutil.copytree(sft_trainer.run(compose(SFTConfig, "frozenlake_sft", overrides)), FOLDER / "warm_start")

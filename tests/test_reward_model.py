@@ -220,9 +220,12 @@ def test_preference_pairs_hold_a_shortest_way_against_another_move(tiny_model: P
     states = [environment.get_state(place) for place in range(30)]
     best = [{environment.action_to_text(action) for action in environment.optimal_actions(state)} for state in states]
     best = [names for names in best if len(names) < len(environment.actions)]
-    for pair, right in zip(script.preference_pairs(config, 30), best, strict=True):
+    pairs = script.preference_pairs(config, 30)
+    for pair, right in zip(pairs, best, strict=True):
         assert pair.chosen[:-1] == pair.rejected[:-1]
         assert TOKENIZER.decode(pair.chosen[-1]) in right and TOKENIZER.decode(pair.rejected[-1]) not in right
+    none = [pair for pair in pairs if environment.extract_action(TOKENIZER.decode(pair.rejected[-1])) is None]
+    assert 0 < len(none) < 30 / 2, "answers that are no move, beside moves"
 
 
 def test_the_preference_loss_by_hand():
