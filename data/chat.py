@@ -50,31 +50,27 @@ def parse_prompt(value: Any) -> Prompt:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def encode_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_descriptions: str = "", **template_kwargs: Any
-) -> list[int]:
-    """Token ids of a prompt, up to where the answer starts; `tool_descriptions` end its system message.
+def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tool_text: str = "", **kwargs: Any) -> list[int]:
+    """Token ids of a prompt, up to where the answer starts; `tool_text` ends its system message.
 
-    Chat messages go through the tokenizer's template with the generation prompt, or, if it has none, are written as
-    `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
+    Chat messages go through the tokenizer's template, with `kwargs` and the generation prompt, or, if it has none, are
+    written as `role: content` lines that end in `assistant:`. A string is the whole text, and is encoded as it is.
     """
-    if isinstance(prompt, list) and (
-        tool_descriptions or special_tokens(tokenizer).search(repr((prompt, template_kwargs)))
-    ):
-        return encode_messages(prompt, tokenizer, as_text(tool_descriptions, tokenizer), **template_kwargs)
-    if isinstance(prompt, list) and tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
-    return tokenizer(plain_chat(prompt) if isinstance(prompt, list) else prompt)["input_ids"]
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if tool_text or not tokenizer.chat_template or special_tokens(tokenizer).search(f"{prompt}{kwargs}"):
+        return encode_messages(prompt, tokenizer, as_text(tool_text, tokenizer), **kwargs)
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **kwargs)
 
 
 def encode_messages(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tool_descriptions: str, **template_kwargs: Any
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tool_text: str, **template_kwargs: Any
 ) -> list[int]:
     """Encodes messages and tools that may spell special tokens out: an assistant's are tokens, those of others text."""
     if "tools" in template_kwargs:
         template_kwargs["tools"] = as_text(template_kwargs["tools"], tokenizer)
     messages = [message if message["role"] == "assistant" else as_text(message, tokenizer) for message in messages]
-    text = render(messages, tokenizer, True, tool_descriptions, **template_kwargs)
+    text = render(messages, tokenizer, True, tool_text, **template_kwargs)
     return encode_pieces(text, tokenizer, opens=tokenizer.chat_template is None)
 
 
@@ -83,14 +79,14 @@ def tool_kwargs(
 ) -> dict[str, Any]:
     """Arguments of `encode_prompt` by which prompts describe tools.
 
-    A chat template that knows of tools is given the schemas. For others `tool_descriptions` has them in the layout of
+    A chat template that knows of tools is given the schemas. For others `tool_text` has them in the layout of
     the parser's format, if it has one, and if the template writes system messages.
     """
     if not schemas:
         return {}
     descriptions = "" if shows_tools(tokenizer) else parser.describe(schemas)
     told = descriptions and shows_system(tokenizer)
-    return {"tools": schemas} | ({"tool_descriptions": descriptions} if told else {})
+    return {"tools": schemas} | ({"tool_text": descriptions} if told else {})
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -121,12 +117,12 @@ def render(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     generation_prompt: bool,
-    tool_descriptions: str = "",
+    tool_text: str = "",
     **template_kwargs: Any,
 ) -> str:
     """Messages as the text that the template makes of them, or `plain_chat` without one."""
-    if tool_descriptions:
-        messages = told_of_tools(messages, tool_descriptions)
+    if tool_text:
+        messages = told_of_tools(messages, tool_text)
     if tokenizer.chat_template is None:
         return plain_chat(messages, generation_prompt)
     return tokenizer.apply_chat_template(

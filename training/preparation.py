@@ -352,7 +352,7 @@ def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase
     except ValueError as error:
         raise ConfigError(f"{MULTI_TURN}.format={settings.format}: {error}") from error
     kwargs = tool_kwargs([tool.tool_schema.model_dump() for tool in tools.values()], parser, tokenizer)
-    if "tool_descriptions" in kwargs:
+    if "tool_text" in kwargs:
         notice(
             f"the chat template does not show tools, so the system message describes {', '.join(tools)} and how "
             f"{MULTI_TURN}.format={settings.format} calls them."
