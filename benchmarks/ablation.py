@@ -86,7 +86,7 @@ def plain_memory(model: PreTrainedModel) -> Iterator[None]:
 KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
     "oneDNN products": instead(products, "IS_FASTER", not products.IS_FASTER),
     "backward of RMSNorm": plain_norms,
-    "weights packed for decoding": instead(decode, "is_packable", lambda layer: False),
+    "weights packed for decoding": instead(decode, "packed_linear", lambda *_: None),
     "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),
     "packed forward": padded,
     "attention by blocks": instead(ragged, "BLOCK", 1 << 30),

@@ -197,7 +197,8 @@ class OptimConfig(Frozen):
 class FSDPConfig(Frozen):
     dtype: str = setting(
         "auto",
-        "Compute dtype: auto is bfloat16 autocast on GPUs that have it, else float32. Weights are always float32.",
+        "Compute dtype: auto is bfloat16 autocast on GPUs that have it, else float32. Weights are always float32. "
+        "bfloat16 is faster on CPUs with AMX or AVX512_BF16.",
         choices=("auto", "float32", "bfloat16"),
     )
 

@@ -16,7 +16,7 @@ from configs.schema import ModelConfig
 from tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
 from workers.kernels import products
-from workers.kernels.products import Linear, is_for_onednn, linear, onednn_linear, pack, use_onednn
+from workers.kernels.products import Linear, is_for_onednn, linear, packed_linear, use_onednn
 from workers.models import load_causal_lm
 
 
@@ -146,8 +146,9 @@ def test_a_model_s_gradients_are_those_of_transformers_and_it_is_saved_as_it_was
 @pytest.mark.parametrize("rows", [1, 4, 33])
 def test_a_packed_weight_gives_the_same_products(rows: int):
     weight, bias, values = numbers(17, 40), numbers(17, seed=1), numbers(rows, 1, 40, seed=2)
-    packed = onednn_linear(values, pack(weight, rows), bias)
-    torch.testing.assert_close(packed, F.linear(values, weight, bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        packed_linear(weight, bias, rows)(values), F.linear(values, weight, bias), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")

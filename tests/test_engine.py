@@ -2,15 +2,20 @@
 
 import json
 import math
+import re
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig, PreTrainedModel
 
 from configs.schema import ModelConfig, OptimConfig
-from workers.engine import TrainEngine, compute_dtype, learning_rate_multiplier
+from workers.engine import TrainEngine, compute_dtype, learning_rate_multiplier, precision_notice
 from workers.models import load_causal_lm, load_value_model
 
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
@@ -190,6 +195,68 @@ def test_no_model_drops_out_whatever_its_config_says(tiny_model: Path, tmp_path:
 def test_override_config_replaces_values_of_the_model(tiny_model: Path):
     module = load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"rms_norm_eps": 0.5}))
     assert module.model.norm.variance_epsilon == 0.5
+
+
+def test_in_bfloat16_an_update_casts_each_weight_once_whatever_its_micro_batches(tiny_model: Path):
+    engine, casts = make_engine(tiny_model, dtype=torch.bfloat16), Counter()
+    plain = make_engine(tiny_model, dtype=torch.bfloat16)
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and kwargs["dtype"] == torch.bfloat16:
+                casts[args[0].data_ptr()] += 1
+            return function(*args, **(kwargs or {}))
+
+    def losses() -> Iterator[torch.Tensor]:
+        for factor in (1, 2, 3):
+            with engine.autocast():
+                loss = factor * loss_of(engine)
+            yield loss
+
+    with Casts():
+        assert engine.accumulate(losses())
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, torch.nn.Linear)]
+    assert {casts[layer.weight.data_ptr()] for layer in layers} == {1}
+    for factor in (1, 2, 3):
+        with plain.autocast():
+            loss = factor * loss_of(plain)
+        loss.backward()
+    for one, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "features", "said"),
+    [
+        ("auto", 135_000_000, {"amx_bf16": True, "avx512_bf16": True}, r"\(AMX_BF16\): .*fsdp_config\.dtype=bfloat16"),
+        ("auto", 135_000_000, {"avx512_bf16": True}, r"\(AVX512_BF16\)"),
+        ("auto", 135_000_000, {"avx512_bf16": False}, None),
+        ("auto", 1_000_000, {"amx_bf16": True}, None),  # the casts would take what the products gain
+        ("bfloat16", 135_000_000, {"amx_bf16": True}, None),
+        ("float32", 135_000_000, {"amx_bf16": True}, None),
+    ],
+)
+def test_a_cpu_that_multiplies_bfloat16_is_said_to(name, parameters, features, said, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    found = precision_notice(name, torch.device("cpu"), parameters)
+    assert (found is None) if said is None else re.search(said, found)
+
+
+@pytest.mark.parametrize(("major", "auto"), [(7, torch.float32), (8, torch.bfloat16)])
+def test_a_gpu_without_bfloat16_computes_in_float32_and_it_is_said(major: int, auto: torch.dtype, monkeypatch):
+    for name, value in (
+        ("is_available", True), ("current_device", 0), ("get_device_name", "T4"),
+        ("get_device_capability", (major, 5)), ("get_device_properties", SimpleNamespace(major=major)),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    cuda = torch.device("cuda")
+    assert compute_dtype("auto", cuda) == auto
+    said = [precision_notice(name, cuda, 1) for name in ("auto", "bfloat16", "float32")]
+    if major == 8:
+        assert said == [None] * 3
+    else:
+        assert "T4 has capability 7.5" in said[0] and "float32" in said[0]
+        assert "emulated" in said[1] and "vLLM refuses it" in said[1] and said[2] is None
 
 
 def test_bfloat16_is_for_computing_and_never_chosen_for_a_cpu(tiny_model: Path):

@@ -15,6 +15,7 @@ from configs.process import VARIABLES
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from main import run
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from tests.operations import needs_onednn
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
@@ -24,7 +25,7 @@ from workers.kernels import decoding, lay_out_weights, prepare
 from workers.kernels.memory import IS_GLIBC
 from workers.kernels.norms import RMSNorm
 from workers.kernels.packed_attention import packed_scores
-from workers.kernels.products import Linear
+from workers.kernels.products import HAS_BFLOAT16, Linear
 from workers.models import load_causal_lm, load_value_model
 from workers.scoring_model import padded_scores
 
@@ -55,6 +56,20 @@ def test_a_model_is_prepared_in_place_and_gives_its_forward(tiny_model: Path):
     assert list(model.state_dict()) == names
     with decoding(model) as shares_prompts:
         assert shares_prompts
+
+
+@needs_onednn
+def test_in_bfloat16_decoding_has_a_copy_of_the_weights_in_it(tiny_model: Path):
+    model = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    layer, values = next(part for part in model.modules() if isinstance(part, Linear)), torch.randn(6, 1, 8)
+    values = values.expand(6, 1, 8).repeat(1, 1, layer.in_features // 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), decoding(model):
+        wanted = layer(values)
+        lay_out_weights(model, steps=100, rows=6)
+        assert layer.stand_in is not None or not HAS_BFLOAT16
+        found = layer(values)
+        assert found.dtype == wanted.dtype == torch.bfloat16
+        torch.testing.assert_close(found, wanted)
 
 
 def test_updates_are_those_without_kernels(tiny_model: Path):

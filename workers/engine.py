@@ -29,6 +29,8 @@ from training.torch_functional import (
 from workers.collectives import gather, group_size, rank, sum_gradients
 from workers.lora import save_pretrained
 
+WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
+
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Makes the function from step k (from 0) to the factor on `optim.lr`; resuming needs no other state."""
@@ -91,10 +93,11 @@ class TrainEngine:
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
         """Adds up the gradients of `losses` up to the first that is not finite. Returns whether all are finite."""
-        for loss in losses:
-            if not torch.isfinite(loss):
-                return False
-            loss.backward()
+        with torch.autocast(self.device.type, enabled=False):  # the outermost: weights cast within are kept to its end
+            for loss in losses:
+                if not torch.isfinite(loss):
+                    return False
+                loss.backward()
         return True
 
     def optimizer_step(self, step: int) -> dict[str, float]:
@@ -176,9 +179,34 @@ def part_file(name: str) -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Chooses the compute precision; auto is bfloat16 where the GPU has it, and float32 on CPUs, whose matrix products
-    crawl without native bfloat16."""
+    """Chooses the compute precision; auto is bfloat16 where the GPU multiplies it, and float32 on all CPUs, so that
+    they agree: without native bfloat16 its products crawl there."""
     if name == "auto":
-        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        on_gpu = device.type == "cuda" and gpu_has_bfloat16()
         return torch.bfloat16 if on_gpu else torch.float32
     return getattr(torch, name)
+
+
+def gpu_has_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def precision_notice(name: str, device: torch.device, parameters: int) -> str | None:
+    """Says where `fsdp_config.dtype=name` computes a model of so many `parameters` slower than this machine could."""
+    key = "actor_rollout_ref.actor.fsdp_config.dtype"
+    if device.type == "cuda":
+        if name == "float32" or gpu_has_bfloat16():
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        card = f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, and bfloat16 needs 8.0: "
+        if name == "auto":
+            return f"{card}{key}=auto computes in float32, in twice the memory."
+        return f"{card}{key}=bfloat16 is emulated, slower than float32, and vLLM refuses it. Set it to auto."
+    has = torch.cpu.get_capabilities()
+    found = [feature for feature in ("amx_bf16", "avx512_bf16") if has.get(feature)]
+    if name != "auto" or not found or parameters < WORTH_BFLOAT16:
+        return None
+    return (
+        f"this CPU multiplies bfloat16 ({found[0].upper()}): with {key}=bfloat16 a step of a model of 135M took two "
+        "thirds of its time. auto stays float32 on CPUs, so that they agree."
+    )

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
-from configs.errors import warns_of_close
+from configs.errors import notice, warns_of_close
 from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
 from data.import_utils import load_modules
 from data.padding import collate
@@ -25,10 +25,11 @@ from training.environment import are_episodes, worker_env_setup
 from training.mini_batches import first_policy_step
 from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
+from workers.collectives import rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
-from workers.engine import TrainEngine, compute_dtype
+from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward_check import trained_log_probs
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
@@ -64,6 +65,9 @@ class ModelWorker:
         self.tokenizer = load_tokenizer(policy.model)
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
             module = load_causal_lm(policy.model, self.device, self.dtype, self.longest)
+        said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
+        if said and rank() == 0:
+            notice(said)
         reference = copy.deepcopy(module) if "ref" in roles else None
         policy_steps = total_steps - first_policy_step(config) + 1
         self.policy = self._train(module, policy.actor.optim, policy_steps)

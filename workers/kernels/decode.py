@@ -1,13 +1,12 @@
 """Makes generation faster, whose matrices are a few rows high: a step has one token a row.
 
 Attention reads a prompt's keys and values once for all rows that answer it, and each key head once for the query heads
-that share it. On a CPU, the weights of float32 `Linear` layers are laid out for narrow products. Both stand in for the
-module's own only while `decoding` lasts, and change nothing but the order of additions.
+that share it. On a CPU, the weights of `Linear` layers are copied in the run's precision, laid out for narrow products.
+Both stand in for the module's own only while `decoding` lasts, and change nothing but the order of additions.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from workers.kernels.packed_attention import is_packed, layer_window
-from workers.kernels.products import Linear, is_for_onednn, onednn_linear, pack
+from workers.kernels.products import Linear, packed_linear
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
@@ -69,13 +68,9 @@ def lay_out_weights(model: PreTrainedModel, steps: int, rows: int) -> bool:
     """
     gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     for layer in model.modules() if gains else ():
-        if is_packable(layer):
-            layer.stand_in = partial(onednn_linear, weight=pack(layer.weight, rows), bias=layer.bias)
+        if isinstance(layer, Linear):
+            layer.stand_in = packed_linear(layer.weight, layer.bias, rows)
     return gains
-
-
-def is_packable(layer: nn.Module) -> bool:
-    return isinstance(layer, Linear) and is_for_onednn(layer.weight, layer.weight)
 
 
 def decode_attention(

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 PLAIN = (Tensor, nn.Parameter)
 # torch has it on other CPUs too, where nobody has tried what is done with it here.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+HAS_BFLOAT16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # with AVX-512, of bfloat16 or by float32
 IS_FASTER = HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -52,22 +53,31 @@ def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
     return is_plain(values, weight) and values.ndim > 1 and HAS_ONEDNN
 
 
-def is_plain(values: Tensor, weight: Tensor) -> bool:
-    """Whether these are float32 tensors on a CPU as they stand, none of them empty or spread over processes."""
-    return (
-        values.dtype == weight.dtype == torch.float32
-        and values.device.type == "cpu"
-        and type(weight) in PLAIN
-        and type(values) in PLAIN
-        and values.numel() > 0
-        and weight.numel() > 0
-        and not torch.is_autocast_enabled("cpu")
-    )
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether these are float32 tensors on a CPU as they stand, none of them empty or spread over processes, which are
+    multiplied in float32."""
+    return all(map(is_float32, tensors)) and not torch.is_autocast_enabled("cpu")
 
 
-def pack(weight: Tensor, rows: int) -> Tensor:
-    """Copies `weight` [out, in], laid out for products with `rows` rows; opaque to all but `onednn_linear`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+def is_float32(tensor: Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and type(tensor) in PLAIN
+    return plain and tensor.dtype == torch.float32 and tensor.numel() > 0
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor] | None:
+    """Copies `weight` [out, in], in the precision that autocast asks for, laid out for products with `rows` rows.
+
+    Returns:
+        The product with it, [..., in] → [..., out]; None where oneDNN has no such layout.
+    """
+    casts = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if casts else torch.float32
+    known = dtype == torch.float32 or (dtype == torch.bfloat16 and HAS_BFLOAT16)
+    if not (HAS_ONEDNN and known and is_float32(weight)):
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
+    bias = None if bias is None else bias.detach().to(dtype)
+    return lambda values: onednn_linear(values.to(dtype), packed, bias)
 
 
 def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

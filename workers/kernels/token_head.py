@@ -181,7 +181,7 @@ class _ScoreTokens(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden += linear(d_logits, weight[block].to(head.compute_dtype).T)
             if d_weight is not None:
-                d_weight[block] = weight_gradient(d_logits, states, weight[block].to(head.compute_dtype))
+                d_weight[block] = weight_gradient(d_logits, states, weight[block])
         return d_hidden, d_weight, d_bias, None, None
 
 
