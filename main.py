@@ -21,7 +21,6 @@ from training.reward import early_functions
 from training.validation import Validator
 from workers.load_rollout import load_rollout_class
 from workers.local_group import distinct_groups
-from workers.memory_needs import memory_report
 from workers.remote_roles import remote_roles
 from workers.worker_group import check_machine, start_command, start_pools, worker_summary
 
@@ -58,8 +57,6 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     config = with_settings(config, {"data.train_batch_size": parts.train_loader.batch_size})  # a default may not fit
     print(batch_arithmetic(config), sampling_summary(config), worker_summary(config.trainer), sep="\n")
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
-    if memory := memory_report(config):
-        print(memory)
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
         roles = remote_roles(pools, config.actor_rollout_ref.rollout.tensor_model_parallel_size)

@@ -67,6 +67,7 @@ EXEMPT = {
         "training/run.py": "says that nothing is left to do, and what a run leaves",
         "training/sft_trainer.py": "says where its workers are, and where its files go",
         "training/tracking.py": "the console logger",
+        "workers/model_worker.py": "the memory of its GPU, which main.py must not touch",
     },
     "environment": {
         "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",

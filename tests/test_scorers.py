@@ -297,6 +297,27 @@ def test_draws_of_a_function_depend_on_the_texts_alone_whichever_process_they_ar
     first.close(), second.close()
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_a_function_that_uses_cuda_is_said_once_a_process_as_nobody_counts_its_memory(prefix, tmp_path, capfd):
+    """By a module of torch's name, as torch is slow to load."""
+    (file := tmp_path / "mine.py").write_text(
+        "import sys\nfrom types import SimpleNamespace\ncuda = SimpleNamespace(is_initialized=lambda: True)\n"
+        f"{prefix}def compute_score(solution_str):\n"
+        "    sys.modules['torch'] = SimpleNamespace(cuda=cuda, manual_seed=int)\n    return 1.0\n"
+    )
+    pool = Scorers(str(file), "compute_score", {}, bool(prefix), ScoringConfig())
+    try:
+        assert [pool.submit({"solution_str": "a"}).result() for _ in range(2)] == [1.0, 1.0]
+        end = time.monotonic() + 5  # until what it prints has come
+        shown = ""
+        while "uses CUDA" not in shown and time.monotonic() < end:
+            time.sleep(0.01)
+            shown += capfd.readouterr().out
+    finally:
+        pool.close()
+    assert (shown + capfd.readouterr().out).count("reward.num_workers=1") == 1
+
+
 def test_a_file_that_cannot_be_loaded_there_ends_the_wait_and_says_so(tmp_path):
     (file := tmp_path / "mine.py").write_text("import sys\nraise ImportError('only here')\n")
     with pytest.raises(RuntimeError, match=rf"only here \(at {file}:2\).*reward.in_process=true") as caught:

@@ -1,7 +1,9 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -9,6 +11,7 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from configs import threads
+from configs.errors import ConfigError
 from configs.schema import Config
 from main import run
 from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
@@ -16,15 +19,19 @@ from tests.runs import compose, learning_metrics, short_run
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
+from workers import worker_group
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import load_rollout_class
 from workers.local_group import LocalWorkerGroup, distinct_groups
 from workers.worker_group import (
+    RayPending,
     RayWorkerGroup,
     Resources,
     WorkerError,
     check_gpus,
+    check_machine,
     check_resources,
+    gpu_trouble,
     reserve,
     start_pools,
     worker_summary,
@@ -288,6 +295,71 @@ def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
         check_gpus(64, on_ray=True)
     with pytest.raises(ValueError, match="asks for 64 GPUs; torch finds "):
         check_gpus(64, on_ray=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "visible", "said"),
+    [
+        (["nvidia0", "nvidiactl"], None, None, r"nvidia0\), but torch \S+ is a build without CUDA"),
+        (["nvidia0"], "13.0", "0", r"cannot use it: The NVIDIA driver .* too old .* needs a driver for CUDA 13\.0"),
+        (["nvidia0"], "13.0", "", None),  # hidden on purpose
+        (["nvidiactl"], "13.0", None, None),  # a driver without a device
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_path: Path, monkeypatch, capsys):
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
+
+    for name in files:
+        (tmp_path / name).touch()
+    for target, name, value in (
+        (torch.version, "cuda", cuda), (torch.cuda, "is_available", lambda: False), (torch.cuda, "init", init),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpu_trouble(tmp_path)
+    assert (found is None) if said is None else re.search(said, found)
+    monkeypatch.setattr(worker_group, "gpu_trouble", lambda: found)
+    check_machine(compose())
+    shown = capsys.readouterr().err
+    assert shown == "" if said is None else "This run uses the CPU; trainer.n_gpus_per_node=0 says" in shown
+    check_machine(compose("trainer.n_gpus_per_node=0"))
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ValueError, match="asks for 2 GPUs; torch finds 0") as refused:
+        check_gpus(2, on_ray=False)
+    assert said is None or found in str(refused.value)
+
+
+def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path):
+    """All that main.py does before its workers start: a context would take some of the first worker's GPU."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("CUDA is initialised in the driver")
+
+    class Started(Exception):
+        """In the place of the workers."""
+
+    def start(*_: Any, **__: Any) -> None:
+        raise Started
+
+    for name in ("_lazy_init", "init", "get_device_properties", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(worker_group, "RayWorkerGroup", start)
+    with pytest.raises(Started):
+        run(full_run(tiny_model, tmp_path, "trainer.executor=ray", "trainer.n_gpus_per_node=1"))
+
+
+def test_settings_that_a_worker_refuses_are_refused_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    """In one line, without the worker's traceback."""
+    failure = ray.exceptions.RayTaskError("build", "a traceback", ConfigError("it does not fit"))
+    monkeypatch.setattr(ray, "wait", lambda calls: (calls[:1], calls[1:]))
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
+    with pytest.raises(ConfigError, match="it does not fit"):
+        RayPending(["call"]).result()
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):

@@ -185,7 +185,8 @@ def check_memory(needs: Needs, card: int) -> None:
 
 
 def memory_report(config: Config) -> str | None:
-    """Says in a line what the run needs of each GPU and what this machine's has; None where it runs on CPUs.
+    """Says in a line what the run needs of each GPU, and what this process's has: for workers, as it initialises it.
+    None where they run on CPUs.
 
     Raises:
         ConfigError: it clearly does not fit; names the keys to turn.

@@ -32,6 +32,7 @@ from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward_check import trained_log_probs
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
+from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model, training_device
 from workers.reward_model import LearnedReward
@@ -61,6 +62,8 @@ class ModelWorker:
         self.total_steps = total_steps
         self.device = training_device(config.trainer.n_gpus_per_node)
         self.dtype = compute_dtype(policy.actor.fsdp_config.dtype, self.device)
+        if "rollout" in roles and rank() == 0 and (memory := memory_report(config)):
+            print(memory)
         self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
         with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold

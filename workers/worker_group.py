@@ -16,7 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.errors import warns_of_close
+from configs.errors import ConfigError, first_line, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
@@ -107,6 +107,7 @@ class RayPending:
         """Waits for all answers, by rank. The first failure ends the wait: others may wait for the rank that failed.
 
         Raises:
+            ConfigError: a worker found settings that cannot work.
             WorkerError: a worker failed or died.
         """
         results, pending = {}, self.calls
@@ -118,6 +119,8 @@ class RayPending:
             except ray.exceptions.RayActorError as error:
                 raise self._death(place, error) from error
             except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ConfigError):
+                    raise error.cause from None
                 self._look_for_deaths()
                 # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
                 raise WorkerError(f"worker rank {place} failed:\n{COLOUR.sub('', str(error))}") from None
@@ -164,9 +167,11 @@ def kernels(config: Config) -> str:
 
 def check_machine(config: Config) -> None:
     """Raises ValueError where there are fewer GPUs than `config` asks for, here or in the Ray cluster, or none for a
-    way to hand weights over that needs one."""
+    way to hand weights over that needs one. A notice tells of a GPU that is here and that torch cannot use."""
     resources = Resources.from_config(config.trainer)
     check_gpus(resources.workers * resources.gpus, uses_ray(config.trainer))
+    if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
+        notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
     check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
 
 
@@ -272,6 +277,34 @@ def check_gpus(asked: int, on_ray: bool) -> None:
         f"trainer.n_gpus_per_node × trainer.nnodes asks for {asked} GPUs; torch finds {present} on this machine, and "
         "no Ray cluster runs that may have more. Leave trainer.n_gpus_per_node null to take what is here (on the CPU: "
         "trainer.n_workers_per_node), or start a cluster with `ray start` on machines that have them."
+        f"{' ' + trouble if (trouble := gpu_trouble()) else ''}"
+    )
+
+
+def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
+    """Says why torch finds no GPU though this machine has one of NVIDIA's; None: it finds one, or there is none, or
+    CUDA_VISIBLE_DEVICES hides it.
+
+    Args:
+        devices: the folder where the kernel's driver lists them.
+    """
+    present = sorted(devices.glob("nvidia[0-9]*"))
+    if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} is a build without CUDA: install "
+            "one with it (https://pytorch.org/get-started)."
+        )
+    try:
+        torch.cuda.init()
+        found = "it finds none."
+    except RuntimeError as error:
+        found = first_line(error)
+    return (
+        f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} cannot use it: {found} This torch needs "
+        f"a driver for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA "
+        "(https://pytorch.org/get-started)."
     )
 
 

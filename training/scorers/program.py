@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import users_line
+from configs.errors import notice_once, users_line
 from data.concurrency import Channel, frame, read_frame
 from data.import_utils import load_extern_object
 
@@ -65,6 +65,7 @@ def serve(channel: Channel) -> None:
             outcome, value = "ok", await_result(function(**arguments | spec.reward_kwargs))
         except BaseException as error:  # SystemExit too: the row is counted, and the process lives on
             outcome, value = "error", format_exception(error)
+        report_cuda()
         channel.write(number, encode(outcome, value))
 
 
@@ -81,6 +82,7 @@ async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: s
         except BaseException as error:  # as above
             expired = isinstance(error, TimeoutError) and deadline.expired()
             outcome, value = ("timeout", None) if expired else ("error", format_exception(error))
+        report_cuda()
         writer.write(frame(number, encode(outcome, value)))
 
     with suppress(asyncio.IncompleteReadError):
@@ -104,6 +106,16 @@ def await_result(result: Any) -> Any:
         return await result
 
     return asyncio.run(wait())
+
+
+def report_cuda() -> None:
+    """Says once if the function has used CUDA: that works, as this process is no fork of the trainer, but nobody counts
+    what it takes of the GPU."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        notice_once(
+            "the reward function uses CUDA in a process of its own: each such process takes half a GiB of the GPU and "
+            "the function's models, which the trainer does not count. reward.num_workers=1 keeps it to one process."
+        )
 
 
 def seed_generators(arguments: dict[str, Any]) -> None:
