@@ -84,12 +84,11 @@ _FSDP = (
 _NO_EFFECT = {
     "actor_rollout_ref.{actor,ref}.{strategy,ulysses_sequence_parallel_size} actor_rollout_ref.rollout.layered_summon "
     "{critic,reward_model,reward.reward_model}.{strategy,ulysses_sequence_parallel_size} "
-    f"{_FSDP}.{{param_offload,optimizer_offload,offload_policy,reshard_after_forward,fsdp_size,forward_prefetch,"
-    "wrap_policy.min_num_params,use_orig_params,forward_only}": (
-        "every worker holds the whole model: nothing is sharded or offloaded"
-    ),
+    f"{_FSDP}.{{offload_policy,reshard_after_forward,fsdp_size,forward_prefetch,wrap_policy.min_num_params,"
+    "use_orig_params,forward_only}": "every worker holds the whole model: nothing is sharded",
+    "{actor_rollout_ref.ref,reward.reward_model}.fsdp_config.optimizer_offload": "it is not trained",
     f"{_FSDP}.model_dtype": "weights are always float32; fsdp_config.dtype chooses what is computed in",
-    "actor_rollout_ref.ref.fsdp_config.dtype critic.{model.fsdp_config,fsdp}.dtype": (
+    "actor_rollout_ref.ref.fsdp_config.dtype critic.{model.fsdp_config,fsdp}.{dtype,param_offload,optimizer_offload}": (
         "it is that of actor_rollout_ref.actor.fsdp_config"
     ),
     "actor_rollout_ref.{model.use_fused_kernels,model.fused_kernel_options.impl_backend,actor.use_fused_kernels,"

@@ -201,6 +201,19 @@ class FSDPConfig(Frozen):
         "bfloat16 is faster on CPUs with AMX or AVX512_BF16.",
         choices=("auto", "float32", "bfloat16"),
     )
+    param_offload: bool = setting(False, "Keep the weights in main memory while their model has nothing to do.")
+
+
+@dataclass
+class TrainFSDPConfig(FSDPConfig):
+    optimizer_offload: bool = setting(
+        False, "Keep AdamW's moments in main memory and compute its steps there: 8 bytes a weight less on a GPU."
+    )
+
+
+@dataclass
+class RefFSDPConfig(Frozen):
+    param_offload: bool = setting(False, "As in actor.fsdp_config, for the reference.")
 
 
 @dataclass
@@ -257,7 +270,7 @@ class ActorConfig(Frozen):
     kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
     kl_loss_type: str = setting("low_var_kl", "Estimator of the KL in the loss.", choices=KL_KINDS)
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading; the critic's too.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
 
@@ -269,6 +282,7 @@ class RefConfig(Frozen):
     log_prob_max_token_len_per_gpu: int = setting(
         II("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"), "As in rollout, for the reference.", ge=1
     )
+    fsdp_config: RefFSDPConfig = group(RefFSDPConfig, "Offloading.")
 
 
 @dataclass
@@ -535,7 +549,7 @@ class RewardModelConfig(Frozen):
     max_length: int | None = setting(
         None, "Tokens that it is shown, of longer conversations the last; null: as many as it has positions.", ge=1
     )
-    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision and offloading.")
     function_weight: float = setting(
         0.0, "What the score of a reward function or an environment counts beside the model's; 0: it is only logged."
     )
@@ -718,6 +732,6 @@ class SFTConfig(Frozen):
     data: SFTDataConfig = group(SFTDataConfig, "Rows.")
     model: SFTModelConfig = group(SFTModelConfig, "The model.")
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5, lr_warmup_steps_ratio=0.1)
-    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision.")
+    fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading.")
     trainer: SFTTrainerConfig = group(SFTTrainerConfig, "The run.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")

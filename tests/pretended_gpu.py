@@ -185,6 +185,7 @@ class PretendedGPU(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Takes the calls of Python that name a device."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        kwargs.pop("pin_memory", None)  # a build without CUDA has none
         of_device = any(is_on_device(part) for part in tree_leaves((args, kwargs)))
         if name in ("to", "cuda", "cpu") and isinstance(args[0], Tensor):
             return self.move(func, name, args, kwargs)

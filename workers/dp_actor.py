@@ -21,6 +21,7 @@ from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
+from workers.offload import Residence
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -54,7 +55,7 @@ class DataParallelPPOActor:
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns` (of old_log_probs, entropys, sum_pi_squared) on the policy's tokens: [B, R] float32."""
-        with self.engine.autocast():
+        with self.engine.at_work(), self.engine.autocast():
             return score_columns(self.engine.module, batch, self.log_prob_size, temperature, columns)
 
     def update_policy(self, batch: DataProto, update: Update) -> dict[str, float]:
@@ -65,7 +66,7 @@ class DataParallelPPOActor:
         rollout_log_probs has them compared with the log-probs that this forward computes anyway.
         """
         metrics = PooledMetrics()
-        with forked_rng(update.seed):  # for losses that draw
+        with forked_rng(update.seed), self.engine.at_work():  # for losses that draw
             if self.policy_loss.over_mini_batch:
                 gradient = self.policy_gradient(batch, update, metrics)
                 batch = DataProto(batch.batch.copy()).union(gradient)
@@ -77,8 +78,9 @@ class DataParallelPPOActor:
     def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
         """The metrics that `update_policy` would have of its loss, for a loss that is a sum over tokens; no update."""
         metrics = PooledMetrics()
-        for micro in self.micro_batches(batch):
-            self.micro_batch_loss(micro, update, metrics)
+        with self.engine.at_work():
+            for micro in self.micro_batches(batch):
+                self.micro_batch_loss(micro, update, metrics)
         return metrics.reduce()
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
@@ -139,11 +141,11 @@ class DataParallelPPOActor:
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:
         """Computes the micro-batch's share of the mini-batch's loss."""
         if micro.is_dummy:
-            with self.engine.autocast():
+            with self.engine.autocast(updates=True):
                 return 0 * self.engine.module.token_scores(micro, update.temperature).log_probs.sum()
         config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
         counts, weight = update.counts, int(mask.sum())
-        with self.engine.autocast():
+        with self.engine.autocast(updates=True):
             ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
             log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
         if "rollout_log_probs" in columns:
@@ -177,6 +179,7 @@ class ReferencePolicy:
         module: its model.
         log_prob_size: what a forward pass may hold.
         autocast: the actor's precision, so that equal weights have no KL.
+        offload: its weights are in main memory while it does not score.
     """
 
     def __init__(
@@ -184,14 +187,16 @@ class ReferencePolicy:
         module: PreTrainedModel,
         log_prob_size: MicroBatchSize,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
+        offload: bool = False,
     ) -> None:
         self.module = module.eval().requires_grad_(False)
+        self.at_work = Residence(module, offload).at_work
         self.log_prob_size = log_prob_size
         self.autocast = autocast
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
         """Computes `columns`, which are [ref_log_prob]: [B, R] float32, 0 where the policy produced no token."""
-        with self.autocast():
+        with self.at_work(), self.autocast():
             return score_columns(self.module, batch, self.log_prob_size, temperature, columns)
 
 

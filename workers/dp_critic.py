@@ -26,7 +26,7 @@ class DataParallelPPOCritic:
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimates the value before each response token: column values, [B, R] float32, 0 where response_mask is 0."""
-        with self.engine.autocast():
+        with self.engine.at_work(), self.engine.autocast():
             values = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
         return DataProto.from_dict({"values": values * batch.batch["response_mask"]})
 
@@ -36,7 +36,7 @@ class DataParallelPPOCritic:
         The loss is the clipped value loss, normalised by the whole mini-batch's counts.
         """
         metrics = PooledMetrics()
-        with forked_rng(update.seed):
+        with forked_rng(update.seed), self.engine.at_work():
             micro_batches = cut_share(batch, self.size, ["response_mask", "values", "returns"], self.engine.module)
             losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)
@@ -56,7 +56,7 @@ class DataParallelPPOCritic:
 
     def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
         """Computes the micro-batch's share of the mini-batch's loss."""
-        with self.engine.autocast():
+        with self.engine.autocast(updates=True):
             predicted = self.engine.module.token_scores(micro, temperature=1.0, ask=["values"]).values
         if micro.is_dummy:
             return 0 * predicted.sum()

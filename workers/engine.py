@@ -28,8 +28,10 @@ from training.torch_functional import (
 )
 from workers.collectives import gather, group_size, rank, sum_gradients
 from workers.lora import save_pretrained
+from workers.offload import HostAdamW, Offload, Residence
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
+NOTHING = Offload()
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -57,24 +59,38 @@ class TrainEngine:
         optim: optimiser settings.
         total_steps: length of the run, in calls of a new `step` (for the schedule).
         dtype: compute precision; weights and optimiser stay float32.
+        offload: what is kept in main memory; the module but in the blocks of `at_work`.
     """
 
     def __init__(
-        self, module: PreTrainedModel, optim: OptimConfig, total_steps: int, device: torch.device, dtype: torch.dtype
+        self,
+        module: PreTrainedModel,
+        optim: OptimConfig,
+        total_steps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        offload: Offload = NOTHING,
     ) -> None:
         self.module = module.to(device).train()
         self.optim = optim
         self.device = device
         self.dtype = dtype
         self.multiplier = learning_rate_multiplier(optim, total_steps)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = (HostAdamW if offload.moments else torch.optim.AdamW)(
             self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
         )
+        self.at_work = Residence(self.module, offload.module).at_work
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self, updates: bool = False) -> AbstractContextManager:
+        """Computes the block in the run's precision; `updates`: a backward follows.
+
+        The weights that are cast in a block wait there for their next use. With checkpointing there is none before the
+        backward, which casts each again: kept they would only be a copy of the whole model.
+        """
         if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        keeps_casts = not (updates and self.module.is_gradient_checkpointing)
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=keeps_casts)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
         """Takes one optimiser step on the sum of `losses`, one a micro-batch, each after the backward of the last.
@@ -136,10 +152,11 @@ class TrainEngine:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
         parts = self.checkpoint_parts()
-        for name in parts:
-            if name in contents:
-                torch.save(parts[name][0](), folder / part_file(name))
-        save_pretrained(self.module, folder, with_weights="hf_model" in contents)
+        with self.at_work():
+            for name in parts:
+                if name in contents:
+                    torch.save(parts[name][0](), folder / part_file(name))
+            save_pretrained(self.module, folder, with_weights="hf_model" in contents)
 
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
         """Returns the size of what `save` writes of `contents`, the optimiser's moments after a step included."""
@@ -154,8 +171,9 @@ class TrainEngine:
         Raises:
             ValueError: a part is missing or unreadable; names the file and the remedy.
         """
-        for name, (_, restore) in self.checkpoint_parts().items():
-            read_part(folder / part_file(name), restore)
+        with self.at_work():  # moments go where the weights are
+            for name, (_, restore) in self.checkpoint_parts().items():
+                read_part(folder / part_file(name), restore)
 
     def checkpoint_parts(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         """Maps each part of a checkpoint to the functions that read it off and put it back."""

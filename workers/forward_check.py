@@ -6,7 +6,7 @@ Log-probs of rows that were sampled one way and scored another are wrong, and no
 training as in eval mode, and a rotary embedding is the same for every batch.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -88,6 +88,17 @@ def trained_log_probs(model: PreTrainedModel, batch: DataProto) -> Tensor:
     model.train()
     micros = cut(batch, MicroBatchSize(len(batch), 0), [], model)
     return score_micro_batches(model, batch, micros, temperature=1.0, ask=["log_probs"]).log_probs
+
+
+def score_equally(models: Sequence[PreTrainedModel], dtype: torch.dtype) -> bool:
+    """Says whether all `models` give a small batch the same log-probs in the compute `dtype`, to the last bit."""
+    device, batch = models[0].device.type, ragged_batch(models[0], SHORTEST)
+    with torch.autocast(device, dtype):
+        try:
+            first, *others = (trained_log_probs(model, batch) for model in models)
+        except FAILURES:
+            return False
+    return all(torch.equal(first, other) for other in others)
 
 
 def tolerance(scores: Tensor, exact: Tensor) -> float:

@@ -1,9 +1,11 @@
-"""Estimates what a run needs of a GPU's memory before it starts: exact for weights, about for the rest.
+"""Estimates what a run needs of a GPU's memory before it starts: exact for weights, within 5 % for an update.
 
-Every worker holds whole models in float32 and computes in the run's precision. Counted are weights, AdamW's two moments
-and gradients; while generating, keys and values, or the share that vLLM is told to take; while updating, the copies of
-the weights that autocast makes, and what a micro-batch's forward keeps for its backward: the input and the output of
-every matrix product, and of every norm its float32 input and result. Left out: what the allocator cannot use.
+Every worker holds whole models, those in training in float32, and computes in the run's precision. Counted are weights,
+AdamW's two moments and gradients, but what is kept in main memory; while generating, keys and values, the weights that
+autocast casts, and the distributions that are drawn from, or the share that vLLM is told to take; while updating, the
+cast weights, what a micro-batch's forward keeps for its backward (the input of every matrix product and what is made of
+its output, and of every norm its float32 input and result), and what the backward of the head or a layer takes beside.
+Left out: what the allocator cannot use. `tests/fake_memory.py` counts what an update really takes.
 """
 
 from collections.abc import Mapping
@@ -30,8 +32,11 @@ from workers.models import training_device
 FLOAT32 = 4  # bytes
 ADAMW = 2 * FLOAT32  # a weight's two moments
 SHARES = {"vllm": "vLLM", "sglang": "SGLang"}  # engines that take gpu_memory_utilization of the card
-HEAD = 1 << 30  # bytes, of the token head's tiles and sums: a bound, whatever the batch
+TILES = 7 << 27  # bytes, of the token head's tiles (workers/kernels/token_head.py), whatever the batch
+DRAWN = 4 * FLOAT32  # a number of a distribution that is drawn from
+SORTED = 12 * FLOAT32  # and with top_p, which sorts it
 LOGITS = 3 * FLOAT32  # without that head: the logits of a token, their softmax, and its gradient
+GATES = ("gate_proj.weight", "gate_up_proj.weight")  # of which another tensor is made before the next product
 GIB = 1 << 30
 
 
@@ -43,19 +48,27 @@ class ModelSize:
         parameters: their number; shared ones count once.
         layers: of the decoder.
         hidden: numbers in a token's hidden state.
-        matrices: numbers that go into and come out of the matrix products of all layers, a token.
+        multiplied: numbers in the matrices of all layers.
+        products: numbers that a backward needs of the matrix products of all layers, a token.
+        widest: numbers that the largest of those products has of a token.
         norms: numbers that go through the norms of all layers, a token.
         cached: numbers in the keys and values of a token, all layers.
         vocabulary: numbers in a token's logits.
+        head: numbers in the head over the vocabulary; 0: there is none.
+        tied: whether the head is the embedding.
     """
 
     parameters: int
     layers: int
     hidden: int
-    matrices: int
+    multiplied: int
+    products: int
+    widest: int
     norms: int
     cached: int
     vocabulary: int
+    head: int
+    tied: bool
 
     @classmethod
     def of(
@@ -68,37 +81,91 @@ class ModelSize:
         values = text.to_dict()
         head_size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
         key_heads = values.get("num_key_value_heads") or text.num_attention_heads
-        tables = {id(model.get_input_embeddings().weight)}
-        inner = [weight for weight in model.base_model.parameters() if id(weight) not in tables]
-        named = [(name, weight) for name, weight in model.base_model.named_parameters() if name.endswith("weight")]
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        named = [(name, weight) for name, weight in model.base_model.named_parameters() if weight is not table]
+        inner = {name: weight for name, weight in named if weight.ndim > 1}
+        plain = [(name, weight.shape) for name, weight in inner.items() if weight.ndim == 2]
+        # The sum of two outputs a layer and its hidden states is all that is kept of them, and counted as a norm's.
+        products = sum(map(sum, dict(plain).values())) - 2 * text.num_hidden_layers * text.hidden_size
+        gates = sum(shape[0] // (1 + ("up" in name)) for name, shape in plain if name.endswith(GATES))
+        heads = {"q_norm.weight": text.num_attention_heads, "k_norm.weight": key_heads}  # that share a norm
+
+        def times(name: str, norm: torch.Tensor) -> int:
+            shared = next((number for end, number in heads.items() if name.endswith(end)), 1)
+            return shared if norm.numel() == head_size else 1
+
         return cls(
             parameters=sum(weight.numel() for weight in model.parameters()),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            matrices=sum(sum(weight.shape) for weight in inner if weight.ndim == 2),
-            norms=sum(weight.numel() for _, weight in named if weight.ndim == 1),
+            multiplied=sum(weight.numel() for weight in inner.values()),
+            products=products + gates,
+            widest=max(max(shape) for _, shape in plain),
+            norms=sum(
+                weight.numel() * times(name, weight)
+                for name, weight in named
+                if weight.ndim == 1 and name.endswith("weight")
+            ),
             cached=2 * text.num_hidden_layers * key_heads * head_size,
             vocabulary=text.vocab_size,
+            head=0 if head is None else head.weight.numel(),
+            tied=head is not None and head.weight is table,
         )
 
-    def activations(self, width: int, checkpointed: bool) -> int:
-        """Counts bytes a token that a forward keeps for its backward; `checkpointed`: hidden states and one layer's."""
-        whole = self.matrices * width + 2 * self.norms * FLOAT32
-        return self.layers * self.hidden * FLOAT32 + whole // self.layers if checkpointed else whole
+    def activations(self, width: int) -> int:
+        """Counts bytes a token that a forward keeps for its backward."""
+        return self.products * width + 2 * self.norms * FLOAT32
+
+    def copies(self, width: int) -> int:
+        """Counts bytes of the layers' weights as autocast casts them."""
+        return width * self.multiplied if width < FLOAT32 else 0
+
+    def frozen(self, width: int) -> int:
+        """Counts bytes of weights that only score: matrices are in the compute precision (workers/models.py)."""
+        cast = self.multiplied + (0 if self.tied else self.head)
+        return FLOAT32 * (self.parameters - cast) + width * cast
+
+    def update_bytes(self, tokens: int, width: int, checkpointed: bool, by_tiles: bool) -> dict[str, int]:
+        """Counts the bytes that a forward and backward of a micro-batch takes, with the gradients that it adds to.
+
+        Args:
+            checkpointed: the forward keeps hidden states, and the backward computes each layer once more.
+            by_tiles: the logits of all tokens are never in memory at once.
+        """
+        logits = TILES if by_tiles else LOGITS * self.vocabulary * tokens
+        head = (FLOAT32 * self.head + logits) if self.head else 0  # its gradient of this micro-batch
+        # That of the embedding comes last; where it is the head, the head's has waited for it, and their sum is made.
+        embedding = FLOAT32 * self.vocabulary * self.hidden * (3 if self.tied else 1)
+        layer, cast = self.activations(width) // self.layers, self.copies(width)
+        if checkpointed:
+            kept, cast_now = tokens * (self.layers + 2) * self.hidden * FLOAT32, cast // self.layers
+            again = tokens * (layer + 2 * self.widest * width) + cast_now + FLOAT32 * self.head * self.tied
+            cast, backward = 0, max(head, again, embedding - kept)
+        else:
+            kept = tokens * layer * self.layers
+            backward = max(head, embedding - kept - cast)
+        return {
+            "gradients": FLOAT32 * self.parameters,
+            "cast weights": cast,
+            "activations": kept,
+            "backward of a part": backward,
+        }
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a GPU, by what they are for: those held throughout, and those of either phase."""
+    """Bytes of a GPU, by what they are for: those held throughout, and those of either phase; and what the engine finds
+    in use when it starts."""
 
     held: Mapping[str, int]
     generation: Mapping[str, int]
     update: Mapping[str, int]
+    at_start: int
 
     @property
     def least(self) -> int:
         """Bytes that no setting of sizes changes: the weights in training with their gradients, and what is held."""
-        return sum(self.held.values()) + self.update["gradients"]
+        return sum(self.held.values()) + self.update.get("weights", 0) + self.update["gradients"]
 
     @property
     def peak(self) -> int:
@@ -119,20 +186,27 @@ def memory_needs(
 ) -> Needs:
     """Counts what a worker needs of a GPU of `card` bytes; `width` is the bytes of a number that it computes with."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    comes, moments = actor.fsdp_config.param_offload, 0 if actor.fsdp_config.optimizer_offload else ADAMW
     held = {
-        "weights": FLOAT32 * policy.parameters,
-        "AdamW": ADAMW * policy.parameters,
-        "reference": FLOAT32 * policy.parameters if "ref" in needed_roles(config) else 0,
-        "critic": (FLOAT32 + ADAMW) * critic.parameters if critic else 0,
-        "reward model": FLOAT32 * rm.parameters if rm else 0,
+        "weights": 0 if comes else FLOAT32 * policy.parameters,
+        "AdamW": moments * policy.parameters,
+        "critic": (moments + (0 if comes else FLOAT32)) * critic.parameters if critic else 0,
     }
+    offloads = config.actor_rollout_ref.ref.fsdp_config, config.reward.reward_model.fsdp_config
+    scored = {"reference": policy if "ref" in needed_roles(config) else None, "reward model": rm}
+    for (name, size), offload in zip(scored.items(), offloads, strict=True):
+        held[name] = size.frozen(width) if size and not offload.param_offload else 0
     generation = engine_needs(config, policy, width, card)
     asleep = rollout.name not in SHARES or rollout.free_cache_engine
-    updates = [update_needs(policy, actor, config, width)]
-    if critic:
-        updates.append(update_needs(critic, config.critic, config, width))
+    trained = [(policy, actor), *([(critic, config.critic)] if critic else [])]
+    updates = [
+        ({"weights": FLOAT32 * size.parameters} if comes else {}) | update_needs(size, role, config, width)
+        for size, role in trained
+    ]
     largest = max(updates, key=lambda parts: sum(parts.values()))
-    return Needs(held, generation, largest | ({} if asleep else generation))
+    without_moments = sum(held.values()) - moments * sum(size.parameters for size, _ in trained)
+    at_start = without_moments + (FLOAT32 * policy.parameters if comes else 0)
+    return Needs(held, generation, largest | ({} if asleep else generation), at_start)
 
 
 def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> dict[str, int]:
@@ -144,11 +218,19 @@ def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> di
         return {}
     rows = min(-(-data.train_batch_size * rollout.n // workers_asked_for(config.trainer)), rollout.max_num_seqs)
     tokens = rows * rollout.response_length + -(-rows // rollout.n) * data.max_prompt_length  # a prompt once
-    return {"keys and values": tokens * policy.cached * width}
+    prefilled = min(rollout.max_num_batched_tokens, -(-rows // rollout.n) * data.max_prompt_length)
+    drawn = rows * policy.vocabulary * (DRAWN if rollout.top_p == 1 else SORTED)
+    comes = config.actor_rollout_ref.actor.fsdp_config.param_offload
+    return {
+        "weights": FLOAT32 * policy.parameters if comes else 0,
+        "keys and values": tokens * policy.cached * width,
+        "cast weights": policy.copies(width) + (width * policy.head if width < FLOAT32 else 0),
+        "prompts or draws": max(prefilled * (policy.activations(width) // policy.layers), drawn),
+    }
 
 
 def update_needs(size: ModelSize, role: ActorConfig | CriticConfig, config: Config, width: int) -> dict[str, int]:
-    """Counts the bytes that one forward and backward of a micro-batch takes, with the gradients that it adds to."""
+    """Counts `ModelSize.update_bytes` of the largest micro-batch that `role` cuts."""
     longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
     prompts = role.ppo_mini_batch_size or config.data.train_batch_size
     rows = -(-prompts * config.actor_rollout_ref.rollout.n // workers_asked_for(config.trainer))
@@ -156,31 +238,38 @@ def update_needs(size: ModelSize, role: ActorConfig | CriticConfig, config: Conf
     tokens = min(rows * longest, cut)
     model = config.actor_rollout_ref.model
     by_tiles = isinstance(role, CriticConfig) or (model.use_remove_padding and model.kernels != "off")
-    return {
-        "gradients": FLOAT32 * size.parameters,
-        "copies of weights": width * size.parameters if width < FLOAT32 else 0,
-        "activations": tokens * size.activations(width, model.enable_gradient_checkpointing),
-        "logits": HEAD if by_tiles else LOGITS * size.vocabulary * tokens,
-    }
+    return size.update_bytes(tokens, width, model.enable_gradient_checkpointing, by_tiles)
 
 
 def check_memory(needs: Needs, card: int) -> None:
-    """Raises ConfigError where weights, gradients and moments alone are more than the `card` has; a notice says so
-    where the rest may be."""
+    """Raises ConfigError where weights, gradients and moments alone are more than the `card` has, or do not fit beside
+    an engine's share of it; a notice says so where the rest may not."""
     has = f"and the GPU has {card / GIB:.1f}"
     if needs.least > card:
         raise ConfigError(
             f"the weights in training, with gradients and AdamW's moments, and what is held beside them need "
             f"{needs.least / GIB:.1f} GiB of a GPU, {has}. Take a smaller actor_rollout_ref.model.path; without a "
             "reference (actor_rollout_ref.actor.use_kl_loss=false, algorithm.use_kl_in_reward=false) or a critic "
-            "(algorithm.adv_estimator=grpo) it is less. Every worker holds whole models, so more GPUs do not help."
+            "(algorithm.adv_estimator=grpo), or with AdamW's moments in main memory "
+            "(actor_rollout_ref.actor.fsdp_config.optimizer_offload=true), it is less. Every worker holds whole "
+            "models, so more GPUs do not help."
+        )
+    share = next((needs.generation[name] for name in SHARES.values() if name in needs.generation), 0)
+    if share and (held := max(sum(needs.held.values()), needs.at_start)) + share > card:
+        most = max(0, int(100 * (card - held) / card)) / 100
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.gpu_memory_utilization asks for {share / GIB:.1f} GiB, beside {held / GIB:.1f} "
+            f"GiB of weights and moments, {has}. Set it to {most:.2f} or less, or keep in main memory what generation "
+            "does not need (actor_rollout_ref.actor.fsdp_config.optimizer_offload=true, param_offload=true, and "
+            "actor_rollout_ref.ref.fsdp_config.param_offload=true)."
         )
     if needs.peak > card:
         notice(
             f"this may not fit: about {needs.peak / GIB:.1f} GiB are needed at once, {has}. An update needs less with "
             "a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu), and with "
             "actor_rollout_ref.model.enable_gradient_checkpointing=true; generation with a smaller "
-            "actor_rollout_ref.rollout.max_num_seqs (hf) or actor_rollout_ref.rollout.gpu_memory_utilization (vllm)."
+            "actor_rollout_ref.rollout.max_num_seqs (hf) or actor_rollout_ref.rollout.gpu_memory_utilization (vllm); "
+            "and both with actor_rollout_ref.actor.fsdp_config.optimizer_offload=true."
         )
 
 

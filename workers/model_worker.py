@@ -3,8 +3,8 @@
 Actor and rollout share a process: the rollout samples from the actor's own weights, or copies them in memory.
 """
 
-import copy
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,10 +31,12 @@ from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward_check import trained_log_probs
+from workers.kernels import give_back_memory
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
-from workers.models import load_causal_lm, load_value_model, training_device
+from workers.models import frozen_copy, load_causal_lm, load_value_model, training_device
+from workers.offload import Offload
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout, sample_of
 
@@ -71,17 +73,19 @@ class ModelWorker:
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said and rank() == 0:
             notice(said)
-        reference = copy.deepcopy(module) if "ref" in roles else None
+        reference = frozen_copy(module, self.dtype) if "ref" in roles else None
         policy_steps = total_steps - first_policy_step(config) + 1
         self.policy = self._train(module, policy.actor.optim, policy_steps)
         builders = {
             "actor": self._build_actor,
             "rollout": self._build_rollout,
-            "ref": lambda: ReferencePolicy(reference, log_prob_size(policy.ref), self.policy.autocast),
+            "ref": lambda: self._build_reference(reference),
             "critic": self._build_critic,
-            "rm": lambda: LearnedReward(config.reward.reward_model, self.tokenizer, self.device),
+            "rm": self._build_rm,
         }
-        self.roles: dict[str, Any] = {role: builders[role]() for role in roles}
+        last = sorted(roles, key="rollout".__eq__)  # an engine takes its share of what the others leave
+        self.roles: dict[str, Any] = {role: builders[role]() for role in last}
+        give_back_memory()
 
     def close(self) -> None:
         """Gives back what would outlive this object in its process: the engine's things."""
@@ -89,7 +93,13 @@ class ModelWorker:
             self.roles["rollout"].close()
 
     def _train(self, module: PreTrainedModel, optim: OptimConfig, steps: int) -> TrainEngine:
-        return TrainEngine(module, optim, steps, self.device, self.dtype)
+        asked = self.config.actor_rollout_ref.actor.fsdp_config
+        offload = Offload(self._offloads(asked.optimizer_offload), self._offloads(asked.param_offload))
+        return TrainEngine(module, optim, steps, self.device, self.dtype, offload)
+
+    def _offloads(self, asked: bool) -> bool:
+        """Says whether something is kept in main memory; on a CPU all is there."""
+        return asked and self.device.type != "cpu"
 
     def _build_actor(self) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref
@@ -100,11 +110,25 @@ class ModelWorker:
         config, model = self.config.critic, self.config.actor_rollout_ref.model
         run = self.device, self.dtype, self.longest
         module = load_value_model(model, config.model.path, self.config.trainer.seed, *run)
-        return DataParallelPPOCritic(config, self._train(module, config.optim, self.total_steps), update_size(config))
+        engine = self._train(module, config.optim, self.total_steps)
+        return DataParallelPPOCritic(config, engine, update_size(config))
+
+    def _build_reference(self, module: PreTrainedModel) -> ReferencePolicy:
+        config = self.config.actor_rollout_ref.ref
+        offload = self._offloads(config.fsdp_config.param_offload)
+        return ReferencePolicy(module, log_prob_size(config), self.policy.autocast, offload)
+
+    def _build_rm(self) -> LearnedReward:
+        config = self.config.reward.reward_model
+        offload = self._offloads(config.fsdp_config.param_offload)
+        return LearnedReward(config, self.tokenizer, self.device, offload)
 
     def _build_rollout(self) -> "ColocatedRollout":
         config = self.config.actor_rollout_ref.rollout
-        with self.policy.autocast():  # an engine may try what it can do, in the precision that it will do it in
+        with (
+            self.policy.at_work(),
+            self.policy.autocast(),
+        ):  # an engine may try what it can do, in the precision that it will do it in
             engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
         rollout = ColocatedRollout(self.config, self.tokenizer, engine, self.policy)
         if engine.own_weights:
@@ -136,7 +160,10 @@ class ColocatedRollout:
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Generates responses to this worker's `prompts`, or the episodes that they begin; the first is row `first_row`
         of the whole batch."""
-        with forked_rng(seed), self.policy.autocast():
+        at_work = nullcontext() if self.engine.own_weights else self.policy.at_work()
+        with forked_rng(seed), at_work, self.policy.autocast():
+            if self.engine.lost_weights:
+                self._load_weights(self.engine.weight_version)
             self.engine.wake_up()
             try:
                 with self.engine.together():
@@ -159,9 +186,13 @@ class ColocatedRollout:
                 with warns_of_close(name.replace("_", " ")):
                     vars(self)[name].close()
 
+    def _load_weights(self, version: int) -> None:
+        with self.policy.at_work():
+            self.engine.load_weights(self.policy.weights(), version)
+
     def update_weights(self, version: int) -> None:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""
-        self.engine.load_weights(self.policy.weights(), version)
+        self._load_weights(version)
         if self.engine.own_weights:
             with self.engine.together() as asks:
                 if asks:
@@ -193,7 +224,7 @@ def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
     request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
     [done] = engine.generate([request])
     batch = collate([sample_of(request, done)], len(prompt), most, engine.pad_token_id)
-    with policy.autocast():
+    with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
         wanted = trained_log_probs(policy.module, batch)
     difference = (batch.batch["rollout_log_probs"] - wanted)[batch.batch["response_mask"].bool()]
     return difference.abs().mean().item()

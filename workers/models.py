@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -20,6 +21,7 @@ from configs.errors import notice
 from configs.schema import ModelConfig, SFTModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
+from workers.forward_check import score_equally
 from workers.lora import add_lora
 from workers.scoring_model import scoring_model
 
@@ -86,6 +88,27 @@ def _load(auto_class: type, model: ModelConfig, path: str | None, key: str, **ov
     if loaded.can_generate():
         loaded.generation_config = savable(loaded.generation_config, path)
     return loaded
+
+
+def frozen_copy(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Copies a policy for scoring alone: `plain_matrices` in the compute `dtype`, to which autocast would cast them
+    at every use. Where that changes a score, which a trial shows, the copy is as it was, and a notice says so."""
+    if dtype == torch.float32:
+        return copy.deepcopy(module)
+    cast = {id(matrix): nn.Parameter(matrix.detach().to(dtype), False) for matrix in plain_matrices(module)}
+    copied = copy.deepcopy(module, cast)
+    if score_equally([module, copied], dtype):
+        return copied
+    notice(f"{type(module).__name__} scores otherwise by weights in {dtype}: the reference keeps float32.")
+    return copy.deepcopy(module)
+
+
+def plain_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Lists the weights that only linear layers multiply by: no embedding, which is read in float32, nor a head that is
+    one."""
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    linear = (part.weight for part in module.modules() if isinstance(part, nn.Linear))
+    return [weight for weight in linear if id(weight) not in embeddings]
 
 
 def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], path: str) -> None:

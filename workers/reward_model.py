@@ -17,7 +17,8 @@ from data.pretrained import load_model_config, position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from workers.engine import compute_dtype
-from workers.models import no_dropout
+from workers.models import no_dropout, plain_matrices
+from workers.offload import Residence
 
 
 class LearnedReward:
@@ -25,16 +26,26 @@ class LearnedReward:
 
     Args:
         tokenizer: the policy's.
+        offload: its weights are in main memory while it does not score.
 
     Raises:
         ValueError: the folder holds no such model, or its tokenizer cannot write the conversation.
     """
 
-    def __init__(self, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        offload: bool = False,
+    ) -> None:
         self.config = config
         self.device = device
         self.dtype = compute_dtype(config.fsdp_config.dtype, device)
-        self.model = load_reward_model(config.model).to(device)
+        self.model = load_reward_model(config.model)
+        for matrix in plain_matrices(self.model):
+            matrix.data = matrix.to(self.dtype)
+        self.at_work = Residence(self.model.to(device), offload).at_work
         self.longest = config.max_length or position_count(self.model.config.get_text_config())
         self.tokenizer = tokenizer
         self.own_tokenizer = reward_tokenizer(config.model, tokenizer)
@@ -43,8 +54,9 @@ class LearnedReward:
         """Computes the model's output for each row's prompt and response: column rm_scores, [B] float32 on the CPU."""
         rows = [ids[-self.longest :] if self.longest else ids for ids in self.conversations(batch)]
         scores = torch.zeros(len(rows))
-        for part in self.parts([len(ids) for ids in rows]):
-            scores[part] = self.forward([rows[row] for row in part])
+        with self.at_work():
+            for part in self.parts([len(ids) for ids in rows]):
+                scores[part] = self.forward([rows[row] for row in part])
         return DataProto.from_dict({"rm_scores": scores})
 
     def conversations(self, batch: DataProto) -> list[list[int]]:

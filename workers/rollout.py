@@ -49,6 +49,7 @@ class Rollout:
             from the actor's own module.
         elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
             its weights.
+        lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
         vocab_size: token ids of `model` are 0 to this number − 1.
         longest: most tokens of prompt and response together.
     """
@@ -56,6 +57,7 @@ class Rollout:
     vocab_size: int
     own_weights: bool = False
     elsewhere: bool = False
+    lost_weights: bool = False
     on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

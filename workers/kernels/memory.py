@@ -57,8 +57,15 @@ class KeptMemory:
         if self.steps <= SETTLING_STEPS * len(self.optimisers):
             self.needed = max(self.needed, resident)
         elif resident - self.needed > max(KEPT_SHARE * self.needed, KEPT_BYTES):
-            ctypes.CDLL(None).malloc_trim(0)
+            give_back_memory()
             self.steps = 0
+
+
+def give_back_memory() -> None:
+    """Gives all memory that is free in this process back to the kernel: that in which a model was loaded, before it
+    went to a GPU, which `start_process` would keep for good."""
+    if IS_GLIBC:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:

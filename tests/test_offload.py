@@ -1,0 +1,159 @@
+"""Moments and weights in main memory: the same numbers, in AdamW's layout, and weights on the device at work alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import main
+from configs.schema import ModelConfig, OptimConfig
+from tests.batches import ragged_batch, update_of
+from tests.pretended_gpu import CPU, CUDA, PretendedGPU, is_on_device
+from tests.runs import compose, learning_metrics, short_run
+from workers import model_worker, models, offload
+from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
+from workers.engine import TrainEngine
+from workers.forward_check import trained_log_probs
+from workers.micro_batches import MicroBatchSize
+from workers.models import frozen_copy, load_causal_lm, plain_matrices
+from workers.offload import Offload
+
+IDS = torch.tensor([[10, 11, 12, 13, 14]])
+
+
+def make_engine(tiny_model: Path, **offloads: bool) -> TrainEngine:
+    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    return TrainEngine(module, OptimConfig(lr=0.01, weight_decay=0.1), 10, CPU, torch.float32, Offload(**offloads))
+
+
+def train(engine: TrainEngine, steps: int) -> None:
+    for step in range(steps):
+        with engine.at_work():
+            engine.update([engine.module(IDS, labels=IDS).loss], step)
+
+
+def moments(engine: TrainEngine) -> list[torch.Tensor]:
+    return [value for state in engine.optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+@pytest.mark.parametrize("chunk", [offload.CHUNK, 4096])
+def test_steps_in_main_memory_are_adamws(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+    """Whole tensors at once, and by rows; a checkpoint of one optimiser continues in the other."""
+    monkeypatch.setattr(offload, "CHUNK", chunk)
+    plain, away = make_engine(tiny_model), make_engine(tiny_model, moments=True, module=True)
+    train(plain, 3), train(away, 3)
+    for engine, other in ((plain, away), (away, plain)):
+        for mine, others in zip(
+            [*engine.module.parameters(), *moments(engine)], [*other.module.parameters(), *moments(other)], strict=True
+        ):
+            assert torch.equal(mine, others)
+    states = [engine.optimizer.state_dict() for engine in (plain, away)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    plain.load_moments(states[1]), away.load_moments(states[0])
+    train(plain, 2), train(away, 2)
+    assert all(map(torch.equal, moments(plain), moments(away)))
+
+
+def test_weights_are_at_home_but_at_work(tiny_model: Path):
+    engine = make_engine(tiny_model, module=True)
+    weights = [*engine.module.parameters()]
+    before = [weight.detach().clone() for weight in weights]
+    homes = [weight.data_ptr() for weight in weights]
+    with engine.at_work():
+        device = [weight.data_ptr() for weight in weights]
+        assert not set(homes) & set(device)
+        with engine.at_work():
+            assert [weight.data_ptr() for weight in weights] == device
+        assert [weight.data_ptr() for weight in weights] == device, "the outer block goes on"
+        assert engine.module.get_output_embeddings().weight is engine.module.get_input_embeddings().weight
+        weights[0].data.add_(1)
+    assert [weight.data_ptr() for weight in weights] == homes
+    assert torch.equal(weights[0], before[0] + 1) and all(map(torch.equal, weights[1:], before[1:]))
+
+
+def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Actor, critic, reference and generation by the module, which all come to the device and go again."""
+    monkeypatch.setattr(model_worker.ModelWorker, "_offloads", lambda self, asked: asked)
+    terms = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.save_freq=2")
+    actor, ref = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"
+    offloads = (f"{actor}.param_offload=true", f"{actor}.optimizer_offload=true", f"{ref}.param_offload=true")
+    main.run(compose(*short_run(tiny_model, tmp_path / "here", *terms, "trainer.total_training_steps=3")))
+    main.run(compose(*short_run(tiny_model, tmp_path / "away", *terms, *offloads, "trainer.total_training_steps=2")))
+    main.run(compose(*short_run(tiny_model, tmp_path / "away", *terms, *offloads, "trainer.total_training_steps=3")))
+    assert learning_metrics(tmp_path / "away") == learning_metrics(tmp_path / "here")
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_reference_in_bfloat16_scores_as_the_policy_does(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys, agrees: bool
+):
+    """To the last bit, so that equal weights have no KL; where a layer would not, it stays in float32."""
+    policy = load_causal_lm(ModelConfig(path=str(tiny_model)), CPU, torch.bfloat16)
+    if not agrees:
+        monkeypatch.setattr(models, "score_equally", lambda *_: False)
+    copied = frozen_copy(policy, torch.bfloat16)
+    assert {weight.dtype for weight in plain_matrices(copied)} == {torch.bfloat16 if agrees else torch.float32}
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
+    assert copied.get_input_embeddings().weight.dtype == torch.float32
+    assert ("the reference keeps float32" in capsys.readouterr().err) is not agrees
+    size, batch = MicroBatchSize(None, 64), ragged_batch()
+    engine = TrainEngine(policy, OptimConfig(), 10, CPU, torch.bfloat16)
+    actor = DataParallelPPOActor(compose().actor_rollout_ref.actor, engine, size, size)
+    reference = ReferencePolicy(copied, size, engine.autocast)
+    found = reference.compute_log_prob(batch, 0.7, ["ref_log_prob"]).batch["ref_log_prob"]
+    assert torch.equal(found, actor.compute_log_prob(batch, 0.7, ["old_log_probs"]).batch["old_log_probs"])
+    assert frozen_copy(policy, torch.float32).lm_head.weight.dtype == torch.float32
+
+
+def test_updates_with_checkpointing_keep_no_cast_weights(tiny_model: Path):
+    """…and have the same gradients as with them."""
+    module = load_causal_lm(ModelConfig(path=str(tiny_model), enable_gradient_checkpointing=True))
+    engine, gradients = TrainEngine(module, OptimConfig(), 10, CPU, torch.bfloat16), []
+    for updates in (True, False):
+        with engine.autocast(updates):
+            assert torch.is_autocast_cache_enabled() is not updates
+            loss = module(IDS, labels=IDS).loss
+        loss.backward()
+        gradients.append([weight.grad for weight in module.parameters()])
+        module.zero_grad(set_to_none=True)
+    assert all(map(torch.equal, *gradients))
+    module.gradient_checkpointing_disable()
+    with engine.autocast(updates=True):
+        assert torch.is_autocast_cache_enabled()
+
+
+def put_by_swapping(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`offload.put` for the pretended GPU, whose tensors are of another class than the host's."""
+    made = torch.nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else values
+    torch.utils.swap_tensors(tensor, made)
+
+
+def test_on_a_gpu_a_model_leaves_between_its_stages(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Scores and steps are those of a CPU, and where it waits it can be probed."""
+
+    def stages(device: torch.device, *offloads: bool) -> tuple[DataParallelPPOActor, torch.Tensor]:
+        module = load_causal_lm(ModelConfig(path=str(tiny_model)), device, torch.float32, 64)
+        engine = TrainEngine(module, OptimConfig(), 10, device, torch.float32, Offload(*offloads))
+        size, batch = MicroBatchSize(None, 64), ragged_batch()
+        actor = DataParallelPPOActor(compose().actor_rollout_ref.actor, engine, size, size)
+        actor.update_policy(batch, update_of(batch, actor.config))
+        engine.save(tmp_path / device.type, ["model", "optimizer", "extra"])
+        engine.load(tmp_path / device.type)
+        actor.update_policy(batch, update_of(batch, actor.config))
+        return actor, actor.compute_log_prob(batch, 1.0, ["old_log_probs"]).batch["old_log_probs"]
+
+    _, wanted = stages(CPU)
+    monkeypatch.setattr(offload, "put", put_by_swapping)
+    with PretendedGPU():
+        actor, found = stages(CUDA, True, True)
+        assert not any(map(is_on_device, [*actor.engine.module.parameters(), *moments(actor.engine)]))
+        batch = ragged_batch()
+        at_home = trained_log_probs(actor.engine.module, batch)
+        with actor.engine.at_work():
+            assert all(map(is_on_device, actor.engine.module.parameters()))
+            at_work = trained_log_probs(actor.engine.module, batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(at_home, at_work, rtol=1e-5, atol=1e-5)
