@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from unittest.mock import ANY, Mock, call
+from unittest.mock import ANY, MagicMock, Mock, call
 from uuid import uuid4
 
 import pytest
@@ -17,13 +18,14 @@ from transformers import AutoTokenizer
 import main
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
+from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
-from workers.model_worker import check_weights, probe_distance
+from workers.model_worker import ColocatedRollout, check_weights, probe_distance
 from workers.models import load_causal_lm
-from workers.vllm_rollout_spmd import remove_left_behind, vLLMRollout
+from workers.vllm_rollout_spmd import config_folder, remove_left_behind, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.worker_group import WorkerError
 
@@ -77,17 +79,54 @@ def test_it_sleeps_and_wakes_in_one_order(
     rollout = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
     rollout.device = torch.device(device)
     rollout.sleep(), rollout.sleep()
+    if rollout.lost_weights:
+        with pytest.raises(AssertionError, match="load_weights has to come first"):
+            rollout.wake_up()
     rollout.load_weights([("head", torch.zeros(1))], 1)
     rollout.wake_up(), rollout.wake_up()
     synced = [call.collective_rpc("reload_weights", kwargs=ANY), call.reset_prefix_cache()]
     if (device, free_cache) != ("cuda", True):
         assert engine.mock_calls == synced
         return
-    asleep, weights, cache = call.sleep(level=1), call.wake_up(tags=["weights"]), call.wake_up(tags=["kv_cache"])
+    asleep, weights, cache = call.sleep(level=2), call.wake_up(tags=["weights"]), call.wake_up(tags=["kv_cache"])
     assert engine.mock_calls == [call.reset_prefix_cache(), asleep, weights, *synced, cache]
     rollout.add(Request(0, [5], SamplingParams(True, 1.0, -1, 1.0, 3), 0))
     with pytest.raises(AssertionError, match="requests are in flight"):
         rollout.sleep()
+
+
+def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """…as a second draw of a step, or a validation, has none. They are the policy's, of the version that was there."""
+    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
+    policy = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+    engine = MagicMock(own_weights=True, lost_weights=True, weight_version=7)
+    rollout = ColocatedRollout(compose(), Mock(), engine, policy)
+    monkeypatch.setattr(rollout, "_generate", Mock(return_value=DataProto()))
+    monkeypatch.setattr(rollout.early_scores, "attach", lambda batch: batch)
+    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0)
+    names = [name for name, *_ in engine.mock_calls if "together" not in name]
+    assert names == ["load_weights", "wake_up", "sleep"]
+    weights, version = engine.load_weights.call_args.args
+    assert dict(weights).keys() == module.state_dict().keys() and version == 7
+    engine.lost_weights = False
+    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0)
+    assert engine.load_weights.call_count == 1
+
+
+def test_a_config_has_one_folder_whatever_run_asks(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM finds by its name what it has compiled; two models of one architecture share it, another's is another's."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    folders = [config_folder(load_causal_lm(ModelConfig(path=str(path)))) for path in (tiny_model, moved)]
+    wider = ModelConfig(path=str(tiny_model), override_config={"rope_theta": 5.0})
+    other = config_folder(load_causal_lm(wider))
+    assert folders[0] == folders[1] != other
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {folders[0].name, other.name}
+    assert json.loads((other / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="set VLLM_CACHE_ROOT to a folder"):
+        config_folder(load_causal_lm(wider))
 
 
 @needs_vllm

@@ -10,8 +10,10 @@ steps, it may only draw random numbers.
 """
 
 import copy
+import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -120,17 +122,19 @@ class vLLMRollout(Rollout):
         with self._alone():
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
         self.engine.reset_prefix_cache()
+        self.lost_weights = False
 
     def sleep(self) -> None:
-        """Weights go to main memory and the cache is dropped; on a CPU nothing is to be gained."""
+        """Weights and cache are dropped: the trainer has the weights. On a CPU nothing is to be gained."""
         if self.device.type == "cuda" and self.config.free_cache_engine and not self.asleep:
             assert not self.has_unfinished_requests(), "requests are in flight, whose cache would be lost"
             self.engine.reset_prefix_cache()
-            self.engine.sleep(level=1)
-            self.asleep = {"weights", "kv_cache"}
+            self.engine.sleep(level=2)
+            self.asleep, self.lost_weights = {"weights", "kv_cache"}, True
             logger.info("vllm sleeps: weights and kv_cache left the GPU")
 
     def wake_up(self) -> None:
+        assert not self.lost_weights, "the weights were dropped: load_weights has to come first"
         self._wake("weights", "kv_cache")
 
     def _wake(self, *parts: str) -> None:
@@ -182,11 +186,9 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         if config.tensor_model_parallel_size > 1:  # a worker sees no GPU but its own
             os.environ |= {"RANK": str(rank()), "LOCAL_RANK": "0" if model.device.type == "cuda" else str(place)}
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vllm_config_"))
-        save_config(model, folder)
         settings = engine_settings(config, model)
         if settings["load_format"] == "dummy":
-            settings["model"] = folder
+            settings["model"] = str(config_folder(model))
         from vllm import EngineArgs, LLMEngine
 
         try:
@@ -239,6 +241,31 @@ def remove_left_behind() -> None:
         pid, _, _ = segment.name.removeprefix(SEGMENTS).partition("_")
         if not Path(f"/proc/{pid}").exists():
             segment.unlink(missing_ok=True)
+
+
+def config_folder(model: PreTrainedModel) -> Path:
+    """Writes the config that vLLM builds the model from into a folder beside vLLM's caches, named after its content.
+
+    vLLM looks up what it has compiled by the name of the model's folder: with another one it would compile anew.
+
+    Raises:
+        ValueError: nothing can be written there; names the variable.
+    """
+    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
+    try:
+        root.expanduser().mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix="nano_verl_new_", dir=root.expanduser()))
+    except OSError as error:
+        raise ValueError(f"vLLM's caches cannot be written ({error}): set VLLM_CACHE_ROOT to a folder.") from None
+    save_config(model, str(new))
+    content = b"".join(path.read_bytes() for path in sorted(new.rglob("*")) if path.is_file())
+    kept = new.with_name(f"nano_verl_{hashlib.sha256(content).hexdigest()[:16]}")
+    try:
+        new.rename(kept)
+    except OSError:  # an earlier run's, or another worker's
+        shutil.rmtree(new)
+        assert (kept / "config.json").exists(), f"{kept} is no folder of ours"
+    return kept
 
 
 def save_config(model: PreTrainedModel, folder: str) -> None:
