@@ -55,8 +55,8 @@ bench: setup  ## time a step, phase by phase, and beside it TRL's (SIZE=1m, 10m 
 	$(RUN) -m benchmarks.step
 	$(RUN) -m benchmarks.vs_trl --size $(SIZE) --json outputs/vs_trl/$(SIZE).json
 
-gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step of 0.5B beside TRL's (nine minutes)
-	$(RUN) -m benchmarks.gpu
+gpu: $(if $(filter $(VENV)/%,$(RUN)),setup)  ## on a GPU: its tests, and a step of 0.5B beside TRL's (nine minutes; ARGS=--help)
+	$(RUN) -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove .venv, outputs and caches
 	rm -rf $(VENV) outputs .pytest_cache .ruff_cache .hypothesis

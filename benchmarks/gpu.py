@@ -1,13 +1,18 @@
 """Tests and times what needs a GPU: python -m benchmarks.gpu [--json FILE] [--help]; `make gpu` does the same.
 
-First the tests marked `gpu`. Then GRPO steps of a model in the shape of Qwen2.5-0.5B, with random weights made here, by
-this repository and, where `trl` can be imported, by TRL with Hugging Face generation: bfloat16 autocast, float32
-weights, AdamW, the same prompts, rewards and response lengths. One after the other, each in a process of its own.
-Everything has to be over within --seconds; what is not is reported as missing. Without a GPU there is nothing to do.
+First the tests marked `gpu`, all in one process, and those that did not pass once more, each in its own. Then GRPO
+steps of a model in the shape of Qwen2.5-0.5B, with random weights made here: by this repository with each engine that
+is installed, and by TRL with Hugging Face generation, where it can be imported or `python -m benchmarks.vs_trl` has
+installed it: bfloat16 autocast, float32 weights, AdamW, the same prompts, rewards and response lengths. One after the
+other, each in a process of its own, so that none hides how the others fare. Everything has to be over within --seconds;
+what is not is reported as missing. Without a GPU there is nothing to do.
 
-Columns: tokens a second of a step (prompts, once for each sample, and responses) and of generation (responses); MFU,
-the arithmetic that an update cannot do without (benchmarks/floor.py) by its seconds, as a share of what a large
-bfloat16 matrix product reaches on this card; and the most memory that PyTorch's allocator held in a step.
+Columns: seconds of a step, and in it of generation, of the update and of handing the weights over (sync); seconds from
+the start of the process to its first step; tokens a second of a step (prompts, once for each sample, and responses) and
+of generation (responses); MFU, the arithmetic that an update cannot do without (benchmarks/floor.py) by its seconds, as
+a share of what a large bfloat16 matrix product reaches on this card; the most memory that PyTorch's allocator held in a
+step; how often the host waited for the GPU in generation + update, counted in a step before those that are timed; and
+the graphs that torch.compile made.
 """
 
 from configs.process import set_environment  # isort: skip
@@ -18,51 +23,64 @@ if __name__ == "__main__":
 import argparse
 import importlib.util
 import json
+import math
+import re
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
 
 from benchmarks.floor import Shape, best_seconds, update_flops
 from benchmarks.models import save_model
-from benchmarks.vs_trl import ROOT, Arm
+from benchmarks.ours_arm import config_of
+from benchmarks.vs_trl import ROOT, TRL_PYTHON, Arm, has_environment
 from benchmarks.workload import VOCABULARY, Workload, command
+from workers.memory_needs import GIB, memory_needs, model_sizes
+from workers.models import gpu_trouble
 
 FOLDER = ROOT / "outputs" / "gpu"
 TEST_SHARE = 0.45  # of the seconds, at most
-TRL_MICRO_BATCH = 16  # responses a forward of TRL's
+TESTS = "tests/test_gpu.py"
+OUTCOME = re.compile(r"^(\S+?::.+?) (PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b", re.MULTILINE)  # of pytest --verbose
+FAILED = ("FAILED", "ERROR")
+BFLOAT16 = 2  # bytes
+COLUMNS = (
+    "step s", "generation s", "update s", "sync s", "start s", "tokens/s, step", "tokens/s, generation", "MFU, update",
+    "peak GiB", "syncs", "graphs",
+)  # fmt: skip
 PRODUCT = 8192  # rows and columns of the product that is the card's speed
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = read_arguments(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
+        if trouble := gpu_trouble():
+            sys.exit(f"make gpu: {trouble}")
         print("make gpu: torch finds no GPU on this machine, so there is nothing that only a GPU could show.")
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + arguments.seconds
     figures: dict[str, Any] = {"device": device_name(arguments.device), "versions": versions()}
     figures["tests"] = run_tests(TEST_SHARE * arguments.seconds)
-    workload = workload_of(arguments)
+    workload, problem = workload_of(arguments), None
+    if arguments.device == "cuda":
+        problem = too_small(workload, arguments, torch.cuda.get_device_properties(0).total_memory)
+    figures |= {"arguments": vars(arguments) | {"json": str(arguments.json)}, "arms": {}}
+    for name, part in arms_here(workload, arguments).items():
+        seconds = deadline - time.monotonic()
+        figures["arms"][name] = {"missing": problem} if problem else arm_steps(name, part, workload, seconds)
     speed = product_flops(arguments.device)
-    figures |= {
-        "product_tflops": speed / 1e12,
-        "arguments": vars(arguments) | {"json": str(arguments.json)},
-        "arms": {},
-    }
-    for name in arms_here():
-        found = arm_steps(name, workload, deadline - time.monotonic())
+    figures["product_tflops"] = speed and speed / 1e12
+    for found in figures["arms"].values():
         if "steps" in found:
             found |= summary(workload, speed, found["steps"][-arguments.steps :])
-        figures["arms"][name] = found
     print(table(figures))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -78,13 +96,21 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, metavar="G", help="responses a prompt (8)")
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="P", help="tokens of a prompt (256)")
     parser.add_argument("--response-tokens", type=int, default=256, metavar="R", help="tokens of a response (256)")
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        default=16384,
+        metavar="T",
+        help="of a forward; fewer for small cards (16384)",
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps of each arm that are counted (3)")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each arm before them (2)")
     parser.add_argument("--seconds", type=float, default=520, help="all there are (520)")
     parser.add_argument(
         "--json", type=Path, default=FOLDER / "figures.json", metavar="FILE", help="everything goes here"
     )
-    return parser.parse_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of our arms")
+    return parser.parse_intermixed_args(argv)
 
 
 def versions() -> dict[str, str]:
@@ -95,30 +121,88 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def arms_here() -> list[str]:
-    return ["ours", *(["trl"] if importlib.util.find_spec("trl") else [])]
+class Part(NamedTuple):
+    """An arm: its python, its module, and what is meant for it alone."""
+
+    python: str | Path
+    module: str
+    own: list[str]
+
+
+def arms_here(workload: Workload, arguments: argparse.Namespace) -> dict[str, Part]:
+    """Lists the arms that this machine has, by name."""
+    own = ["trainer.executor=local", *micro_batch(arguments.micro_batch_tokens), *arguments.overrides]
+    arms = {"ours": Part(sys.executable, "benchmarks.ours_arm", own)}
+    if importlib.util.find_spec("vllm"):
+        arms["ours, vllm"] = Part(sys.executable, "benchmarks.ours_arm", [*own, "actor_rollout_ref.rollout.name=vllm"])
+    if has_environment() or importlib.util.find_spec("trl"):
+        python = TRL_PYTHON if has_environment() else sys.executable
+        arms["trl"] = Part(python, "benchmarks.trl_arm", [str(trl_micro_batch(workload, arguments.micro_batch_tokens))])
+    return arms
+
+
+def micro_batch(tokens: int) -> list[str]:
+    return [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}"]
+
+
+def trl_micro_batch(workload: Workload, tokens: int) -> int:
+    """Responses a forward of TRL's, which holds all logits: as many as come to half of the `tokens`, and divide all."""
+    most = tokens // (2 * workload.longest)
+    return max(size for size in range(1, max(1, min(most, workload.rows)) + 1) if workload.rows % size == 0)
+
+
+def too_small(workload: Workload, arguments: argparse.Namespace, card: int) -> str | None:
+    """Says that a step needs more than a `card` of so many bytes has, and which flag to give; None: it should fit."""
+    tokens = arguments.micro_batch_tokens
+    needed = {tokens >> halvings: 0 for halvings in range(6) if tokens >> halvings >= workload.longest}
+    for size in needed:
+        config = config_of(workload, [*arguments.overrides, *micro_batch(size)])
+        needed[size] = memory_needs(config, *model_sizes(config), BFLOAT16, card).peak
+    if needed[tokens] <= card:
+        return None
+    fits = next((f"--micro-batch-tokens {size}" for size, peak in needed.items() if peak <= card), "a smaller --size")
+    return (
+        f"a step needs about {needed[tokens] / GIB:.1f} GiB, and this card has {card / GIB:.1f}: "
+        f'make gpu ARGS="{fits}" takes less'
+    )
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    """Runs the tests marked gpu; returns how many ran, the names of those that failed, and the seconds."""
-    report = FOLDER / "tests.xml"
-    report.unlink(missing_ok=True)
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider"]
-    started = time.monotonic()
-    try:
-        subprocess.run([*pytest, f"--junitxml={report}"], cwd=ROOT, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        print(f"the tests were not over after {seconds:.0f} s", flush=True)
-    return read_report(report) | {"seconds": time.monotonic() - started}
+    """Runs the tests marked gpu, all in one process, and then each that did not pass by itself: an error of CUDA fails
+    all tests behind it in its process, and a crash ends it.
+
+    Returns:
+        {"run": how many came to an end, "failed": the names of those that did not pass, with a word on how, "seconds"}
+    """
+    deadline, started = time.monotonic() + seconds, time.monotonic()
+    listed = pytest_output(["--collect-only", "--quiet", TESTS], deadline)
+    names = [line for line in listed.splitlines() if line.startswith(f"{TESTS}::")]
+    found = test_outcomes([TESTS], deadline)
+    failed = [] if names else [f"{TESTS} holds no test, or time was over"]
+    for name in names:
+        if found.get(name, "FAILED") not in FAILED:
+            continue
+        alone = test_outcomes([name], deadline).get(name) if time.monotonic() < deadline else "not run alone"
+        how = {"FAILED": "", "ERROR": "", "not run alone": "", None: " (does not end)"}.get(alone, " (passes alone)")
+        failed.append(name.removeprefix(f"{TESTS}::") + how)
+    return {"run": len(found), "failed": failed, "seconds": time.monotonic() - started}
 
 
-def read_report(report: Path) -> dict[str, Any]:
-    """Of pytest's XML; one that is not there is a failure of all."""
-    if not report.is_file():
-        return {"run": 0, "failed": ["tests/test_gpu.py did not come to its end"]}
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [case.get("name") for case in cases if any(child.tag in ("failure", "error") for child in case)]
-    return {"run": len(cases), "failed": failed if cases else ["tests/test_gpu.py holds no test"]}
+def test_outcomes(names: list[str], deadline: float) -> dict[str, str]:
+    """Runs tests in a process; returns the outcomes of those that came to an end, by name."""
+    shown = pytest_output(["--verbose", *names], deadline)
+    print(shown, flush=True)
+    return dict(OUTCOME.findall(shown))
+
+
+def pytest_output(arguments: list[str], deadline: float) -> str:
+    """Returns what pytest prints, up to the deadline, when it is killed."""
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    log = FOLDER / "tests.log"
+    with log.open("w") as file, suppress(subprocess.TimeoutExpired):
+        left = max(deadline - time.monotonic(), 0)
+        subprocess.run(pytest, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=left)
+    return log.read_text()
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:
@@ -129,34 +213,39 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
     return Workload.of(arguments, model, FOLDER, seed=0, ragged=False, replay=False, device=arguments.device)
 
 
-def product_flops(device: str) -> float:
-    """Floating-point operations a second of a large matrix product, bfloat16 on a GPU, float32 on a CPU."""
+def product_flops(device: str) -> float | None:
+    """Floating-point operations a second of a large matrix product, bfloat16 on a GPU, float32 on a CPU, or None."""
     size, dtype = (PRODUCT, torch.bfloat16) if device == "cuda" else (PRODUCT // 16, torch.float32)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
     def multiply() -> None:
         torch.mm(left, right)
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return 2 * size**3 / best_seconds(multiply)
-
-
-def arm_steps(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
-    """All steps of an arm and what it says of itself, or {"missing": why}; its process is killed after `seconds`."""
-    own = {"ours": ["trainer.executor=local"], "trl": [str(min(TRL_MICRO_BATCH, workload.rows))]}[name]
-    log = FOLDER / f"{name}.log"
     try:
-        arm = Arm(sys.executable, command(f"benchmarks.{name}_arm", workload, own), log, seconds)
+        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        return 2 * size**3 / best_seconds(multiply)
+    except RuntimeError as error:  # the arms' figures are there all the same
+        print(f"the card's speed could not be measured: {error}", flush=True)
+        return None
+
+
+def arm_steps(name: str, part: Part, workload: Workload, seconds: float) -> dict[str, Any]:
+    """All steps of an arm and what it says of itself, or {"missing": why}; its process is killed after `seconds`."""
+    log = FOLDER / f"{name.replace(', ', '_')}.log"
+    started = time.monotonic()
+    try:
+        arm = Arm(part.python, command(part.module, workload, part.own), log, seconds)
         with closing(arm):
-            return {"about": arm.about, "steps": [arm.step() for _ in range(workload.steps)]}
+            about, start = arm.about, time.monotonic() - started
+            return {"about": about, "start_seconds": start, "steps": [arm.step() for _ in range(workload.steps)]}
     except (RuntimeError, BrokenPipeError) as error:
         return {"missing": f"it ended early, or not within {max(seconds, 0):.0f} s: {error}"}
 
 
-def summary(workload: Workload, speed: float, counted: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the counted steps; `speed` in floating-point operations a second."""
-    seconds = {phase: median(step[phase] for step in counted) for phase in ("step", "rollout", "update")}
+def summary(workload: Workload, speed: float | None, counted: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over the counted steps; `speed` in floating-point operations a second, None: not known."""
+    seconds = {phase: median(step[phase] for step in counted) for phase in ("step", "rollout", "update", "sync")}
     prompts = [len(ids) for ids in workload.prompt_ids(workload.steps - 1)]
     responses = [workload.response_tokens] * workload.rows
     shape = Shape.of(AutoConfig.from_pretrained(workload.model))
@@ -165,7 +254,7 @@ def summary(workload: Workload, speed: float, counted: list[dict[str, float]]) -
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "step_tokens_per_second": (workload.samples * sum(prompts) + sum(responses)) / seconds["step"],
         "rollout_tokens_per_second": sum(responses) / seconds["rollout"],
-        "update_mfu": flops / seconds["update"] / speed,
+        "update_mfu": speed and flops / seconds["update"] / speed,
         "peak_gpu_gib": max(step["peak_gpu_gib"] for step in counted),
     }
 
@@ -176,21 +265,31 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['device']}, " + ", ".join(f"{name} {number}" for name, number in figures["versions"].items()),
         f"{tests['run']} tests in {tests['seconds']:.0f} s, failed: {', '.join(tests['failed']) or 'none'}",
-        f"a large matrix product: {figures['product_tflops']:.1f} TFLOP/s",
+        f"a large matrix product: {figures['product_tflops'] or math.nan:.1f} TFLOP/s",
         "",
-        "| | step s | generation s | update s | tokens/s, step | tokens/s, generation | MFU, update | peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| " + " | ".join(["", *COLUMNS]).lstrip(" ") + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
     ]
     for name, arm in arms.items():
-        if "missing" in arm:
-            lines.append(f"| {name} | {arm['missing'].splitlines()[0]} |" + " |" * 6)
-            continue
-        seconds = " | ".join(f"{arm[f'{phase}_seconds']:.2f}" for phase in ("step", "rollout", "update"))
-        rates = f"{arm['step_tokens_per_second']:.0f} | {arm['rollout_tokens_per_second']:.0f}"
-        lines.append(f"| {name} | {seconds} | {rates} | {arm['update_mfu']:.1%} | {arm['peak_gpu_gib']:.1f} |")
+        cells = [arm["missing"].splitlines()[0]] if "missing" in arm else cells_of(arm)
+        lines.append("| " + " | ".join([name, *cells, *[""] * (len(COLUMNS) - len(cells))]) + " |")
     if "trl" not in arms:
-        lines.append("TRL is not installed here (benchmarks/requirements-trl.txt).")
+        lines.append("TRL is not installed here: `make bench` installs it in an environment of its own.")
     return "\n".join(lines)
+
+
+def cells_of(arm: dict[str, Any]) -> list[str]:
+    """An arm's figures, in the order of COLUMNS."""
+    watched = arm["steps"][1]
+    return [
+        *(f"{arm[f'{phase}_seconds']:.2f}" for phase in ("step", "rollout", "update", "sync")),
+        f"{arm['start_seconds']:.0f}",
+        *(f"{arm[f'{phase}_tokens_per_second']:.0f}" for phase in ("step", "rollout")),
+        f"{arm['update_mfu'] or math.nan:.1%}",
+        f"{arm['peak_gpu_gib']:.1f}",
+        f"{watched['rollout_syncs']} + {watched['update_syncs']}",
+        f"{arm['steps'][-1]['graphs']}",
+    ]
 
 
 if __name__ == "__main__":

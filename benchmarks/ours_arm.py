@@ -75,7 +75,8 @@ class OursArm:
         self.of_meters("record", [(share,) for share in responses.chunk_uneven(self.group.size)])
 
     def step(self, step: int) -> dict[str, float]:
-        self.of_meters("start", [(self.workload.is_recorded(step),)] * self.group.size)
+        start = self.workload.is_recorded(step), self.workload.is_watched(step)
+        self.of_meters("start", [start] * self.group.size)
         self.trainer.global_step = step + 1
         started, used = time.perf_counter(), cpu_seconds()
         _, metrics = self.trainer.step()
@@ -90,6 +91,7 @@ class OursArm:
             file = Path(self.workload.folder) / "ours.pt"
             self.of_meters("save_update", [(file, metrics["actor/grad_norm"])] * self.group.size)
         times = {"step": seconds, "rollout": rollout, "update": update, "other": seconds - rollout - update}
+        times["sync"] = metrics.get("timing_s/update_weights", 0.0)
         return figures | times
 
     def of_meters(self, method: str, shares: list[tuple]) -> list[Any]:
@@ -131,9 +133,9 @@ class WorkerMeter:
         """Takes this worker's share of the recorded batch."""
         self.recorded.responses = list(responses.non_tensor_batch["responses"])
 
-    def start(self, is_recorded: bool) -> None:
+    def start(self, is_recorded: bool, is_watched: bool) -> None:
         self.rollout.engine = self.recorded if is_recorded else self.sampled
-        self.meter.start()
+        self.meter.start(is_watched)
 
     def stop(self, rollout: float, update: float) -> dict[str, float]:
         return self.meter.stop(rollout, update)

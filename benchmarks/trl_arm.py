@@ -83,7 +83,7 @@ class Stepwise(TrainerCallback):
         self.trainer.rollout_func = self.recorded if recorded else None
         self.channel.wait()
         self.trainer.generating = self.trainer.preparing = 0.0
-        self.meter.start()
+        self.meter.start(self.workload.is_watched(state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         settle()

@@ -43,6 +43,7 @@ from workers.kernels import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "vs_trl"
+READY = FOLDER / "venv" / "ready.txt"
 TRL_PYTHON = FOLDER / "venv" / "bin" / "python"
 REQUIREMENTS = ROOT / "benchmarks" / "requirements-trl.txt"
 LEAST_COSINE = 0.9999
@@ -120,17 +121,20 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def has_environment() -> bool:
+    """Whether TRL's is there, with its requirements as they are now."""
+    return READY.is_file() and READY.read_text() == REQUIREMENTS.read_text()
+
+
 def build_environment() -> None:
     """TRL's, once: again only when its requirements change."""
-    ready = FOLDER / "venv" / "ready.txt"
-    wanted = REQUIREMENTS.read_text()
-    if ready.is_file() and ready.read_text() == wanted:
+    if has_environment():
         return
     print(f"making TRL's environment in {FOLDER / 'venv'} (once, some minutes)")
     subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], check=True)
     pip = [TRL_PYTHON, "-m", "pip", "install", "--quiet", "--requirement", REQUIREMENTS]
     subprocess.run(pip, check=True)
-    ready.write_text(wanted)
+    READY.write_text(REQUIREMENTS.read_text())
 
 
 def workload_of(arguments: argparse.Namespace) -> Workload:

@@ -12,6 +12,7 @@ import random
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 
-VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152, "qwen2-0.5b": 151936}
+VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152, "qwen2-0.5b": 151936, "qwen2-1.5b": 151936, "qwen2-7b": 152064}
 PAD = 0  # of the vocabulary; the end-of-sequence id is one past it, so no response can stop early
 
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP_NORM = 1.0
+SYNC = "synchronizing CUDA operation"  # in the warnings of torch.cuda.set_sync_debug_mode
 CLIP_RATIO = 0.2
 
 
@@ -53,6 +55,11 @@ class Workload:
         return cls(**sizes, steps=steps, model=str(model), folder=str(folder), **others)
 
     @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its response, not ragged."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
     def rows(self) -> int:
         return self.prompts * self.samples
 
@@ -76,6 +83,10 @@ class Workload:
     def is_recorded(self, step: int) -> bool:
         return self.replay or step == 0
 
+    def is_watched(self, step: int) -> bool:
+        """Whether the waits for a GPU are counted, which takes time: in the first step that samples."""
+        return step == 1
+
     def random_ids(self, rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(PAD + 1, VOCABULARY[self.size]) for _ in range(count)]
 
@@ -90,17 +101,38 @@ class Meter:
     """Seconds, CPU seconds, tokens and memory of a step. A forward with gradients is the update's, any other the
     rollout's.
 
-    Tokens are those that pass the embedding of `module`, padding included.
+    Tokens are those that pass the embedding of `module`, padding included. Syncs are the operations for which the host
+    waits for the GPU, and graphs those that torch.compile has made so far.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.tokens = {"rollout": 0, "update": 0}
+        self.tokens, self.syncs = {"rollout": 0, "update": 0}, {"rollout": 0, "update": 0}
         module.get_input_embeddings().register_forward_hook(self._count)
 
     def _count(self, _: torch.nn.Module, inputs: tuple[torch.Tensor], __: torch.Tensor) -> None:
-        self.tokens["update" if torch.is_grad_enabled() else "rollout"] += inputs[0].numel()
+        self.tokens[phase()] += inputs[0].numel()
 
-    def start(self) -> None:
+    def watch(self, on: bool) -> None:
+        """Has torch warn of each wait for the GPU, from now on or no more, and counts the warnings."""
+        self.syncs = dict.fromkeys(self.syncs, 0)
+        if not torch.cuda.is_available():
+            return
+        torch.cuda.set_sync_debug_mode("warn" if on else "default")
+        if on:
+            warnings.filterwarnings("always", message=f".*{SYNC}")
+            show = warnings.showwarning
+
+            def count(message: Warning | str, *others: Any) -> None:
+                if SYNC in str(message):
+                    self.syncs[phase()] += 1
+                else:
+                    show(message, *others)
+
+            warnings.showwarning = count
+
+    def start(self, watched: bool = False) -> None:
+        """Begins a step; `watched`: its syncs are counted."""
+        self.watch(watched)
         settle()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -116,13 +148,26 @@ class Meter:
             "step": seconds,
             "rollout": rollout,
             "update": update,
+            "sync": 0.0,
             "other": seconds - rollout - update,
             "cpu_seconds": cpu_seconds() - self.cpu,
             "rollout_tokens": self.tokens["rollout"],
             "update_tokens": self.tokens["update"],
+            **{f"{name}_syncs": count for name, count in self.syncs.items()},
+            "graphs": compiled_graphs(),
             "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # so far
             "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
+
+
+def phase() -> str:
+    return "update" if torch.is_grad_enabled() else "rollout"
+
+
+def compiled_graphs() -> int:
+    """Counts the graphs that torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def settle() -> None:

@@ -1,18 +1,22 @@
 """`make gpu` as far as it goes without a GPU: it says so; its arithmetic, its limits, and our arm on the CPU."""
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, vs_trl
 from benchmarks.floor import Shape, update_flops
 from benchmarks.models import save_model
 from benchmarks.vs_trl import ROOT, Arm
+from benchmarks.workload import Meter, Workload
 
 PASSED = {"run": 3, "failed": [], "seconds": 1.0}
 CPU = ["--device", "cpu", "--size", "1m", "--prompts", "2", "--samples", "2", "--prompt-tokens", "8",
@@ -28,7 +32,8 @@ def test_without_a_gpu_it_says_so_and_that_is_no_failure():
 def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
-    monkeypatch.setattr(gpu, "arms_here", lambda: ["ours"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "has_environment", lambda: False)
     (tmp_path / "no_ray").mkdir()
     (tmp_path / "no_ray/ray.py").write_text("raise ImportError('not on this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "no_ray"))
@@ -39,6 +44,9 @@ def test_our_arm_runs_without_ray_and_comes_to_a_table_and_json(tmp_path, monkey
     assert 0 < ours["update_mfu"] < 1 and ours["peak_gpu_gib"] == 0
     shown = capsys.readouterr().out
     assert "| ours | " in shown and "failed: none" in shown and "TRL is not installed here" in shown
+    [header, ruler, row] = [line for line in shown.splitlines() if line.startswith("|")]
+    assert header.count("|") == ruler.count("|") == row.count("|") and row.endswith("| 0.0 | 0 + 0 | 0 |")
+    assert ours["start_seconds"] > 0 and ours["sync_seconds"] >= 0
 
 
 def test_the_figures_by_hand(tmp_path):
@@ -48,20 +56,68 @@ def test_the_figures_by_hand(tmp_path):
         patch.setattr(gpu, "FOLDER", tmp_path)
         workload = gpu.workload_of(arguments)
     assert workload.steps == 3 and workload.device == "cpu"
-    steps = [{"step": s, "rollout": s / 2, "update": s / 4, "peak_gpu_gib": s} for s in (4.0, 8.0)]
+    steps = [{"step": s, "rollout": s / 2, "update": s / 4, "sync": s / 8, "peak_gpu_gib": s} for s in (4.0, 8.0)]
     found = gpu.summary(workload, 1e9, steps)
     flops = update_flops(Shape(4, 128, 128, 344, 512), [8, 8], 2, [4] * 4)
     assert found == {
-        "step_seconds": 6.0, "rollout_seconds": 3.0, "update_seconds": 1.5,
+        "step_seconds": 6.0, "rollout_seconds": 3.0, "update_seconds": 1.5, "sync_seconds": 0.75,
         "step_tokens_per_second": pytest.approx(48 / 6), "rollout_tokens_per_second": pytest.approx(16 / 3),
         "update_mfu": pytest.approx(flops / 1.5 / 1e9), "peak_gpu_gib": 8.0,
     }  # fmt: skip
+    assert gpu.summary(workload, None, steps)["update_mfu"] is None
+    assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
+
+
+def test_a_card_that_is_too_small_is_told_the_flag(tmp_path, monkeypatch):
+    """A model of 1 M with 16 prompts of 8 samples, 512 tokens each."""
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
+    arguments = gpu.read_arguments(["--device", "cpu", "--size", "1m", "trainer.n_gpus_per_node=0"])
+    workload = gpu.workload_of(arguments)
+    assert gpu.too_small(workload, arguments, 80 << 30) is None
+    needed = re.search(r"about ([\d.]+) GiB, and this card has 0\.0: (.*)", gpu.too_small(workload, arguments, 1 << 20))
+    assert "a smaller --size" in needed[2]
+    small = int(0.95 * float(needed[1]) * 2**30)
+    assert re.search(
+        r'make gpu ARGS="--micro-batch-tokens (8192|4096|2048)"', gpu.too_small(workload, arguments, small)
+    )
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_trl_is_found_where_the_comparison_on_a_cpu_installs_it(built: bool, monkeypatch):
+    monkeypatch.setattr(gpu, "has_environment", lambda: built)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "trl" or None)
+    arguments = gpu.read_arguments([*CPU, "--micro-batch-tokens", "96", "trainer.seed=1"])
+    workload = Workload.of(arguments, Path("model"), Path("folder"), seed=0, ragged=False, replay=False)
+    arms = gpu.arms_here(workload, arguments)
+    assert [*arms] == ["ours", "ours, vllm", *(["trl"] if built else [])]
+    assert "trainer.seed=1" in arms["ours"].own and arms["ours, vllm"].own[-1] == "actor_rollout_ref.rollout.name=vllm"
+    assert not built or arms["trl"] == (vs_trl.TRL_PYTHON, "benchmarks.trl_arm", ["4"])
+
+
+def test_waits_for_a_gpu_are_counted_by_phase(monkeypatch):
+    module, modes = torch.nn.Embedding(4, 2), []
+    module.get_input_embeddings = lambda: module
+    meter = Meter(module)
+    for name, value in (("is_available", True), ("synchronize", None), ("reset_peak_memory_stats", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with warnings.catch_warnings():
+        meter.start(watched=True)
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        with torch.no_grad():
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    found = meter.stop(1.0, 1.0)
+    assert (found["rollout_syncs"], found["update_syncs"]) == (1, 3) and modes == ["warn"]
+    meter.start()
+    assert meter.stop(1.0, 1.0)["update_syncs"] == 0 and modes == ["warn", "default"]
 
 
 def test_an_arm_that_takes_too_long_or_fails_is_reported_and_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu, "run_tests", lambda seconds: PASSED)
-    monkeypatch.setattr(gpu, "arms_here", lambda: ["ours"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "has_environment", lambda: False)
     with pytest.raises(SystemExit, match="something failed"):
         gpu.main([*CPU, "--seconds", "0.2", "--json", str(tmp_path / "figures.json")])
     assert (
@@ -77,20 +133,32 @@ def test_a_process_that_hangs_is_killed_at_its_limit(tmp_path):
     assert time.monotonic() - started < 30
 
 
-REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>
-<testcase name="c"><error/></testcase><testcase name="d"><skipped/></testcase></testsuite></testsuites>"""
+TESTS_OF_A_GPU = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+broken = []
+
+def test_fails(): assert False
+def test_is_fine_alone(): assert not broken
+@pytest.mark.parametrize("how", ["first one", "second"])
+def test_breaks_the_others(how):
+    if how == "second":
+        os._exit(1)
+    broken.append(1)
+def test_behind(): assert not broken
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "run", "failed"),
-    [
-        (REPORT, 4, ["b", "c"]),
-        ("<testsuites/>", 0, ["tests/test_gpu.py holds no test"]),
-        (None, 0, ["tests/test_gpu.py did not come to its end"]),
-    ],
-)
-def test_the_tests_report_is_read_and_none_is_a_failure(text, run, failed, tmp_path: Path):
-    report = tmp_path / "tests.xml"
-    if text is not None:
-        report.write_text(text)
-    assert gpu.read_report(report) == {"run": run, "failed": failed}
+def test_a_test_that_ends_its_process_hides_no_other(tmp_path, monkeypatch, capsys):
+    (tmp_path / "test_of_a_gpu.py").write_text(TESTS_OF_A_GPU)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: on one\n")
+    for name, value in (("ROOT", tmp_path), ("FOLDER", tmp_path), ("TESTS", "test_of_a_gpu.py")):
+        monkeypatch.setattr(gpu, name, value)
+    found = gpu.run_tests(60)
+    assert found["failed"] == [
+        "test_fails",
+        "test_breaks_the_others[second] (does not end)",
+        "test_behind (passes alone)",
+    ]
+    assert found["run"] == 3 and "test_fails" in capsys.readouterr().out
+    assert gpu.run_tests(0)["failed"] == ["test_of_a_gpu.py holds no test, or time was over"]

@@ -23,6 +23,7 @@ from workers import worker_group
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import load_rollout_class
 from workers.local_group import LocalWorkerGroup, distinct_groups
+from workers.models import gpu_trouble
 from workers.worker_group import (
     RayPending,
     RayWorkerGroup,
@@ -31,7 +32,6 @@ from workers.worker_group import (
     check_gpus,
     check_machine,
     check_resources,
-    gpu_trouble,
     reserve,
     start_pools,
     worker_summary,

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from configs.checks import plural
-from configs.errors import notice
+from configs.errors import first_line, notice
 from configs.schema import ModelConfig, SFTModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
@@ -44,6 +45,33 @@ logging.getLogger("transformers.modeling_utils").addFilter(without_load_report)
 def training_device(n_gpus: int | None) -> torch.device:
     """Chooses the GPU if there is one and it is not declined with 0, else the CPU."""
     return torch.device("cuda" if n_gpus != 0 and torch.cuda.is_available() else "cpu")
+
+
+def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
+    """Says why torch finds no GPU though this machine has one of NVIDIA's; None: it finds one, or there is none, or
+    CUDA_VISIBLE_DEVICES hides it.
+
+    Args:
+        devices: the folder where the kernel's driver lists them.
+    """
+    present = sorted(devices.glob("nvidia[0-9]*"))
+    if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} is a build without CUDA: install "
+            "one with it (https://pytorch.org/get-started)."
+        )
+    try:
+        torch.cuda.init()
+        found = "it finds none."
+    except RuntimeError as error:
+        found = first_line(error)
+    return (
+        f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} cannot use it: {found} This torch needs "
+        f"a driver for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA "
+        "(https://pytorch.org/get-started)."
+    )
 
 
 def load_causal_lm(

@@ -16,7 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.errors import ConfigError, first_line, notice_once, warns_of_close
+from configs.errors import ConfigError, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
@@ -24,6 +24,7 @@ from workers.collectives import connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
 from workers.model_worker import ModelWorker
+from workers.models import gpu_trouble
 from workers.openai.weight_transfer import check_weight_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,33 +279,6 @@ def check_gpus(asked: int, on_ray: bool) -> None:
         "no Ray cluster runs that may have more. Leave trainer.n_gpus_per_node null to take what is here (on the CPU: "
         "trainer.n_workers_per_node), or start a cluster with `ray start` on machines that have them."
         f"{' ' + trouble if (trouble := gpu_trouble()) else ''}"
-    )
-
-
-def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
-    """Says why torch finds no GPU though this machine has one of NVIDIA's; None: it finds one, or there is none, or
-    CUDA_VISIBLE_DEVICES hides it.
-
-    Args:
-        devices: the folder where the kernel's driver lists them.
-    """
-    present = sorted(devices.glob("nvidia[0-9]*"))
-    if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
-        return None
-    if torch.version.cuda is None:
-        return (
-            f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} is a build without CUDA: install "
-            "one with it (https://pytorch.org/get-started)."
-        )
-    try:
-        torch.cuda.init()
-        found = "it finds none."
-    except RuntimeError as error:
-        found = first_line(error)
-    return (
-        f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} cannot use it: {found} This torch needs "
-        f"a driver for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA "
-        "(https://pytorch.org/get-started)."
     )
 
 
