@@ -75,6 +75,7 @@ EXEMPT = {
         "training/judge.py": "reads the key to a server, which belongs in no config",
         "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
+        "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
         "workers/worker_group.py": "hands the environment on to worker processes",
     },
     "introspection": {},
