@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -28,9 +31,10 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
-from workers.hf.batch import NoCacheBatch, sample, sample_rows
-from workers.hf.cache import Slots
+from workers.hf.batch import NoCacheBatch, RunningBatch, SharedPrompts, sample, sample_rows
+from workers.hf.cache import RowCache
 from workers.hf.rollout import HFRollout
+from workers.hf.turn_cache import PromptCache
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
@@ -310,18 +314,136 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
 def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
     """However many have come and gone since the engine was idle."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
-    taken, columns, row = [], [], 0
+    columns, row = [], 0
     for _ in range(60):
         while len(rollout.waiting) < 4:
             rollout.add(Request(row, PROMPTS[row % 5], sampling(max_tokens=2 + row % R), row))
             row += 1
         rollout.step()
-        taken.append(rollout.batch.slots.tokens.shape)
         columns.append(rollout.batch.cache.columns)
-    assert row > 60 and max(size for size, _ in taken) <= 16 and max(width for _, width in taken) == 1 + R
-    assert max(columns) <= 1 + R and len(rollout.batch.slots.requests) == len(rollout.batch) <= 8
+    assert row > 60 and max(columns) <= 1 + R and len(rollout.batch) <= rollout.batch.cache.places <= 8
     drain(rollout)
     assert rollout.batch is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(
+    tokenizer: PreTrainedTokenizerBase, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Under autocast: half the bytes, as the memory that is announced counts them; turn by turn, the tokens and the
+    log-probs that float32 gives, to the bit."""
+    runs, model = [], random_model(family, "packed")
+    for kept in (PromptCache.update, DynamicCache.update):
+        monkeypatch.setattr(PromptCache, "update", kept)
+        with torch.autocast("cpu", torch.bfloat16):
+            rollout, done, sizes = make_rollout(model, tokenizer, (7, 40, 80), max_num_seqs=5), {}, []
+            for request in mixed_requests(12):
+                rollout.add(replace(request, episode=request.id))
+            while rollout.has_unfinished_requests():
+                for one in rollout.step():
+                    done[one.id] = one
+                    if one.id < 12:
+                        longer = (PROMPTS[one.id % 5] + one.token_ids)[:P]
+                        rollout.add(Request(one.id + 12, longer, sampling(4), one.id, episode=one.id))
+                cache = rollout.batch.cache
+                memory = [layer.values for layer in cache.layers] + [layer.prompt_keys for layer in cache.layers]
+                sizes.append(sum(tensor.nbytes for tensor in memory))
+            rollout.sleep()
+        runs.append((rollout.batch_class, done, sizes))
+    (way, found, halved), (same_way, wanted, sizes) = runs
+    assert way is same_way is SharedPrompts and found == wanted and len(found) == 24
+    width = 1 if family == "GPT-2" else 2  # only rotations leave float32
+    assert [width * size for size in halved] == sizes
+
+
+def test_a_step_waits_for_the_device_once(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
+    """For what it has drawn, whoever ends by it; whatever else needs a number of the device would wait for it too."""
+    rollout, inside = make_rollout(random_model("Llama, untied", "packed"), tokenizer, (7, 40), 9), []
+    step, tolist, steps = RunningBatch.step, Tensor.tolist, []
+
+    def counted(batch: RunningBatch) -> list[Completion]:
+        inside.clear()
+        with Waits(inside):
+            done = step(batch)
+        steps.append((*inside, bool(done)))
+        return done
+
+    monkeypatch.setattr(RunningBatch, "step", counted)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: inside.append("tolist") or tolist(self))
+    for request in mixed_requests(30):
+        rollout.add(replace(request, episode=request.id))
+    drain(rollout)
+    assert {*steps} == {("tolist", True), ("tolist", False)}
+
+
+@pytest.mark.parametrize("family", ["Qwen2, biases", "Mistral, a window shorter than the sequences"])
+def test_a_step_of_fixed_shapes_can_be_recorded_and_repeated(
+    tokenizer: PreTrainedTokenizerBase, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As a CUDA graph repeats it: the same operations on the same memory, until the layout changes."""
+    rollout, counts = make_rollout(random_model(family, "packed"), tokenizer, (7, 40, 80), 5), {"recorded": 0, "all": 0}
+    wanted = {done.id: done for done in rollout.generate(mixed_requests(12))}
+    monkeypatch.setattr(RowCache, "has_fixed_shapes", True)
+    found = rollout.generate(mixed_requests(12))
+    assert_same(found, wanted)
+    compute, records = SharedPrompts._next_logits, {}
+
+    def recorded(batch: SharedPrompts) -> Tensor:
+        key, last = (id(batch.cache), batch.cache.layout), batch.last
+        counts["all"] += 1
+        if key not in records:
+            counts["recorded"] += 1
+            batch.last = last.clone()
+            with Recording() as operations:
+                logits = compute(batch)
+            records.clear()
+            records[key] = batch.last, operations, logits
+        else:
+            records[key][0].copy_(last)
+            records[key][1].repeat()
+        return records[key][2].clone()
+
+    monkeypatch.setattr(SharedPrompts, "_next_logits", recorded)
+    assert rollout.generate(mixed_requests(12)) == found
+    assert counts["recorded"] < counts["all"]
+
+
+class Recording(TorchDispatchMode):
+    """Remembers the operations of a block with the tensors that they read and made, and repeats them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        assert func.overloadpacket.__name__ not in Waits.NAMES, f"{func}: a number of this step alone"
+        made = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, made))
+        return made
+
+    def repeat(self) -> None:
+        for func, args, kwargs, made in self.operations:
+            again = func(*args, **kwargs)
+            if not (func.is_view or func._schema.is_mutable):
+                for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                    old.copy_(new)
+
+
+class Waits(TorchDispatchMode):
+    """Adds to `waits` what a GPU's host waits for, beside copies to it."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "bincount")
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+        by_mask = name.startswith("index") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
+        if name in self.NAMES or by_mask:
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
@@ -428,11 +550,10 @@ def test_no_uniform_number_leads_to_a_token_of_probability_zero(width: int):
 def test_rows_with_several_samplings_draw_as_each_would_alone():
     logits = 2 * torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
     uniforms = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    samplings = [sampling(temperature=0.7), GREEDY, sampling(top_k=5), sampling(top_p=0.5), sampling(temperature=9.0)]
-    kinds = torch.arange(40) % 4  # nobody has the last one
-    chosen, log_probs = sample_rows(logits, samplings, kinds, uniforms)
-    for row, kind in enumerate(kinds.tolist()):
-        token, log_prob = sample(logits[row : row + 1], samplings[kind], uniforms[row : row + 1])
+    samplings = [sampling(temperature=0.7), GREEDY, sampling(top_k=5), sampling(top_p=0.5)]
+    chosen, log_probs = sample_rows(logits, {s: torch.arange(n, 40, 4) for n, s in enumerate(samplings)}, uniforms)
+    for row in range(40):
+        token, log_prob = sample(logits[row : row + 1], samplings[row % 4], uniforms[row : row + 1])
         assert chosen[row] == token and log_probs[row] == log_prob
 
 
@@ -477,17 +598,3 @@ def test_nothing_but_stop_ids_is_inherited_from_generation_config(tokenizer: Pre
     model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
     assert ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1)) == plain
     assert np.mean([len(tokens) for tokens in plain]) > 2
-
-
-def test_settings_that_no_row_has_any_more_are_not_kept():
-    slots = Slots(torch.device("cpu"))
-    warm = [SamplingParams(True, 1 + number / 1000, -1, 1.0, 4) for number in range(500)]
-    [stays] = slots.take([Request(0, [1], warm[0], 0)]).tolist()
-    for number, sampling in enumerate(warm[1:], start=1):
-        [slot] = slots.take([Request(number, [1], sampling, 0)]).tolist()
-        found = [*slots.samplings]
-        assert len(found) == 2 and [found[slots.kinds[one]].temperature for one in (stays, slot)] == [
-            warm[0].temperature,
-            sampling.temperature,
-        ]
-        slots.give_back([slot])

@@ -1,17 +1,20 @@
 """The rows that are generating: a prompt prefilled once for those that start together, then a token of each at a time.
 
-Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed when it
-joins, so that its tokens do not depend on its company. What they have drawn lies in slots, which are given out again.
+Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed, so that
+its tokens do not depend on its company. What they have drawn is read from the device once a step, and all that follows
+from it is decided on the host: which rows end, and where those that stay are from then on.
 What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, or
 caches as transformers makes them, for each row. turn_cache.py has what is kept of episodes beyond that.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,15 +22,48 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, SamplingParams
-from workers.hf.cache import RowCache, Slots
+from workers.hf.cache import RowCache, on_device
 from workers.hf.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
 from workers.rollout import divergence
 
 VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
 
 
+@dataclass(eq=False)
+class RunningRow:
+    """A request that is being answered: the tokens drawn so far with their log-probs, and the numbers that are to
+    decide the next; `stops` end it."""
+
+    request: Request
+    stops: frozenset[int]
+    uniforms: np.random.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def ends(self) -> bool:
+        return self.token_ids[-1] in self.stops or len(self.token_ids) == self.request.sampling.max_tokens
+
+    @property
+    def read_ids(self) -> list[int]:
+        """The ids that the model has read: the prompt's and its own, without the newest."""
+        return [*self.request.prompt_ids, *self.token_ids[:-1]]
+
+    def completion(self, weight_version: int) -> Completion:
+        reason = "stop" if self.token_ids[-1] in self.stops else "length"
+        return Completion(self.request.id, self.token_ids, self.log_probs, reason, weight_version)
+
+
+def sampling_kinds(rows: Sequence[RunningRow], device: torch.device) -> dict[SamplingParams, Tensor]:
+    """Groups `rows` by how their tokens are drawn: the places of each kind, [n]."""
+    places: dict[SamplingParams, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(replace(row.request.sampling, max_tokens=0, stop_token_ids=()), []).append(place)
+    return {kind: on_device(its, device) for kind, its in places.items()}
+
+
 class RunningBatch(ABC):
-    """The rows that generate with `module` until none is left; `alive` [b] are their slots, in the subclass's order.
+    """The rows that generate with `module` until none is left: `alive`, b of them in the subclass's order.
 
     `max_num_batched_tokens`: most of a pass over prompts, padding included; a longer prompt has a pass of its own.
     `turns`: what is kept of the episodes whose requests come.
@@ -43,10 +79,13 @@ class RunningBatch(ABC):
         turns: TurnCache,
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
-        self.max_num_batched_tokens, self.turns = max_num_batched_tokens, turns
-        self.stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=module.device)
-        self.slots = Slots(module.device)
-        self.alive = torch.empty(0, dtype=torch.long, device=module.device)
+        self.max_num_batched_tokens, self.turns, self.stop_ids = max_num_batched_tokens, turns, frozenset(stop_ids)
+        self._set_alive([], on_device([], module.device))
+
+    def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
+        """Has these rows go on, whose newest tokens are `last` [b], on the device."""
+        self.alive, self.last = rows, last
+        self.kinds = sampling_kinds(rows, last.device)
 
     @abstractmethod
     def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Any, Tensor]:
@@ -54,7 +93,7 @@ class RunningBatch(ABC):
         what is kept of their beginnings, which is nothing unless the subclass keeps it."""
 
     @abstractmethod
-    def _keep(self, prefilled: Any, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+    def _keep(self, prefilled: Any, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         """Adds n rows of at most `max_tokens` own tokens, which answer the prompts `source` [n] of `prefilled`, of so
         many tokens: `lengths`."""
 
@@ -63,7 +102,7 @@ class RunningBatch(ABC):
         """Returns logits after the last token of each row that is alive: [b, V] float32."""
 
     @abstractmethod
-    def _forget(self, gone: Tensor) -> Tensor:
+    def _forget(self, gone: Sequence[int]) -> list[int]:
         """Ends the rows at the places `gone` [n], ascending. Returns the row now at each place."""
 
     def _prompt_layers(self, prefilled: Any, place: int, length: int) -> Layers | None:
@@ -78,7 +117,7 @@ class RunningBatch(ABC):
         return len(self.alive)
 
     def __contains__(self, request_id: int) -> bool:
-        return any(request.id == request_id for request in self.slots.requests.values())
+        return any(row.request.id == request_id for row in self.alive)
 
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         """Draws the first token of each; those that go on join, behind the rows alive. Returns those that end by it."""
@@ -94,97 +133,73 @@ class RunningBatch(ABC):
             )
         return finished
 
-    def _join_pass(self, rows: dict[tuple[int, ...], list[Request]], begun: list[CachedPrefix]) -> list[Completion]:
+    def _join_pass(self, prompts: dict[tuple[int, ...], list[Request]], begun: list[CachedPrefix]) -> list[Completion]:
         """`join` for the requests of some prompts, which go through the model together."""
-        prefilled, logits = self._prefill(list(rows), begun)
-        device, requests = logits.device, [request for answers in rows.values() for request in answers]
-        source = torch.tensor([place for place, answers in enumerate(rows.values()) for _ in answers], device=device)
-        lengths = torch.tensor([*map(len, rows)], device=device)
-        slots = self.slots.take(requests)
-        ends = self._draw(slots, logits[source])
-        for row in ends.nonzero()[:, 0].tolist():
-            if requests[row].episode is not None:
-                prompt = int(source[row])
-                self._leave_behind(int(slots[row]), self._prompt_layers(prefilled, prompt, int(lengths[prompt])))
-        if not ends.all():
-            longest = max(request.sampling.max_tokens for request in requests)
-            self._keep(prefilled, lengths, source[~ends], longest)
-            self.alive = torch.cat([self.alive, slots[~ends]])
-        return self._completions(slots[ends])
+        prefilled, logits = self._prefill(list(prompts), begun)
+        source = [place for place, answers in enumerate(prompts.values()) for _ in answers]
+        rows = [self._row(request) for answers in prompts.values() for request in answers]
+        device, lengths = logits.device, [*map(len, prompts)]
+        ends, last = self._draw(rows, sampling_kinds(rows, device), logits[on_device(source, device)])
+        for place in ends:
+            self._leave_behind(rows[place], lambda at=source[place]: self._prompt_layers(prefilled, at, lengths[at]))
+        if len(ends) < len(rows):
+            stays = sorted({*range(len(rows))}.difference(ends))
+            longest = max(row.request.sampling.max_tokens for row in rows)
+            self._keep(prefilled, lengths, [source[place] for place in stays], longest)
+            last = torch.cat([self.last, last[on_device(stays, device)]])
+            self._set_alive(self.alive + [rows[place] for place in stays], last)
+        return [rows[place].completion(self.weight_version) for place in ends]
+
+    def _row(self, request: Request) -> RunningRow:
+        stops = self.stop_ids.union(request.sampling.stop_token_ids)
+        return RunningRow(request, stops, np.random.default_rng(request.seed))
 
     def step(self) -> list[Completion]:
         """Draws one more token of each row that is alive; those that end by it leave."""
-        gone = self._draw(self.alive, self._forward()).nonzero()[:, 0]
-        for place, slot in zip(gone.tolist(), self.alive[gone].tolist(), strict=True):
-            if self.slots.requests[slot].episode is not None:
-                self._leave_behind(slot, self._row_layers(place))
-        return self._completions(self._leave(gone)) if len(gone) else []
+        gone, self.last = self._draw(self.alive, self.kinds, self._forward())
+        for place in gone:
+            self._leave_behind(self.alive[place], partial(self._row_layers, place))
+        return [row.completion(self.weight_version) for row in self._leave(gone)] if gone else []
 
-    def _leave_behind(self, slot: int, layers: Layers | None) -> None:
-        """Keeps what the row of `slot`, which has ended, has read, for the next turn of its episode."""
-        if layers is not None:
-            self.turns.put(self.slots.requests[slot].episode, CachedPrefix(self.slots.read_ids(slot), layers))
+    def _leave_behind(self, row: RunningRow, layers: Callable[[], Layers | None]) -> None:
+        """Keeps what `row`, which has ended, has read, for the next turn of its episode."""
+        if row.request.episode is not None and (kept := layers()) is not None:
+            self.turns.put(row.request.episode, CachedPrefix(row.read_ids, kept))
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the rows of these requests; those that have none here are ignored."""
-        dropped = [slot for slot, request in self.slots.requests.items() if request.id in ids]
-        if dropped:
-            self._leave(torch.isin(self.alive, self.alive.new_tensor(dropped)).nonzero()[:, 0])
-            self.slots.give_back(dropped)
+        if dropped := [place for place, row in enumerate(self.alive) if row.request.id in ids]:
+            self._leave(dropped)
 
     def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
         """Token ids and log-probs of the rows that answer the requests in `seen`, beyond the first `seen[id]`."""
-        counts, found = self.slots.counts.tolist(), {}
-        for slot, request in self.slots.requests.items():
-            if request.id in seen:
-                new = slice(seen[request.id], counts[slot])
-                found[request.id] = self.slots.tokens[slot, new].tolist(), self.slots.log_probs[slot, new].tolist()
-        return found
+        asked = {row: seen[row.request.id] for row in self.alive if row.request.id in seen}
+        return {row.request.id: (row.token_ids[known:], row.log_probs[known:]) for row, known in asked.items()}
 
-    def _leave(self, gone: Tensor) -> Tensor:
-        """Ends the rows at the places `gone` [n], ascending; returns their slots."""
-        slots = self.alive[gone]
-        self.alive = self.alive[self._forget(gone)]
-        return slots
+    def _leave(self, gone: Sequence[int]) -> list[RunningRow]:
+        """Ends the rows at the places `gone` [n], ascending; returns them."""
+        ended = [self.alive[place] for place in gone]
+        order = self._forget(gone)
+        self._set_alive([self.alive[place] for place in order], self.last[on_device(order, self.last.device)])
+        return ended
 
-    def _completions(self, slots: Tensor) -> list[Completion]:
-        """Returns the responses in `slots`, which are free from now on."""
-        drawn = self.slots
-        columns = [values[slots].tolist() for values in (drawn.tokens, drawn.log_probs, drawn.counts, drawn.stopped)]
-        ended = slots.tolist()
-        completions = [
-            Completion(
-                drawn.requests[slot].id,
-                tokens[:count],
-                log_probs[:count],
-                "stop" if stopped else "length",
-                self.weight_version,
-            )
-            for slot, tokens, log_probs, count, stopped in zip(ended, *columns, strict=True)
-        ]
-        drawn.give_back(ended)
-        return completions
-
-    def _draw(self, slots: Tensor, logits: Tensor) -> Tensor:
-        """Records the next token of each of `slots` [b]; which of them end by it, [b] bool."""
-        drawn, counts = self.slots, self.slots.counts[slots]
-        uniforms = drawn.uniforms[slots, counts]
-        sampled, log_probs = sample_rows(logits, list(drawn.samplings), drawn.kinds[slots], uniforms)
-        if not log_probs.isfinite().all():
-            broken = (~log_probs.isfinite()).nonzero()[:, 0]
-            request, token = drawn.requests[int(slots[broken[0]])], int(counts[broken[0]]) + 1
-            where = f"{len(broken)} of {len(slots)} rows (request {request.id}, token {token} of its response)"
+    def _draw(
+        self, rows: Sequence[RunningRow], kinds: Mapping[SamplingParams, Tensor], logits: Tensor
+    ) -> tuple[list[int], Tensor]:
+        """Gives each of `rows` [b] its next token. Returns the places of those that end by it, ascending, and the
+        tokens, [b], on the device."""
+        uniforms = on_device(np.array([row.uniforms.random() for row in rows]), logits.device)
+        sampled, log_probs = sample_rows(logits, kinds, uniforms)
+        # The one time in a step that the host waits for the device. Token ids are exact in float64.
+        drawn = torch.stack([sampled.double(), log_probs.double()]).tolist()
+        if broken := [place for place, log_prob in enumerate(drawn[1]) if not math.isfinite(log_prob)]:
+            request, token = rows[broken[0]].request, len(rows[broken[0]].token_ids) + 1
+            where = f"{len(broken)} of {len(rows)} rows (request {request.id}, token {token} of its response)"
             raise divergence(self.weight_version, where)
-        drawn.tokens[slots, counts] = sampled
-        drawn.log_probs[slots, counts] = log_probs
-        drawn.counts[slots] = counts + 1
-        stopped = torch.isin(sampled, self.stops)
-        for sampling, kind in drawn.samplings.items():
-            if sampling.stop_token_ids:
-                own = sampled.new_tensor(sampling.stop_token_ids)
-                stopped |= (drawn.kinds[slots] == kind) & torch.isin(sampled, own)
-        drawn.stopped[slots] = stopped
-        return stopped | (counts + 1 == drawn.max_tokens[slots])
+        for row, token, log_prob in zip(rows, *drawn, strict=True):
+            row.token_ids.append(int(token))
+            row.log_probs.append(log_prob)
+        return [place for place, row in enumerate(rows) if row.ends], sampled
 
 
 class SharedPrompts(RunningBatch):
@@ -203,20 +218,25 @@ class SharedPrompts(RunningBatch):
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
         return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
 
-    def _keep(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+    def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         if self.cache is None:
             self.cache = RowCache(prefilled)
         self.cache.join(prefilled, lengths, source, max_tokens)
 
     def _forward(self) -> Tensor:
         """Returns logits after the last token of each row that is alive: [b, V]."""
-        positions, last = self.cache.step(), self.slots.last_tokens(self.alive)
-        no_mask = last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
-        logits = last_logits(self.module, last, positions, no_mask, self.cache, rows=self.cache)
-        self.cache.end += 1
+        self.cache.make_room()
+        logits = self._next_logits()
+        self.cache.advance()
         return logits
 
-    def _forget(self, gone: Tensor) -> Tensor:
+    def _next_logits(self) -> Tensor:
+        """Computes what `_forward` returns, on the device alone."""
+        ids, positions = self.last[:, None], self.cache.positions
+        no_mask = ids.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
+        return last_logits(self.module, ids, positions, no_mask, self.cache, rows=self.cache)
+
+    def _forget(self, gone: Sequence[int]) -> list[int]:
         return self.cache.leave(gone)
 
     def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
@@ -266,21 +286,25 @@ class SeparateRows(RunningBatch):
         rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
         return rows, self._logits(rows)
 
-    def _keep(self, prefilled: Rows, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
-        self.parts.append(prefilled.select(source))
+    def _keep(self, prefilled: Rows, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
+        self.parts.append(prefilled.select(on_device(source, self.last.device)))
 
     def _forward(self) -> Tensor:
         sizes = [len(part.ids) for part in self.parts]
-        for part, last in zip(self.parts, self.slots.last_tokens(self.alive).split(sizes), strict=True):
+        for part, last in zip(self.parts, self.last[:, None].split(sizes), strict=True):
             part.append(last)
         return torch.cat([self._logits(part) for part in self.parts])
 
-    def _forget(self, gone: Tensor) -> Tensor:
-        stays = torch.ones(len(self), dtype=torch.bool, device=gone.device)
-        stays[gone] = False
-        parts = zip(self.parts, stays.split([len(part.ids) for part in self.parts]), strict=True)
-        self.parts = [part if kept.all() else part.select(kept.nonzero()[:, 0]) for part, kept in parts if kept.any()]
-        return stays.nonzero()[:, 0]
+    def _forget(self, gone: Sequence[int]) -> list[int]:
+        stays, first, parts = sorted({*range(len(self))}.difference(gone)), 0, []
+        for part in self.parts:
+            size = len(part.ids)
+            kept = [place - first for place in stays if first <= place < first + size]
+            if kept:
+                parts.append(part if len(kept) == size else part.select(on_device(kept, self.last.device)))
+            first += size
+        self.parts = parts
+        return stays
 
     def _logits(self, rows: Rows) -> Tensor:
         """Returns logits after the last token of each, [b, V]; what the cache has not seen goes through the model."""
@@ -302,7 +326,7 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids.to(device), mask.to(device)
+    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -326,17 +350,13 @@ def last_logits(
     return output.logits[:, -1].float()
 
 
-def sample_rows(
-    logits: Tensor, samplings: Sequence[SamplingParams], kinds: Tensor, uniforms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token per row of `logits` [b, V] and its log-prob, as `sample` draws them: row i by `samplings[kinds[i]]`."""
-    if len(samplings) == 1:
-        return sample(logits, samplings[0], uniforms)
-    chosen, log_probs = kinds.new_empty(len(kinds)), logits.new_empty(len(kinds))
-    for kind, sampling in enumerate(samplings):
-        rows = (kinds == kind).nonzero()[:, 0]
-        if len(rows):
-            chosen[rows], log_probs[rows] = sample(logits[rows], sampling, uniforms[rows])
+def sample_rows(logits: Tensor, kinds: Mapping[SamplingParams, Tensor], uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row of `logits` [b, V] and its log-prob, as `sample` draws them: the rows at `kinds[s]` by s."""
+    if len(kinds) == 1:
+        return sample(logits, next(iter(kinds)), uniforms)
+    chosen, log_probs = torch.zeros_like(uniforms, dtype=torch.long), logits.new_zeros(len(logits))
+    for sampling, rows in kinds.items():
+        chosen[rows], log_probs[rows] = sample(logits[rows], sampling, uniforms[rows])
     return chosen, log_probs
 
 

@@ -1,14 +1,14 @@
-"""The memory of the rows that are generating: their keys and values (`RowCache`), and their tokens (`Slots`).
+"""The memory of the rows that are generating: their keys and values.
 
 The keys and values of a prompt are kept once, for all rows that answer it; each row's own are written in place. A row's
 own tokens end at the column that is written next, so that rows which joined at different times step together. Rows
 leave by giving their place to the last one, and prompts that join take the places of those that no row answers any
 more. Both memories are a little larger than what is in use, and are cut to that and enlarged again when they are full.
+Where all of this stands is known on the host, as no step may wait for the device to tell.
 Attention to such a cache is in workers/kernels/.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from data.types import Request, SamplingParams
-
 BLOCK = 64  # columns added when the memory is full
 GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
+
+
+def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 class RowLayer(CacheLayerMixin):
@@ -40,6 +44,10 @@ class RowLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]."""
         rows, end = len(key_states), self.cache.end
+        if self.cache.has_fixed_shapes:
+            for memory, new in ((self.keys, key_states), (self.values, value_states)):
+                memory[:rows].index_copy_(2, self.cache.column, new.to(memory.dtype))
+            return self.keys[:rows], self.values[:rows]
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
         used = slice(self.cache.first, end + 1)
@@ -58,7 +66,8 @@ class RowLayer(CacheLayerMixin):
         """Memory of this size for own tokens, with what is in use from column 0 on."""
         rows, used = len(self.cache), slice(self.cache.first, self.cache.end)
         for name, old in (("keys", self.keys), ("values", self.values)):
-            new = old.new_empty(places, old.shape[1], columns, old.shape[3])
+            shape = places, old.shape[1], columns, old.shape[3]
+            new = old.new_zeros(shape) if self.cache.has_fixed_shapes else old.new_empty(shape)
             new[:rows, :, : self.cache.end - self.cache.first] = old[:rows, :, used]
             setattr(self, name, new)
 
@@ -84,53 +93,63 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """The b rows that are generating.
 
-    `prompt_of_row` [b]: at which place the prompt is that a row answers; `lengths` [places of prompts]: their tokens;
-    `starts` [b]: the column of each row's first own token; `end`: that of the next.
+    On the host: `prompt_of_row` [b], at which place the prompt is that a row answers; `lengths` [places of prompts] of
+    prompts, in tokens; `starts` [b], the column of each row's first own token; `end`, that of the next. On the device:
+    `positions` [b, 1] of the next tokens, and `column` [1], which is `end`.
+
+    `has_fixed_shapes`: attention reads all columns, by masks, so that until `layout` changes each step computes on the
+    same shapes at the same addresses and tells the host nothing, as a CUDA graph has it. No engine asks for it yet.
     """
+
+    has_fixed_shapes = False
 
     def __init__(self, prefilled: DynamicCache) -> None:
         """Without rows; of the layers of `prefilled`."""
         super().__init__(layers=[RowLayer(self, layer) for layer in prefilled.layers])
+        self.device = prefilled.layers[0].keys.device
         self.max_tokens = 0  # that a row may get
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
-        none = torch.empty(0, dtype=torch.long, device=prefilled.layers[0].keys.device)
-        self.lengths, self.end = none, 0
+        none = np.zeros(0, dtype=np.int64)
+        self.lengths, self.end, self.layout = none, 0, 0
         self._set_rows(none, starts=none)
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def join(self, prefilled: DynamicCache, lengths: Tensor, source: Tensor, max_tokens: int) -> None:
+    def join(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         """n more rows of at most `max_tokens` own ones, which answer the prompts `source` [n] of `prefilled`; `lengths`
         are those of its prompts."""
         self.max_tokens = max(self.max_tokens, max_tokens)
-        answered, new_places = source.unique(return_inverse=True)
-        width = int(lengths[answered].max())
+        answered, new_places = np.unique(np.array(source), return_inverse=True)
+        new_lengths = np.array(lengths)[answered]
+        width = int(new_lengths.max())
         places = self._places_for(len(answered), width)
+        taken, given = on_device(answered, self.device), on_device(places, self.device)
         for layer, prompts in zip(self.layers, prefilled.layers, strict=True):
-            layer.put_prompts(places, prompts.keys[answered, :, -width:], prompts.values[answered, :, -width:])
-        prompt_of_row = torch.cat([self.prompt_of_row, places[new_places]])
-        self.lengths = self.lengths.index_copy(0, places, lengths[answered])
+            layer.put_prompts(given, prompts.keys[taken, :, -width:], prompts.values[taken, :, -width:])
+        prompt_of_row = np.concatenate([self.prompt_of_row, places[new_places]])
+        self.lengths[places] = new_lengths
         if len(prompt_of_row) > self.places:
             self._resize(len(prompt_of_row))
         for layer in self.layers:
             layer.clear(slice(len(self), len(prompt_of_row)))
-        self._set_rows(prompt_of_row, torch.cat([self.starts, torch.full_like(source, self.end)]))
+        self._set_rows(prompt_of_row, np.concatenate([self.starts, np.full_like(source, self.end)]))
 
-    def leave(self, gone: Tensor) -> Tensor:
+    def leave(self, gone: Sequence[int]) -> list[int]:
         """Ends the rows `gone` [n], ascending; the last fill the gaps. Returns the row now at each place."""
-        left = len(self) - len(gone)
-        is_mover = torch.ones(len(self) - left, dtype=torch.bool, device=gone.device)
-        is_mover[gone[gone >= left] - left] = False
-        movers, gaps = left + is_mover.nonzero()[:, 0], gone[gone < left]
-        for layer in self.layers if len(gaps) else ():
-            for memory in (layer.keys, layer.values):
-                memory[gaps, :, self.first : self.end] = memory[movers, :, self.first : self.end]
-        order = torch.arange(left, device=gone.device).index_copy(0, gaps, movers)
+        left, ended = len(self) - len(gone), set(gone)
+        movers, gaps = [row for row in range(left, len(self)) if row not in ended], [row for row in gone if row < left]
+        if gaps:
+            to, moved = on_device(gaps, self.device), on_device(movers, self.device)
+            for layer in self.layers:
+                for memory in (layer.keys, layer.values):
+                    memory[to, :, self.first : self.end] = memory[moved, :, self.first : self.end]
+        order = np.arange(left)
+        order[gaps] = movers
         self._set_rows(self.prompt_of_row[order], self.starts[order])
         if 2 * len(self._unanswered) >= len(self.lengths):
             self._resize_prompts(0, 0)
-        return order
+        return order.tolist()
 
     def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of what a row has read, its prompt and its own tokens: [tokens, heads, d] for each layer."""
@@ -145,15 +164,21 @@ class RowCache(Cache):
             (concat(layer.prompt_keys, layer.keys), concat(layer.prompt_values, layer.values)) for layer in self.layers
         ]
 
-    def step(self) -> Tensor:
-        """Makes room for a token of each row; its position, [b, 1]."""
+    def make_room(self) -> None:
+        """Has room for another token of each row."""
         if self.end == self.columns:
             self._resize(len(self))
         self._masks = {}
-        return (self.lengths[self.prompt_of_row] + self.end - self.starts)[:, None]
+
+    def advance(self) -> None:
+        """Goes on by a token of each row, which every layer was given."""
+        self.end += 1
+        self.positions += 1
+        self.column += 1
 
     def mask(self, window: int | None) -> Tensor | None:
-        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own.
+        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own (all
+        of them, with fixed shapes).
 
         None: all of them. `window`: how far back they see, themselves included, if that is limited.
         """
@@ -162,16 +187,18 @@ class RowCache(Cache):
         return self._masks[window]
 
     def _mask(self, window: int | None) -> Tensor | None:
-        columns = self.layers[0].get_seq_length() + 1
+        fixed = self.has_fixed_shapes
+        columns = self.prompt_width + self.columns if fixed else self.layers[0].get_seq_length() + 1
         window = window if window and window < columns else None
-        if not self._is_ragged and not window:
+        if not self._is_ragged and not window and not fixed:
             return None
-        prompt_columns = torch.arange(self.prompt_width, device=self.starts.device) - self.prompt_width
-        own = torch.arange(self.first, self.end + 1, device=self.starts.device)
-        lengths, starts = self.lengths[self.prompt_of_row, None], self.starts[:, None]
-        positions = torch.cat([lengths + prompt_columns, lengths + own - starts], dim=1)
-        attended = torch.cat([lengths + prompt_columns >= 0, own >= starts], dim=1)
-        return attended & (lengths + self.end - starts - positions < window) if window else attended
+        prompt_columns = torch.arange(self.prompt_width, device=self.device) - self.prompt_width
+        used = (0, self.columns) if fixed else (self.first, self.end + 1)
+        own = torch.arange(*used, device=self.device) - (self.column if fixed else self.end)  # counted from the newest
+        lengths = self._row_lengths[:, None]
+        positions = torch.cat([lengths + prompt_columns, self.positions + own], dim=1)
+        attended = torch.cat([lengths + prompt_columns >= 0, (self.positions + own >= lengths) & (own <= 0)], dim=1)
+        return attended & (self.positions - positions < window) if window else attended
 
     def by_prompt(self, rows: Tensor) -> Tensor:
         """[b, heads, s, x] → [prompts, heads, g·s, x]: beside each other what answers one prompt, of at most g rows."""
@@ -205,23 +232,30 @@ class RowCache(Cache):
             layer.resize(places, min(used + BLOCK, self.max_tokens))
         self.starts = self.starts - self.first
         self.first, self.end = 0, used
+        self._set_column()
 
-    def _set_rows(self, prompt_of_row: Tensor, starts: Tensor) -> None:
+    def _set_rows(self, prompt_of_row: np.ndarray, starts: np.ndarray) -> None:
         self.prompt_of_row, self.starts = prompt_of_row, starts
         self.first = int(starts.min()) if len(starts) else self.end
-        rows_of_prompt = prompt_of_row.bincount(minlength=len(self.lengths))
-        self._unanswered = (rows_of_prompt == 0).nonzero()[:, 0]
+        rows_of_prompt = np.bincount(prompt_of_row, minlength=len(self.lengths))
+        self._unanswered = np.flatnonzero(rows_of_prompt == 0)
         self._most_rows = int(rows_of_prompt.max()) if len(starts) else 0
-        order = prompt_of_row.argsort(stable=True)
-        firsts = rows_of_prompt.cumsum(0) - rows_of_prompt  # of each prompt, in `order`
-        ranks = torch.arange(len(order), device=order.device) - firsts[prompt_of_row[order]]
-        self._slots = torch.empty_like(order).index_copy(0, order, prompt_of_row[order] * self._most_rows + ranks)
-        all_slots = torch.arange(len(self.lengths) * self._most_rows, device=order.device)
-        self._is_in_order = torch.equal(self._slots, all_slots)
+        order = prompt_of_row.argsort(kind="stable")
+        firsts = rows_of_prompt.cumsum() - rows_of_prompt  # of each prompt, in `order`
+        slots = np.empty_like(order)
+        slots[order] = prompt_of_row[order] * self._most_rows + np.arange(len(order)) - firsts[prompt_of_row[order]]
+        all_slots = np.arange(len(self.lengths) * self._most_rows)
+        self._is_in_order = np.array_equal(slots, all_slots)
         lengths = self.lengths[prompt_of_row]
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
+        self._slots, self._row_lengths = on_device(slots, self.device), on_device(lengths, self.device)
+        self.positions = on_device(lengths + self.end - starts, self.device)[:, None]
+        self._set_column()
 
-    def _places_for(self, prompts: int, width: int) -> Tensor:
+    def _set_column(self) -> None:
+        self.column, self.layout = on_device([self.end], self.device), self.layout + 1
+
+    def _places_for(self, prompts: int, width: int) -> np.ndarray:
         """Returns the places of so many new prompts of this width, and makes room for them: [prompts]."""
         if prompts > len(self._unanswered) or width > self.prompt_width:
             self._resize_prompts(prompts, width)
@@ -232,84 +266,14 @@ class RowCache(Cache):
 
         Where others join those that are answered, it grows by more than they need, as still others may follow.
         """
-        answered, prompt_of_row = self.prompt_of_row.unique(return_inverse=True)
+        answered, prompt_of_row = np.unique(self.prompt_of_row, return_inverse=True)
         kept = self.lengths[answered]
         if more and len(answered):
             more = max(more, int(GROWTH * len(answered)))
             width += BLOCK if width > self.prompt_width else 0
         width = max([width, *kept.tolist()])
+        places = on_device(answered, self.device)
         for layer in self.layers:
-            layer.resize_prompts(answered, len(answered) + more, width)
-        self.lengths = torch.cat([kept, kept.new_zeros(more)])
+            layer.resize_prompts(places, len(answered) + more, width)
+        self.lengths = np.concatenate([kept, np.zeros(more, dtype=np.int64)])
         self._set_rows(prompt_of_row, self.starts)
-
-
-class Slots:
-    """The tokens that the running rows have drawn, and the numbers by which they will draw.
-
-    By slot: `tokens`, `log_probs` and `uniforms` [S, M]; `counts` of tokens so far, `max_tokens`, `kinds` (which of
-    `samplings`) and `stopped` (whether the last token is a stop id) [S]. S and M are as large as it took so far.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.requests: dict[int, Request] = {}  # by the slots in use
-        self.free: list[int] = []
-        self.samplings: dict[SamplingParams, int] = {}  # the distinct ones, numbered
-        self.tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
-        self.log_probs = torch.zeros(0, 0, device=device)
-        self.uniforms = torch.zeros(0, 0, dtype=torch.float64, device=device)
-        self.counts, self.max_tokens, self.kinds = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(3))
-        self.stopped = torch.zeros(0, dtype=torch.bool, device=device)
-
-    def take(self, requests: Sequence[Request]) -> Tensor:
-        """Returns a slot for each request: [n]."""
-        limits = [request.sampling.max_tokens for request in requests]
-        self._reserve(len(requests), max(limits))
-        taken = [self.free.pop() for _ in requests]
-        self.requests |= dict(zip(taken, requests, strict=True))
-        uniforms = np.zeros((len(requests), max(limits)))
-        for row, request in enumerate(requests):
-            uniforms[row, : limits[row]] = np.random.default_rng(request.seed).random(limits[row])
-        asked = [replace(request.sampling, max_tokens=0) for request in self.requests.values()]
-        self.samplings = dict(zip(dict.fromkeys(asked), range(len(asked)), strict=False))  # of running rows alone
-        kinds = [*map(self.samplings.__getitem__, asked)]
-        device = self.tokens.device
-        slots = torch.tensor(taken, device=device)
-        self.uniforms[slots, : max(limits)] = torch.from_numpy(uniforms).to(device)
-        self.counts[slots] = 0
-        self.max_tokens[slots] = torch.tensor(limits, device=device)
-        self.kinds[torch.tensor([*self.requests], device=device)] = torch.tensor(kinds, device=device)
-        return slots
-
-    def give_back(self, slots: Collection[int]) -> None:
-        for slot in slots:
-            del self.requests[slot]
-        self.free += slots
-
-    def _reserve(self, rows: int, width: int) -> None:
-        """At least `rows` free slots, for `width` tokens each; what is too small doubles, so that it seldom is."""
-        size, old_width = self.tokens.shape
-        width = max(width, old_width)
-        new_size = size if rows <= len(self.free) else max(len(self.requests) + rows, 2 * size)
-        if (new_size, width) == (size, old_width):
-            return
-        for name in ("tokens", "log_probs", "uniforms"):
-            setattr(self, name, enlarge(vars(self)[name], new_size, width))
-        for name in ("counts", "max_tokens", "kinds", "stopped"):
-            setattr(self, name, enlarge(vars(self)[name], new_size))
-        self.free += range(size, new_size)
-
-    def last_tokens(self, slots: Tensor) -> Tensor:
-        """Returns the newest token of each of `slots` [b]: [b, 1]."""
-        return self.tokens[slots, self.counts[slots] - 1, None]
-
-    def read_ids(self, slot: int) -> list[int]:
-        """Returns the ids that the model has read of a row: its prompt's and its own, without the newest."""
-        return [*self.requests[slot].prompt_ids, *self.tokens[slot, : int(self.counts[slot]) - 1].tolist()]
-
-
-def enlarge(memory: Tensor, *shape: int) -> Tensor:
-    """`memory` as the first part of a tensor of this shape, which is 0 elsewhere."""
-    larger = memory.new_zeros(shape)
-    larger[tuple(map(slice, memory.shape))] = memory
-    return larger

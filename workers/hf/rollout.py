@@ -2,8 +2,9 @@
 
 A sampling loop of our own in place of `generate`. Finished rows leave at once and waiting ones take their places; the
 log-prob comes out of the softmax that is sampled from. No CUDA graphs: on a GPU, a step costs the launch of its
-kernels. From the first request until none is left, the module is set up for decoding and must not be trained; requests
-of episodes keep it so until their episodes are forgotten, with what a next turn can go on from.
+kernels, and one wait for what they have drawn. From the first request until none is left, the module is set up for
+decoding and must not be trained; requests of episodes keep it so until their episodes are forgotten, with what a next
+turn can go on from.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,7 +6,9 @@ token for token, need not go through the model again; nothing else of an episode
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
@@ -72,9 +74,22 @@ class TurnCache:
         return turn
 
 
-def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> DynamicCache:
+class PromptCache(DynamicCache):
+    """Whole prompts, in the precision that attention multiplies in: rotations leave float32, which autocast would make
+    of it again in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()  # not told of sliding windows
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        device = keys.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else keys.dtype
+        return super().update(keys.to(dtype), values.to(dtype), layer_idx, *args, **kwargs)
+
+
+def cache_of(turns: Sequence[CachedPrefix], lengths: Sequence[int]) -> PromptCache:
     """Returns the first `lengths` tokens of each of `turns`, padded on the left; empty if there are none."""
-    cache = DynamicCache()  # not told of sliding windows, so it keeps whole prompts
+    cache = PromptCache()
     for index, like in enumerate(next((turn.layers for turn in turns if turn.layers), []) if any(lengths) else []):
         beginnings = [
             [kept[:length] for kept in turn.layers[index]] if length else [kept[:0] for kept in like]
