@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from transformers import AutoModelForTokenClassification, Qwen2Config
 
+from benchmarks import fits
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from tests.fake_memory import peak_bytes, qwen
@@ -176,3 +177,9 @@ def test_seven_billion_parameters_on_80_gb_with_moments_in_main_memory(capsys):
     needs = memory_needs(config, ModelSize.of(qwen("7B")), None, None, 2, card)
     check_memory(needs, card)
     assert capsys.readouterr().err == "" and needs.peak < 64 * GIB
+
+
+def test_the_page_on_gpus_has_the_figures_of_this_arithmetic():
+    before, behind = fits.parts_of_page()
+    assert fits.PAGE.read_text() == before + fits.table() + behind, "run `python -m benchmarks.fits --write`"
+    assert all(setting in behind for settings in fits.SETTINGS.values() for setting in settings)
