@@ -25,6 +25,7 @@ from workers.kernels.token_head import score_tokens
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm
+from workers.offload import Offload
 
 pytestmark = pytest.mark.gpu
 
@@ -120,6 +121,25 @@ def test_the_token_head_is_a_softmax_over_the_vocabulary(dtype):
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for found, true in zip(run(precise=False), run(precise=True), strict=True):
         assert relative_distance([found], [true]) < bound
+
+
+@DTYPES
+def test_a_model_kept_in_main_memory_takes_the_steps_of_one_on_the_device(folder, batch, dtype):
+    """…and between them leaves nothing of itself or its moments there."""
+    found = []
+    for offload in (Offload(), Offload(moments=True, module=True)):
+        engine = TrainEngine(load(folder, dtype, PACKED), OptimConfig(lr=1e-3), 10, DEVICE, dtype, offload)
+        for step in range(3):
+            with engine.at_work():
+                [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], engine.module)
+                with engine.autocast(updates=True):
+                    log_probs = engine.module.token_scores(micro, TEMPERATURE).log_probs
+                engine.update([-log_probs.sum()], step)
+        found.append([weight.detach().cpu() for weight in engine.module.parameters()])
+    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    assert {tensor.device.type for tensor in [*engine.module.parameters(), *moments]} == {"cpu"}
+    before = [weight.detach().cpu() for weight in load(folder, dtype, PACKED).parameters()]
+    assert relative_distance(*found) < 1e-3 < relative_distance(found[0], before)
 
 
 @DTYPES
