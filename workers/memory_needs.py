@@ -1,11 +1,12 @@
-"""Estimates what a run needs of a GPU's memory before it starts: exact for weights, within 5 % for an update.
+"""Estimates what a run needs of a GPU's memory before it starts: exact for weights, about for the rest.
 
 Every worker holds whole models, those in training in float32, and computes in the run's precision. Counted are weights,
 AdamW's two moments and gradients, but what is kept in main memory; while generating, keys and values, the weights that
 autocast casts, and the distributions that are drawn from, or the share that vLLM is told to take; while updating, the
 cast weights, what a micro-batch's forward keeps for its backward (the input of every matrix product and what is made of
 its output, and of every norm its float32 input and result), and what the backward of the head or a layer takes beside.
-Left out: what the allocator cannot use. `tests/fake_memory.py` counts what an update really takes.
+Left out: what the allocator cannot use. `tests/fake_memory.py` counts what an update really takes: within 3 % for
+Qwen2.5, 6 % for Qwen3 and Llama, 9 % for Phi-3, whose projections are fused.
 """
 
 from collections.abc import Mapping
