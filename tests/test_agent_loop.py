@@ -34,7 +34,7 @@ from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf.rollout import HFRollout
 from workers.kernels.packed_attention import Packed
 from workers.load_rollout import build_rollout
-from workers.micro_batches import WHOLE_SEQUENCE, MicroBatchSize, cut
+from workers.micro_batches import MicroBatchSize, cut
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
 
@@ -331,7 +331,7 @@ def test_a_turn_computes_its_new_tokens_and_an_update_each_token_once(tiny_model
     # The last token of an answer is read with what it led to, if anything; the others are when they are drawn.
     assert engine.prefilled_tokens - before == prompt + told + sum(turns - 1)
     [micro] = cut(batch, MicroBatchSize(None, 5000), [], engine.module)
-    packed = Packed.of(*(micro.columns[name] for name in WHOLE_SEQUENCE), micro.response_width)
+    packed = Packed.of(micro, engine.module.device)
     assert len(packed.input_ids) == prompt + real.sum().item() - 3, "a response's last token predicts nothing"
     assert micro.is_scored.sum() == batch.response_mask.sum()
 

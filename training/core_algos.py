@@ -38,7 +38,7 @@ from training.torch_functional import (
 MAX_SEQUENCE_LOG_RATIO = 10.0  # the same for the ratio of a whole sequence, from above only
 
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
-PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float | Tensor]]]
 TokenLosses = tuple[Tensor, dict[str, Tensor]]  # losses and, by name, metrics; [B, R] each
 Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
 
@@ -635,12 +635,9 @@ def clip_bounds(config: LossConfig) -> tuple[float, float]:
     return low, high
 
 
-def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, float]:
-    """The metrics of a policy loss: each [B, R] quantity's mean over the mask, in one transfer from the device."""
-    if not per_token:
-        return {}
-    means = torch.stack([masked_mean(values.detach().float(), response_mask) for values in per_token.values()])
-    return dict(zip(per_token, means.tolist(), strict=True))
+def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, Tensor]:
+    """The metrics of a policy loss: each [B, R] quantity's mean over the mask, shape (); nobody waits for them yet."""
+    return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
 
 
 def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
@@ -660,7 +657,7 @@ def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLo
             config: LossConfig,
             *,
             rollout_is_weights: Tensor | None = None,
-        ) -> tuple[Tensor, dict[str, float]]:
+        ) -> tuple[Tensor, dict[str, float | Tensor]]:
             losses, metrics = of_tokens(old_log_prob, log_prob, advantages, response_mask, config)
             if rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
@@ -931,7 +928,7 @@ def compute_policy_loss_geo_mean(
     config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float | Tensor]]:
     """GMPO (arXiv:2507.20673): `geometric_mean_loss`, averaged over the rows that have tokens, whatever the mode.
 
     Importance weights enter as their geometric mean over the row. Differs from verl, which divides by all rows of the
@@ -1012,7 +1009,7 @@ def compute_policy_loss_bypass_mode(
     config: LossConfig,
     *,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float | Tensor]]:
     """A loss straight from the rollout to the policy in training: `old_log_prob` are the rollout's log-probs.
 
     `config.policy_loss.rollout_correction` says which tokens are rejected for their ratio, and `loss_type`: "ppo_clip"

@@ -11,7 +11,7 @@ from torch import Tensor
 from configs.settings import Readable
 from data.import_utils import bind, callable_name
 
-Metrics = dict[str, float]
+Metrics = dict[str, float | Tensor]  # tensors of one element: reading them would wait for the device
 
 TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # by position, named at will
 OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # verl's, before losses gave a dict
@@ -68,7 +68,9 @@ def call_policy_loss(
             "the clipped fraction, the KL, the lower clipped fraction)."
         )
     loss, metrics = parts
-    return loss, {name: value.item() if isinstance(value, Tensor) else float(value) for name, value in metrics.items()}
+    return loss, {
+        name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in metrics.items()
+    }
 
 
 def problem_of(parts: list[Any], learns: bool) -> str | None:

@@ -14,6 +14,14 @@ EPSILON = 1e-8  # verl's, in every masked denominator: part of the numerics to a
 MAX_LOG_RATIO = 20.0  # keeps exp() finite; a token further off policy than this gets no gradient through its ratio
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns `values` on `device`, to which the host copies without waiting for the work that it has launched there:
+    a GPU waits by itself, if the memory is pinned."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where the mask is set and 0 elsewhere, broadcasting; NaN and Inf leak neither forward nor backward."""
     return torch.where(mask.bool(), values, 0)

@@ -113,16 +113,18 @@ class DataParallelPPOActor:
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         log_probs = whole.pop("log_probs").requires_grad_()
         counted_once = metrics if rank() == 0 else PooledMetrics()  # all ranks compute the same
-        loss = self.policy_term(whole, log_probs, update.counts, counted_once)
+        tokens = int(whole["response_mask"].sum())
+        loss = self.policy_term(whole, log_probs, tokens, update.counts, counted_once)
         counted_once.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
         own = gradient.split([len(share["log_probs"]) for share in shares])[rank()]
         return DataProto.from_dict({"policy_gradient": own})
 
     def policy_term(
-        self, columns: dict[str, Tensor], log_probs: Tensor, counts: dict[str, Any], metrics: PooledMetrics
+        self, columns: dict[str, Tensor], log_probs: Tensor, tokens: int, counts: dict[str, Any], metrics: PooledMetrics
     ) -> Tensor:
-        """Computes the policy loss of some rows: their share of the mini-batch's, whose `counts` it is divided by."""
+        """Computes the policy loss of some rows, of `tokens` under the mask: their share of the mini-batch's, whose
+        `counts` it is divided by."""
         mask = columns["response_mask"]
         # Only where there are any, so that a loss that knows nothing of them will do.
         weights = columns.get("rollout_is_weights")
@@ -135,7 +137,7 @@ class DataParallelPPOActor:
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
-            metrics.add_mean(name, value, int(mask.sum()))
+            metrics.add_mean(name, value, tokens)
         return loss
 
     def micro_batch_loss(self, micro: MicroBatch, update: Update, metrics: PooledMetrics) -> Tensor:
@@ -144,7 +146,7 @@ class DataParallelPPOActor:
             with self.engine.autocast(updates=True):
                 return 0 * self.engine.module.token_scores(micro, update.temperature).log_probs.sum()
         config, columns, mask = self.config, micro.columns, micro.columns["response_mask"]
-        counts, weight = update.counts, int(mask.sum())
+        counts, weight = update.counts, micro.policy_tokens
         with self.engine.autocast(updates=True):
             ask = ["log_probs", *(["entropy"] if config.entropy_coeff or config.calculate_entropy else [])]
             log_probs, entropy, *_ = self.engine.module.token_scores(micro, update.temperature, ask)
@@ -155,7 +157,7 @@ class DataParallelPPOActor:
             linear = zero_masked(log_probs, mask) * columns["policy_gradient"]
             loss = (linear - linear.detach()).sum()  # its value was counted once, for the mini-batch
         else:
-            loss = self.policy_term(columns, log_probs, counts, metrics)
+            loss = self.policy_term(columns, log_probs, weight, counts, metrics)
         if entropy is not None:
             metrics.add_mean("actor/entropy", masked_mean(entropy.detach(), mask), weight)
             entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **counts)

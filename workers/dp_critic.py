@@ -70,7 +70,7 @@ class DataParallelPPOCritic:
             loss_agg_mode=self.config.loss_agg_mode,
             **counts,
         )
-        weight = int(mask.sum())
+        weight = micro.policy_tokens
         metrics.add_sum("critic/vf_loss", loss)
         metrics.add_mean("critic/vf_clipfrac", clip_fraction, weight)
         metrics.add_mean("critic/vpred_mean", masked_mean(predicted.detach(), mask), weight)

@@ -108,13 +108,14 @@ class TrainEngine:
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
-        """Adds up the gradients of `losses` up to the first that is not finite. Returns whether all are finite."""
+        """Adds up the gradients of `losses`. Returns whether all are finite, which is asked after the last backward:
+        before, the host would wait for each."""
+        finite = []
         with torch.autocast(self.device.type, enabled=False):  # the outermost: weights cast within are kept to its end
             for loss in losses:
-                if not torch.isfinite(loss):
-                    return False
+                finite.append(loss.detach().isfinite())
                 loss.backward()
-        return True
+        return not finite or bool(torch.stack(finite).all())
 
     def optimizer_step(self, step: int) -> dict[str, float]:
         """Clips the accumulated gradient and applies it, at the learning rate of `step` (from 0).

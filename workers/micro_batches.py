@@ -6,7 +6,7 @@ Metrics are pooled over micro-batches and workers as exactly.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
+from training.torch_functional import to_device
 from workers.collectives import gather
 
 
@@ -46,6 +47,23 @@ class MicroBatch:
     rows: Tensor  # [b] int64, their places in the batch
     columns: dict[str, Tensor]  # input_ids, attention_mask, position_ids [b, p+r]; all others [b, r]
     response_width: int  # r
+    origin: "MicroBatch | None" = None  # on a GPU: the same on the host, where sizes are known without a wait
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Copies to the device that it is to be computed on."""
+        if device.type == "cpu":
+            return self
+        columns = {name: to_device(column, device) for name, column in self.columns.items()}
+        return MicroBatch(to_device(self.rows, device), columns, self.response_width, origin=self)
+
+    @property
+    def host(self) -> "MicroBatch":
+        return self.origin or self
+
+    @cached_property
+    def policy_tokens(self) -> int:
+        """The number of tokens that the policy produced, by a batch that says which."""
+        return int(self.host.columns["response_mask"].sum())
 
     @cached_property
     def is_real(self) -> Tensor:
@@ -63,9 +81,15 @@ class MicroBatch:
         """Whether it holds no row, and is only there so that all ranks run as many forward passes."""
         return len(self.rows) == 0
 
+    @cached_property
+    def scored_places(self) -> Tensor:
+        """[N], the places of the scored tokens among the b·r of the responses."""
+        return to_device(self.host.is_scored.flatten().nonzero()[:, 0], self.rows.device)
+
     def scatter(self, values: Tensor) -> Tensor:
         """Lays out the values of the scored tokens, in order, as [b, r]; 0 elsewhere."""
-        return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
+        shape = self.is_scored.shape
+        return values.new_zeros(shape.numel()).index_copy(0, self.scored_places, values).view(shape)
 
 
 WHOLE_SEQUENCE = ("input_ids", "attention_mask", "position_ids")
@@ -100,17 +124,17 @@ def micro_batches(
         prompt = int(mask[rows, :split].sum(1).max())
         width = max(1, int(mask[rows, split:].sum(1).max()))
         span = slice(split - prompt, split + width)
-        taken = {name: batch.batch[name][rows, span].to(device) for name in WHOLE_SEQUENCE}
-        taken |= {name: batch.batch[name][rows, :width].to(device) for name in ["responses", *columns]}
-        yield MicroBatch(rows, taken, width)
+        taken = {name: batch.batch[name][rows, span] for name in WHOLE_SEQUENCE}
+        taken |= {name: batch.batch[name][rows, :width] for name in ["responses", *columns]}
+        yield MicroBatch(rows, taken, width).to(device)
 
 
 def dummy(device: torch.device) -> MicroBatch:
     """Makes a micro-batch of one prompt token and one response token, which are in no batch."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2, device=device)}
-    whole["position_ids"] = whole["position_ids"].unsqueeze(0)
-    return MicroBatch(torch.empty(0, dtype=torch.long), {**whole, "responses": ids[:, 1:]}, response_width=1)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2).unsqueeze(0)}
+    columns = {**whole, "responses": ids[:, 1:]}
+    return MicroBatch(torch.empty(0, dtype=torch.long), columns, response_width=1).to(device)
 
 
 def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: bool) -> list[Tensor]:
@@ -135,13 +159,13 @@ def micro_batch_rows(batch: DataProto, size: MicroBatchSize, shares_prompts: boo
 def score_micro_batches(
     model: PreTrainedModel, batch: DataProto, micros: Iterable[MicroBatch], temperature: float, ask: Collection[str]
 ) -> TokenScores:
-    """Scores all `micros` of `batch` by `model` and puts the results together."""
-    columns = {name: torch.zeros(batch.batch["responses"].shape) for name in ask}
+    """Scores all `micros` of `batch` by `model` and puts the results together, on the CPU once all are there."""
+    columns = torch.zeros(len(ask), *batch.batch["responses"].shape, device=model.device)
     for micro in micros:
         found = model.token_scores(micro, temperature, ask)._asdict()
-        for name, into in columns.items():
-            into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0).cpu()
-    return TokenScores(**columns)
+        for name, into in zip(ask, columns, strict=True):
+            into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0)
+    return TokenScores(**dict(zip(ask, columns.cpu(), strict=True)))
 
 
 @torch.no_grad()
@@ -160,28 +184,27 @@ def score(
 class PooledMetrics:
     """Metrics of one update, pooled exactly over its micro-batches and over all workers.
 
-    Sums (parts of a loss that is already normalised), means (weighted by the tokens they are over) and maxima.
+    Sums (parts of a loss that is already normalised), means (weighted by the tokens they are over) and maxima. Numbers
+    that are on a GPU stay there until the end, so that nobody waits for them in between.
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, float] = defaultdict(float)
-        self._weights: dict[str, float] = defaultdict(float)
-        self._maxima: dict[str, float] = {}
+        self._added: list[tuple[str, Tensor | float, float | None]] = []  # name, value, and the weight of a mean
+        self._maxima: list[tuple[str, Tensor | float]] = []
 
     def add_sum(self, name: str, value: Tensor) -> None:
-        self._totals[name] += float(value.detach())
+        self._added.append((name, value.detach(), None))
 
     def add_mean(self, name: str, value: Tensor | float, weight: float) -> None:
-        self._totals[name] += float(value) * weight
-        self._weights[name] += weight
+        self._added.append((name, value, weight))
 
     def add_max(self, name: str, value: Tensor | float) -> None:
-        self._maxima[name] = max(self._maxima.get(name, float(value)), float(value))
+        self._maxima.append((name, value))
 
     def reduce(self) -> dict[str, float]:
         """Returns name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        for part_totals, part_weights, part_maxima in gather((self._totals, self._weights, self._maxima)):
+        for part_totals, part_weights, part_maxima in gather(self._pooled()):
             for into, part in ((totals, part_totals), (weights, part_weights)):
                 for name, value in part.items():
                     into[name] += value
@@ -189,3 +212,22 @@ class PooledMetrics:
                 maxima[name] = max(maxima.get(name, value), value)
         means = {name: total / max(weights[name], 1) if name in weights else total for name, total in totals.items()}
         return means | maxima
+
+    def _pooled(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Pools over this worker's micro-batches: totals, weights and maxima."""
+        totals, weights, maxima = defaultdict(float), defaultdict(float), {}
+        numbers = iter(read_numbers([value for _, value, *_ in [*self._added, *self._maxima]]))
+        for (name, _, weight), number in zip(self._added, numbers, strict=False):
+            totals[name] += number if weight is None else number * weight
+            if weight is not None:
+                weights[name] += weight
+        for (name, _), number in zip(self._maxima, numbers, strict=True):
+            maxima[name] = max(maxima.get(name, number), number)
+        return totals, weights, maxima
+
+
+def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Reads tensors of one element, and plain numbers; what is on a GPU in one transfer."""
+    on_gpu = [value.reshape(()).double() for value in values if isinstance(value, Tensor) and value.is_cuda]
+    read = iter(torch.stack(on_gpu).tolist() if on_gpu else [])
+    return [next(read) if isinstance(value, Tensor) and value.is_cuda else float(value) for value in values]

@@ -23,6 +23,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from training.torch_functional import to_device
 from workers.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 from workers.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
@@ -43,15 +44,16 @@ class Packed:
     prompts: Ragged  # d of them
     responses: Ragged  # b of them
     prompt_of_row: Tensor  # [b], which prompt a row answers
-    predictors: Tensor  # [N], for every response token in order: the place in T of the token that predicts it
+    predictors: Tensor  # [N], for every scored token in order: the place in T of the token that predicts it
     # The results of `masked_blocks` and `block_mask`, which all layers share.
     masked: dict[tuple[int | None, torch.dtype], list[list[MaskedBlock]]] = field(default_factory=dict)
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_width: int) -> "Packed":
-        """Packs [b, p + r] columns: prompts padded on the left to p, responses on the right to `response_width` r."""
-        device, split = input_ids.device, input_ids.shape[1] - response_width
+    def of(cls, micro: MicroBatch, device: torch.device) -> "Packed":
+        """Packs a micro-batch for `device`, by its columns on the host: sizes are known there without a wait."""
+        input_ids, attention_mask, position_ids = map(micro.host.columns.get, WHOLE_SEQUENCE)
+        response_width, split = micro.response_width, input_ids.shape[1] - micro.response_width
         mask = attention_mask.bool()
         prompt_lengths, response_lengths = mask[:, :split].sum(1).tolist(), mask[:, split:].sum(1).tolist()
         rows = input_ids[:, :split].tolist()
@@ -61,11 +63,11 @@ class Packed:
         firsts = [prompt_of_row.index(place) for place in range(len(distinct))]
 
         forwarded = [max(length - 1, 0) for length in response_lengths]
-        is_forwarded = torch.arange(response_width, device=device) < torch.tensor(forwarded, device=device)[:, None]
+        is_forwarded = torch.arange(response_width) < torch.tensor(forwarded)[:, None]
 
         def pack(column: Tensor) -> Tensor:
             prompt_tokens = column[firsts, :split][mask[firsts, :split]]
-            return torch.cat([prompt_tokens, column[:, split:][is_forwarded]])
+            return to_device(torch.cat([prompt_tokens, column[:, split:][is_forwarded]]), device)
 
         packed_prompts = Ragged([*map(len, distinct)], device)
         prompt_ends = [*accumulate(map(len, distinct))]
@@ -74,13 +76,14 @@ class Packed:
         for row, length in enumerate(response_lengths):
             own = range(response_starts[row], response_starts[row + 1])
             predictors += [prompt_ends[prompt_of_row[row]] - 1, *own][:length]
+        is_scored = micro.host.is_scored[micro.host.is_real]
         return cls(
             pack(input_ids),
             pack(position_ids),
             packed_prompts,
             Ragged(forwarded, device),
-            torch.tensor(prompt_of_row, device=device),
-            torch.tensor(predictors, dtype=torch.long, device=device),
+            to_device(torch.tensor(prompt_of_row), device),
+            to_device(torch.tensor(predictors, dtype=torch.long)[is_scored], device),
         )
 
     @cached_property
@@ -231,7 +234,7 @@ def packed_scores(
         AttributeError: a value model whose head is not called `score`.
         TypeError: a head that is not a linear layer, an adapter's say, which does more than its weight tells.
     """
-    packed = Packed.of(*map(micro.columns.get, WHOLE_SEQUENCE), micro.response_width)
+    packed = Packed.of(micro, model.device)
     output = model.base_model(
         input_ids=packed.input_ids.unsqueeze(0),
         position_ids=packed.position_ids.unsqueeze(0),
@@ -239,7 +242,7 @@ def packed_scores(
         use_cache=False,
         packed=packed,
     )
-    hidden = output.last_hidden_state.squeeze(0)[packed.predictors[micro.is_scored[micro.is_real]]]
+    hidden = output.last_hidden_state.squeeze(0)[packed.predictors]
     if "values" in ask:
         return TokenScores(values=micro.scatter(model.score(hidden)[:, 0].float()))
     head = model.get_output_embeddings()
@@ -248,7 +251,7 @@ def packed_scores(
     scores = score_tokens(
         hidden,
         head.weight,
-        micro.columns["responses"][micro.is_scored],
+        micro.columns["responses"].flatten()[micro.scored_places],
         bias=head.bias,
         temperature=temperature,
         softcap=model.config.to_dict().get("final_logit_softcapping"),

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from training.torch_functional import to_device
+
 BLOCK = 64  # columns; fewer compute less in vain, at a lower speed
 
 
@@ -29,7 +31,7 @@ class Ragged:
     padded on the right, and cut into blocks of columns."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths = torch.tensor(lengths, dtype=torch.long, device=device)
+        self.lengths = to_device(torch.tensor(lengths, dtype=torch.long), device)
         self.shape = (len(lengths), max(lengths, default=0))
         self.total = sum(lengths)
         self.is_full = self.total == self.shape[0] * self.shape[1]
@@ -62,7 +64,7 @@ class Ragged:
         rows, columns = self._cells
         block = columns // BLOCK
         widths = (self.shape[1] - BLOCK * block).clamp(max=BLOCK)
-        return torch.tensor(self.starts, device=rows.device)[block] + rows * widths + columns % BLOCK
+        return to_device(torch.tensor(self.starts), rows.device)[block] + rows * widths + columns % BLOCK
 
     @cached_property
     def _cells(self) -> tuple[Tensor, Tensor]:
