@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -290,6 +291,7 @@ def place() -> str | None:
 def stand_ins(gpu: PretendedGPU) -> list[tuple[Any, str, Any]]:
     """(module, name, what stands for it) of what C++ or a compiler would do on a GPU."""
     real, enabled, dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    group_in_c = clip_grad._group_tensors_by_device_and_dtype
 
     def on_cpu(device: Any = "cuda") -> str:
         return "cpu" if str(device).startswith("cuda") else device
@@ -297,6 +299,10 @@ def stand_ins(gpu: PretendedGPU) -> list[tuple[Any, str, Any]]:
     class Autocast(real):
         def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
             super().__init__(on_cpu(device_type), *args, **kwargs)
+
+    def groups(tensors: list[list[Tensor]], *args: Any) -> dict:
+        found = group_in_c(tensors, *args)
+        return {(group[0][0][0].device, dtype): (group, places) for (_, dtype), (group, places) in found.items()}
 
     def compiled(function: Callable | None = None, **_: Any) -> Callable:
         return function if function is not None else compiled
@@ -318,6 +324,7 @@ def stand_ins(gpu: PretendedGPU) -> list[tuple[Any, str, Any]]:
         (torch, "is_autocast_enabled", lambda device="cuda": enabled(on_cpu(device))),
         (torch, "get_autocast_dtype", lambda device="cuda": dtype(on_cpu(device))),
         (torch, "compile", compiled),
+        (clip_grad, "_group_tensors_by_device_and_dtype", groups),
         (flex_attention, "flex_attention_hop", flex),
         (flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # neither compiled here, nor warned of
     ]

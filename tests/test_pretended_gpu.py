@@ -51,10 +51,10 @@ class Setting:
 
 
 SETTINGS = {
-    "packed float32": Setting(True, False, torch.float32, 4, 1, 4),
-    "packed bfloat16 checkpointed": Setting(True, True, torch.bfloat16, 4, 1, 4),
-    "padded float32 checkpointed": Setting(False, True, torch.float32, 10, 7, 6),
-    "padded bfloat16": Setting(False, False, torch.bfloat16, 10, 7, 6),
+    "packed float32": Setting(True, False, torch.float32, 3, 1, 4),
+    "packed bfloat16 checkpointed": Setting(True, True, torch.bfloat16, 3, 1, 4),
+    "padded float32 checkpointed": Setting(False, True, torch.float32, 9, 7, 6),
+    "padded bfloat16": Setting(False, False, torch.bfloat16, 9, 7, 6),
 }
 
 
