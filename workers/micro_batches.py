@@ -189,22 +189,33 @@ class PooledMetrics:
     """
 
     def __init__(self) -> None:
-        self._added: list[tuple[str, Tensor | float, float | None]] = []  # name, value, and the weight of a mean
-        self._maxima: list[tuple[str, Tensor | float]] = []
+        self._added: list[tuple[str, str, float]] = []  # kind, name, and the weight of a mean
+        self._values: list[Tensor | float] = []  # of each
 
     def add_sum(self, name: str, value: Tensor) -> None:
-        self._added.append((name, value.detach(), None))
+        self._added.append(("sum", name, 1))
+        self._values.append(value.detach())
 
     def add_mean(self, name: str, value: Tensor | float, weight: float) -> None:
-        self._added.append((name, value, weight))
+        self._added.append(("mean", name, weight))
+        self._values.append(value)
 
     def add_max(self, name: str, value: Tensor | float) -> None:
-        self._maxima.append((name, value))
+        self._added.append(("max", name, 1))
+        self._values.append(value)
 
     def reduce(self) -> dict[str, float]:
         """Returns name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
+        own = defaultdict(float), defaultdict(float), {}
+        for (kind, name, weight), number in zip(self._added, read_numbers(self._values), strict=True):
+            if kind == "max":
+                own[2][name] = max(own[2].get(name, number), number)
+                continue
+            own[0][name] += number * weight
+            if kind == "mean":
+                own[1][name] += weight
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        for part_totals, part_weights, part_maxima in gather(self._pooled()):
+        for part_totals, part_weights, part_maxima in gather(own):
             for into, part in ((totals, part_totals), (weights, part_weights)):
                 for name, value in part.items():
                     into[name] += value
@@ -213,21 +224,11 @@ class PooledMetrics:
         means = {name: total / max(weights[name], 1) if name in weights else total for name, total in totals.items()}
         return means | maxima
 
-    def _pooled(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Pools over this worker's micro-batches: totals, weights and maxima."""
-        totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        numbers = iter(read_numbers([value for _, value, *_ in [*self._added, *self._maxima]]))
-        for (name, _, weight), number in zip(self._added, numbers, strict=False):
-            totals[name] += number if weight is None else number * weight
-            if weight is not None:
-                weights[name] += weight
-        for (name, _), number in zip(self._maxima, numbers, strict=True):
-            maxima[name] = max(maxima.get(name, number), number)
-        return totals, weights, maxima
-
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Reads tensors of one element, and plain numbers; what is on a GPU in one transfer."""
     on_gpu = [value.reshape(()).double() for value in values if isinstance(value, Tensor) and value.is_cuda]
-    read = iter(torch.stack(on_gpu).tolist() if on_gpu else [])
+    if not on_gpu:
+        return [*map(float, values)]
+    read = iter(torch.stack(on_gpu).tolist())
     return [next(read) if isinstance(value, Tensor) and value.is_cuda else float(value) for value in values]
