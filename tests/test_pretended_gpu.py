@@ -39,7 +39,7 @@ KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "k3+")
 class Setting:
     """How a run computes, and the most syncs of its stages: numbers that may only fall.
 
-    `update` and `log_probs` are of a pass over three micro-batches, `step` of a step of decoding in which no row ends.
+    `update` and `log_probs` are of a pass over three micro-batches, `step` of any step of decoding.
     """
 
     packed: bool
@@ -51,8 +51,8 @@ class Setting:
 
 
 SETTINGS = {
-    "packed float32": Setting(True, False, torch.float32, 3, 1, 4),
-    "packed bfloat16 checkpointed": Setting(True, True, torch.bfloat16, 3, 1, 4),
+    "packed float32": Setting(True, False, torch.float32, 3, 1, 1),
+    "packed bfloat16 checkpointed": Setting(True, True, torch.bfloat16, 3, 1, 1),
     "padded float32 checkpointed": Setting(False, True, torch.float32, 9, 7, 6),
     "padded bfloat16": Setting(False, False, torch.bfloat16, 9, 7, 6),
 }
@@ -124,7 +124,7 @@ def run_stages(folder: Path, setting: Setting, device: torch.device, gpu: Preten
         with counted_steps(gpu, run.rollout.batch_class) as steps:
             batch = generate_batch(run.rollout, asked, SamplingParams(True, 1.0, -1, 1.0, RESPONSE), 0, 0)
     stage("generation", batch)
-    run.syncs["step"] = min(steps)
+    run.syncs["step"] = max(steps)
     batch = batch.union(stage("log_probs", actor.compute_log_prob(batch, 1.0, ["old_log_probs", "entropys"])))
     batch = batch.union(stage("reference", reference.compute_log_prob(batch, 1.0, ["ref_log_prob"])))
     shape, mask = batch.batch["response_mask"].shape, batch.batch["response_mask"]

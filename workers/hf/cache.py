@@ -23,7 +23,10 @@ GROWTH = 1 / 8  # of the places of prompts, at least, when others join while the
 def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()  # of other memory it might wait
+    return host.to(device, non_blocking=True)
 
 
 class RowLayer(CacheLayerMixin):
