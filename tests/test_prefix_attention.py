@@ -1,11 +1,17 @@
 """The packed forward against the padded one: the same log-probs, values and gradients, for all models and lengths."""
 
 import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch.nn.attention.flex_attention import flex_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -33,9 +39,9 @@ from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.kernels import packed_attention
-from workers.kernels.packed_attention import is_packed
+from workers.kernels.packed_attention import Packed, is_packed
 from workers.kernels.ragged import Ragged, in_a_row
-from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
+from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, MicroBatchSize, TokenScores, cut
 from workers.scoring_model import scoring_model
 
 SHAPE = {**SMALL, "head_dim": 8, "max_position_embeddings": 512}
@@ -135,29 +141,130 @@ def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
     assert relative_distance(found[1][1], found[0][1]) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+class Flex:
+    """FlexAttention as a GPU has it, compiled on the CPU: the masks, gradients and graphs are the real ones, and the
+    arithmetic is dense, so that of rows of over 600 tokens is left out."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.graphs, self.is_on, compiled = 0, False, torch.compile
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch, "compile", lambda *args, **given: compiled(*args, backend=self.backend, **given))
+            attend = packed_attention.compiled_flex.__wrapped__()
+        patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it has no backward on a CPU
+        patch.setattr(packed_attention, "compiled_flex", lambda: attend)
+        patch.setattr(packed_attention, "takes_flex", lambda query, value: self.is_on)
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        self.graphs += 1
+        place = next(i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and one.ndim == 4)
+        assert not inputs[place].shape[2] < 128  # Inductor asks so, and takes another kernel
+        return lambda *given: graph(*given) if given[place].shape[2] <= 600 else (given[place] * 1,)
+
+
+@pytest.fixture
+def flex(monkeypatch: pytest.MonkeyPatch) -> Flex:
+    return Flex(monkeypatch)
+
+
+def scored(model: PreTrainedModel, batch: DataProto, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probs [B, R], 0 where there is no token, and the gradients of a weighted sum of them."""
+    [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], model)
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        found = torch.where(micro.is_scored, log_probs(model, micro), 0.0)
+    (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found.detach(), gradients
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["llama, grouped queries", "qwen3", "mistral, window of 5", "gpt2"])
-def test_attention_of_a_gpu_is_that_of_a_cpu(name, lengths, dtype, monkeypatch):
-    """By FlexAttention's own arithmetic on the CPU, where it has no backward; bfloat16 as autocast brings it."""
+def test_attention_of_a_gpu_is_that_of_a_cpu(name, dtype, flex):
+    """Log-probs and gradients; bfloat16 as autocast brings it."""
+    model = packed(make(name))
+    for lengths in LENGTHS.values():
+        batch = groups(*lengths)
+        flex.is_on = False
+        wanted, gradients = scored(model, batch, dtype)
+        flex.is_on = True
+        found, others = scored(model, batch, dtype)
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+        assert relative_distance(others, gradients) < 10 * tolerance
+    assert flex.graphs == 1  # of 3 to 470 tokens
 
-    def eager(module, query, key, value, mask, scaling):
-        masks.append(mask)
-        grouped = query.shape[1] != key.shape[1]
-        output = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped)
-        return output.transpose(1, 2), None
 
-    module, masks = packed(make(name)), []
-    [micro] = cut(groups(*LENGTHS[lengths]), MicroBatchSize(99, 0), [], module)
-    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-        wanted = log_probs(module, micro)
-        monkeypatch.setattr(packed_attention, "flex_attention_forward", eager)
-        monkeypatch.setattr(packed_attention, "takes_flex", lambda query: True)
-        found = log_probs(module, micro)
-    assert len(masks) == len(module.base_model.layers if name != "gpt2" else module.base_model.h)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+def qwen2(heads: int, key_heads: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {**SHAPE, "hidden_size": 16 * heads, "head_dim": 16, "num_attention_heads": heads}
+    return Qwen2ForCausalLM(Qwen2Config(**{**shape, "num_key_value_heads": key_heads, "pad_token_id": 0}))
+
+
+def test_flex_attention_is_compiled_for_no_other_length(flex):
+    """…in a run in bfloat16: the trial, log-probs in both precisions, updates of 2 to 4,000 tokens; of a policy, and of
+    a critic's number of heads."""
+    flex.is_on, generator = True, torch.Generator().manual_seed(0)
+    for heads, key_heads in ((14, 2), (3, 1)):
+        before = flex.graphs
+        model = scoring_model(qwen2(heads, key_heads), ModelConfig(), torch.device("cpu"), torch.bfloat16, 1000)
+        assert model.shares_prompts
+        for rows, longest in ((1, 7), (3, 90), (5, 280), (1, 1)):
+            answers = torch.randint(1, longest + 1, (rows, 4), generator=generator).tolist()
+            batch = groups([longest] * rows, answers)
+            [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], model)
+            for dtype in (torch.float32, torch.bfloat16):
+                with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+                    log_probs(model, micro)
+            scored(model, batch, torch.bfloat16)
+        assert flex.graphs - before <= 4
+
+
+def test_flex_attention_raises_where_it_would_be_dense(monkeypatch):
+    monkeypatch.setattr(packed_attention, "MOST_GRAPHS", 1)
+    flex, model = Flex(monkeypatch), packed(make("llama, grouped queries"))
+    flex.is_on = True
+    with pytest.raises(RuntimeError, match=r"compiled 1 times .*use_remove_padding=false"):
+        for dtype in (torch.float32, torch.bfloat16):
+            scored(model, groups([5], [[4, 2]]), dtype)
+
+
+@pytest.mark.parametrize("pairs", [1, 2**17, 2**26])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_block_mask_made_by_parts_is_torch_s(window, pairs, monkeypatch):
+    monkeypatch.setattr(packed_attention, "PAIRS", pairs)
+    columns = groups([3, 190, 40], [[120, 60], [120, 0, 120, 9], [100]]).batch
+    mask = Packed.of(*(columns[name] for name in WHOLE_SEQUENCE), columns["responses"].shape[1]).block_mask(window)
+    wanted = flex_attention.create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, "cpu")
+    assert mask.seq_lengths == (756, 756)
+    for found, one in zip(mask.as_tuple(), wanted.as_tuple(), strict=True):
+        assert found is one or found == one or torch.equal(found, one)
+
+
+class Counted(TorchDispatchMode):
+    """Adds up the storages that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.sizes = 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for storage in (value.untyped_storage() for value in tree_leaves(output) if isinstance(value, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+                self.peak = max(self.peak, sum(self.sizes.values()))
+        return output
+
+
+def test_a_block_mask_of_128k_tokens_takes_less_than_a_gibibyte():
+    """…where all pairs of tokens at once would take 64; added up are the storages of fake tensors."""
+    with FakeTensorMode(), Counted() as counted:
+        zeros, quarter = torch.zeros(2**17, dtype=torch.long), [2**15] * 2
+        ragged = Ragged(quarter, zeros.device)
+        packed = Packed(zeros, zeros, ragged, ragged, torch.arange(2), predictors=zeros)
+        assert packed.block_mask(None).shape == (1, 1, 2**17, 2**17)
+    assert 0 < counted.peak < 2**29
 
 
 def test_a_block_has_the_sequences_that_reach_it_and_each_token_once():

@@ -4,22 +4,23 @@ All prompts and then all responses stand in one long row of T tokens. Everything
 one token at a time and needs to know nothing of it. Attention is given the layout: a prompt's tokens attend to their
 prompt, a response's to its prompt and to itself. On a CPU, prompts and responses are each a padded batch that SDPA is
 given by blocks of columns: only the sequences that reach a block, and only the keys up to it. On a GPU it is one call
-of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other. Autograd adds up
+of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other: one kernel for
+rows of all lengths, and keys and values that queries share are read as they are. Autograd adds up
 what the samples of a prompt ask of its keys and values. The function is registered with transformers' attention
 interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -30,6 +31,10 @@ from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
 
 NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
+FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
+NARROWEST_HEAD = 16  # of FlexAttention's kernels
+MOST_GRAPHS = 64  # of FlexAttention in a process: a policy makes 2 to 4, a critic of other heads as many
+PAIRS = 2**26  # of tokens that are looked at together where a mask is made: at 4 bytes a pair, 256 MiB
 
 
 @dataclass(frozen=True)
@@ -125,19 +130,47 @@ class Packed:
         return self.masked[window, dtype]
 
     def block_mask(self, window: int | None) -> BlockMask:
+        """Tells FlexAttention which tokens see each other. Of two blocks at least: dynamo compiles sizes of 1 anew, and
+        below 128 tokens the kernel would be another. Those beyond T see only each other."""
         if window not in self.block_masks:
-            (prompts, _), device, position = self.prompts.shape, self.input_ids.device, self.position_ids
+            (prompts, _), device = self.prompts.shape, self.input_ids.device
             rows = torch.arange(prompts, prompts + len(self.prompt_of_row), device=device)
             sequence = torch.cat([self.prompts.each(torch.arange(prompts, device=device)), self.responses.each(rows)])
             prompt = torch.cat([sequence[: self.prompts.total], self.responses.each(self.prompt_of_row)])
+            missing = (0, max(2 * FLEX_BLOCK - len(sequence), 0))
+            sequence, prompt = F.pad(sequence, missing, value=-1), F.pad(prompt, missing, value=-1)
+            position = F.pad(self.position_ids, missing)
             oldest = position - (window or len(position)) + 1
 
-            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            def sees(batch: Tensor | None, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
                 own = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
                 return own & (position[key] <= position[query]) & (position[key] >= oldest[query])
 
-            self.block_masks[window] = create_block_mask(sees, None, None, len(position), len(position), device)
+            self.block_masks[window] = make_block_mask(sees, len(position), device)
         return self.block_masks[window]
+
+
+def make_block_mask(sees: Callable[..., Tensor], length: int, device: torch.device) -> BlockMask:
+    """Makes what torch's `create_block_mask` does, for `length` queries and keys, without all their pairs at once."""
+    blocks = -(-length // FLEX_BLOCK)
+    places = torch.arange(blocks * FLEX_BLOCK, device=device)
+    is_real, places = places < length, places.clamp(max=length - 1)
+    rows = max(PAIRS // (len(places) * FLEX_BLOCK), 1) * FLEX_BLOCK
+    counts = []  # of the pairs that see each other, in each pair of blocks
+    for queries, are_real in zip(places.split(rows), is_real.split(rows), strict=True):
+        seen = sees(None, None, queries.unsqueeze(1), places) & are_real.unsqueeze(1) & is_real
+        counts.append(seen.view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK).sum((1, 3), dtype=torch.int32))
+    count = torch.cat(counts)
+    is_full = count == FLEX_BLOCK**2
+    partial, full = chosen_first((count > 0) & ~is_full), chosen_first(is_full)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(length, length))
+
+
+def chosen_first(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts what is chosen in each row of [R, C] bool, and lists its columns before the others: int32 [1, 1, R] and
+    [1, 1, R, C]."""
+    chosen = chosen.int()[None, None]
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 
 
 def within(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -164,11 +197,8 @@ def packed_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     window = layer_window(module, kwargs)
-    if takes_flex(query):
-        # Autocast leaves FlexAttention alone, and the rotation of a bfloat16 query by float32 angles is float32.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        mask = packed.block_mask(window)
-        return flex_attention_forward(module, query, key, value, mask, scaling=scaling)[0], None
+    if takes_flex(query, value):
+        return flex(query, key, value, packed.block_mask(window), scaling).transpose(1, 2), None
     prompts, responses = packed.prompts, packed.responses
     if window is not None and window >= prompts.shape[1] + responses.shape[1]:
         window = None
@@ -209,9 +239,46 @@ def layer_window(module: nn.Module, given: dict[str, Any]) -> int | None:
     return None if kind == "full_attention" else config.get("sliding_window") or None
 
 
-def takes_flex(query: Tensor) -> bool:
-    """Whether FlexAttention is compiled for this device, and has a backward there."""
-    return query.is_cuda
+def takes_flex(query: Tensor, value: Tensor) -> bool:
+    """Whether FlexAttention has a kernel and a backward for these, on their device."""
+    return query.is_cuda and min(query.shape[-1], value.shape[-1]) >= NARROWEST_HEAD
+
+
+@cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """Compiles FlexAttention, for rows of any length. Beyond the limit it raises: as it is, uncompiled, it would hold
+    the scores of all pairs of tokens."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=MOST_GRAPHS)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
+    """Attends by FlexAttention, from and to [1, heads, T, d]; several query heads may share a key head."""
+    # Autocast leaves it alone, and the rotation of a bfloat16 query by float32 angles is float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    options = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    missing = mask.shape[-1] - query.shape[2]
+    tensors = [laid_out(tensor, missing) for tensor in (query, key, value)]
+    try:
+        with torch._dynamo.config.patch(specialize_float=True):  # else the scale would be a tensor on the host
+            output = compiled_flex()(*tensors, **options)
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise RuntimeError(
+            f"FlexAttention was compiled {MOST_GRAPHS} times in this process, and for {tuple(query.shape)} it would be "
+            "again (TORCH_LOGS=recompiles says why). actor_rollout_ref.model.use_remove_padding=false does without it."
+        ) from error
+    return output[:, :, :-missing] if missing else output
+
+
+def laid_out(tensor: Tensor, missing: int) -> Tensor:
+    """Pads [1, heads, T, d] by so many tokens, as FlexAttention is compiled for once: it would be anew for a view, for
+    a layout other than that of rotated queries, and, if they were no constants, for what was as many as the heads."""
+    if missing:
+        tensor = F.pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
+    if tensor._is_view():
+        form = torch.contiguous_format if tensor.shape[1] == 1 else torch.preserve_format
+        tensor = tensor.clone(memory_format=form)
+    torch._dynamo.mark_static(tensor, [1, 3])
+    return tensor
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
