@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from workers.collectives import group_size, rank
 from workers.dp_actor import DataParallelPPOActor
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
+from workers.forward_check import check_width
 from workers.hf.rollout import HFRollout
 from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share, score
@@ -91,8 +93,40 @@ def test_the_trial_is_no_longer_than_it_has_to_be():
         model.base_model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
         ready(model, longest)
         padded = [given["attention_mask"].shape[1] for given in seen if given["attention_mask"].ndim == 2]
-        assert max(padded) + 1 == {(1000, 30): 38, (33, 30): 33}.get((longest, window), 9)
+        assert max(padded) + 1 == {(1000, 30): 54, (33, 30): 33}.get((longest, window), 9)
         seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "longest", "dtype", "width"),
+    [
+        ("cpu", 1000, torch.float32, 9),
+        ("cpu", 1000, torch.bfloat16, 32),
+        ("cpu", 20, torch.bfloat16, 20),
+        ("cuda", 1000, torch.bfloat16, 200),
+        ("cuda", 1000, torch.float32, 200),
+        ("cuda", 20, torch.float32, 20),
+    ],
+)
+def test_the_trial_is_as_long_as_roundings_and_kernels_ask(device, longest, dtype, width):
+    """FlexAttention's blocks have 128 tokens; that of a handful of scores says little about rounding."""
+    assert check_width(SimpleNamespace(config=llama().config, device=torch.device(device)), longest, dtype) == width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_has_a_backward(dtype: torch.dtype, monkeypatch, capsys):
+    """By a packed attention that computes the right scores, and gives its keys no gradient."""
+    right = packed_attention.packed_attention
+
+    def forgetful(module, query, key, *args, packed=None, **kwargs):
+        return right(module, query, key if packed is None else key.detach(), *args, packed=packed, **kwargs)
+
+    model = llama()
+    assert ready(copy.deepcopy(model), dtype=dtype).shares_prompts
+    monkeypatch.setattr(packed_attention, "packed_attention", forgetful)
+    assert not ready(model, dtype=dtype).shares_prompts
+    assert "gradients then differ by" in capsys.readouterr().err
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_model_that_does_otherwise_when_packed_is_scored_padded(capsys):

@@ -9,6 +9,7 @@ training as in eval mode, and a rotary embedding is the same for every batch.
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,10 @@ from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 
 TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
 ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
-SHORTEST, BEYOND, RESPONSE = 9, 8, 4  # tokens of a check's longest row; those behind a limit; those of its response
+# Tokens of a check's longest row, at least: in float32 on a CPU; in a lower precision, whose roundings take more scored
+# tokens to know; and on a GPU, whose FlexAttention has kernels for blocks of 128 tokens and pads fewer than 256.
+SHORTEST, ROUNDED, BLOCKS = 9, 32, 200
+BEYOND, RESPONSE = 24, 16  # tokens behind a limit; those of its response, half of the row at most
 EAGER_WIDTH = 4608  # tokens; eager attention holds the square of them for every head
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a forward that does not fit
 LIMITS = ("window", "window_size", "chunk_size")  # how names of settings end behind which a model attends otherwise
@@ -46,26 +50,58 @@ class ForwardCheck:
         self.model = model
         self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
         self.batch = ragged_batch(model, width)
+        self.short = ragged_batch(model, min(width, BLOCKS))  # whose backward eager attention has the memory for
         self.wanted = {precision: self.scores(1, precision, training=False) for precision in {torch.float32, dtype}}
+        self.gradients = {precision: self.gradient(1, precision) for precision in {torch.float32, dtype}}
         self.tolerances = {
             precision: tolerance(scores, self.wanted[torch.float32]) for precision, scores in self.wanted.items()
         }
 
     def problem(self, dtypes: Collection[torch.dtype]) -> str | None:
         """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
-        on each row alone and on all together, as the trainer computes and as generation does."""
+        on each row alone and on all together, as the trainer computes and as generation does; its gradient too."""
         differences = []
-        for dtype in dtypes:
-            for training in (True, False):
-                for rows in (1, len(self.batch)):
-                    try:
-                        found = self.scores(rows, dtype, training)
-                    except FAILURES as error:
-                        return f"{type(error).__name__}: {error}"
-                    distance = (found - self.wanted[dtype]).abs().max().item()
-                    if not distance < self.tolerances[dtype]:
-                        differences.append(distance)
-        return f"{self.ask} then differ by {max(differences):.1g}" if differences else None
+        try:
+            for dtype, training, rows in product(dtypes, (True, False), (1, len(self.batch))):
+                distance = (self.scores(rows, dtype, training) - self.wanted[dtype]).abs().max().item()
+                if not distance < self.tolerances[dtype]:
+                    differences.append(distance)
+            if differences:
+                return f"{self.ask} then differ by {max(differences):.1g}"
+            for dtype in dtypes:
+                wanted, exact = self.gradients[dtype], self.gradients[torch.float32]
+                distance, norm = (self.gradient(len(self.short), dtype) - wanted).norm(), wanted.norm()
+                if not distance <= max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm()):
+                    return f"gradients then differ by {distance / norm:.1g} of their norm"
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    @torch.enable_grad()
+    def gradient(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Computes the gradient of the summed scores to the embeddings of each token id, [ids, d], so many rows at a
+        time; that reaches every layer, and the weights get none."""
+        model, mode, leaves = self.model, self.model.training, []
+        known, total = self.short.batch["input_ids"].unique().to(model.device), 0.0
+
+        def cut_off(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            leaves.append((output.detach().requires_grad_(), *args))
+            return leaves[-1][0].clone()  # which a model may change in place
+
+        model.train()
+        hook = model.get_input_embeddings().register_forward_hook(cut_off)
+        try:
+            for micro in cut(self.short, MicroBatchSize(rows, 0), [], model):
+                with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+                    scores = model.token_scores(micro, 1.0, [self.ask])._asdict()[self.ask]
+                embedded, ids = leaves[-1]
+                [found] = torch.autograd.grad(scores[micro.is_scored].sum(), [embedded])
+                places = torch.searchsorted(known, ids.flatten())
+                total += found.new_zeros(len(known), found.shape[-1]).index_add(0, places, found.flatten(0, -2))
+        finally:
+            hook.remove()
+            model.train(mode)
+        return total
 
     @torch.no_grad()
     def scores(self, rows: int, dtype: torch.dtype, training: bool) -> Tensor:
@@ -113,7 +149,7 @@ def forward_checks(model: PreTrainedModel, dtype: torch.dtype, longest: int) -> 
     Args:
         longest: tokens of the run's longest sequence.
     """
-    usual, width = model.config._attn_implementation, check_width(model.config, longest)
+    usual, width = model.config._attn_implementation, check_width(model, longest, dtype)
     fits = width <= EAGER_WIDTH
     try:
         model.set_attn_implementation("eager")
@@ -123,21 +159,22 @@ def forward_checks(model: PreTrainedModel, dtype: torch.dtype, longest: int) -> 
     return found if fits else [*found, ForwardCheck(model, dtype, width)]
 
 
-def check_width(config: PretrainedConfig, longest: int) -> int:
-    """Counts the tokens of a check's longest row, where the run's has `longest`."""
-    text = config.get_text_config().to_dict()
+def check_width(model: PreTrainedModel, longest: int, dtype: torch.dtype = torch.float32) -> int:
+    """Counts the tokens of a check's longest row in this precision, where the run's has `longest`."""
+    text, tried = model.config.get_text_config().to_dict(), ROUNDED if dtype != torch.float32 else SHORTEST
     limits = [value or 0 for name, value in text.items() if name.endswith(LIMITS) and isinstance(value, int | None)]
-    passed = [limit for limit in [*limits, *rope_changes(config)] if limit < longest]
-    return max(SHORTEST, min(longest, max(passed, default=0) + BEYOND))
+    passed = [limit + BEYOND for limit in [*limits, *rope_changes(model.config)] if limit < longest]
+    return max(SHORTEST, min(longest, max([*passed, tried if model.device.type == "cpu" else BLOCKS])))
 
 
 def ragged_batch(model: PreTrainedModel, width: int) -> DataProto:
     """Makes rows as a run has them, of up to `width` tokens: two responses to a prompt, one to another."""
-    prompt = width - RESPONSE
+    longest = min(RESPONSE, width // 2)
+    prompt = width - longest
     mask = torch.tensor(
         [
-            [0] * (prompt - length) + [1] * (length + response) + [0] * (RESPONSE - response)
-            for length, response in [(prompt, RESPONSE), (prompt, 2), (prompt // 2, 1)]
+            [0] * (prompt - length) + [1] * (length + response) + [0] * (longest - response)
+            for length, response in [(prompt, longest), (prompt, longest // 2), (prompt // 2, longest // 4)]
         ]
     )
     ids = torch.arange(3 * width).view(3, width) * 7 % model.get_input_embeddings().num_embeddings

@@ -97,7 +97,7 @@ class HFRollout(Rollout):
     def _sample_trial(self) -> DataProto:
         """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
         to what the latter two begin, as their next turns."""
-        width = check_width(self.module.config, self.config.prompt_length + self.config.response_length)
+        width = check_width(self.module, self.config.prompt_length + self.config.response_length)
         rows, most = ragged_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
         lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
         sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
