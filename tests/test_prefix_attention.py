@@ -1,17 +1,14 @@
 """The packed forward against the padded one: the same log-probs, values and gradients, for all models and lengths."""
 
 import copy
-import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -35,6 +32,7 @@ from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
 from tests.batches import padded as padded_columns
 from tests.batches import random_ids, relative_distance, update_of
+from tests.fake_memory import Counted
 from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -219,6 +217,12 @@ def test_flex_attention_is_compiled_for_no_other_length(flex):
         assert flex.graphs - before <= 4
 
 
+def test_flex_attention_takes_no_narrow_heads():
+    tensors = {width: SimpleNamespace(is_cuda=True, shape=(1, 2, 300, width)) for width in (8, 16)}
+    taken = [(q, v) for q in tensors for v in tensors if packed_attention.takes_flex(tensors[q], tensors[v])]
+    assert taken == [(16, 16)]
+
+
 def test_flex_attention_raises_where_it_would_be_dense(monkeypatch):
     monkeypatch.setattr(packed_attention, "MOST_GRAPHS", 1)
     flex, model = Flex(monkeypatch), packed(make("llama, grouped queries"))
@@ -238,23 +242,6 @@ def test_a_block_mask_made_by_parts_is_torch_s(window, pairs, monkeypatch):
     assert mask.seq_lengths == (756, 756)
     for found, one in zip(mask.as_tuple(), wanted.as_tuple(), strict=True):
         assert found is one or found == one or torch.equal(found, one)
-
-
-class Counted(TorchDispatchMode):
-    """Adds up the storages that operations make, until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self.sizes = 0, {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for storage in (value.untyped_storage() for value in tree_leaves(output) if isinstance(value, torch.Tensor)):
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-                self.peak = max(self.peak, sum(self.sizes.values()))
-        return output
 
 
 def test_a_block_mask_of_128k_tokens_takes_less_than_a_gibibyte():

@@ -5,9 +5,9 @@ one token at a time and needs to know nothing of it. Attention is given the layo
 prompt, a response's to its prompt and to itself. On a CPU, prompts and responses are each a padded batch that SDPA is
 given by blocks of columns: only the sequences that reach a block, and only the keys up to it. On a GPU it is one call
 of FlexAttention on the row as it is, by a mask that skips blocks of tokens that do not see each other: one kernel for
-rows of all lengths, and keys and values that queries share are read as they are. Autograd adds up
-what the samples of a prompt ask of its keys and values. The function is registered with transformers' attention
-interface, so no model is patched; called without a layout (generation, padded batches) it is plain SDPA.
+rows of all lengths, and keys and values that queries share are read as they are. Autograd adds up what the samples of a
+prompt ask of its keys and values. The function is registered with transformers' attention interface, so no model is
+patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
 from collections.abc import Callable, Collection
