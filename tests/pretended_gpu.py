@@ -194,13 +194,13 @@ class PretendedGPU(TorchFunctionMode):
             pinned = args[0].clone()
             pinned.is_pinned_here = True
             return pinned
-        if func is Tensor.backward:  # where checkpointing computes again, and names devices
-            assert not any([*args[1:], *kwargs.values()]), "the pretended GPU has backward() without arguments alone"
+        if func in (Tensor.backward, torch.autograd.grad):  # where checkpointing computes again, and names devices
+            (loss, *inputs), backward = args, func is Tensor.backward
+            assert not any([*kwargs.values(), *(inputs if backward else [])]), "the pretended GPU has no options of it"
             with self.entered_again():
-                options = {"allow_unreachable": True, "accumulate_grad": True}
-                loss = args[0]
+                options = {"allow_unreachable": True, "accumulate_grad": backward}
                 return torch.autograd.graph._engine_run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), **options
+                    (loss,), (torch.ones_like(loss),), False, False, tuple(*inputs), **options
                 )
         if name == "pad_sequence" and of_device:  # C++ makes its result where C++ takes the device to be
             self.launches += 1

@@ -71,7 +71,8 @@ class ForwardCheck:
             for dtype in dtypes:
                 wanted, exact = self.gradients[dtype], self.gradients[torch.float32]
                 distance, norm = (self.gradient(len(self.short), dtype) - wanted).norm(), wanted.norm()
-                if not distance <= max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm()):
+                limit = max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm())
+                if norm.isfinite() and not distance <= limit:  # some enlarged weights have no gradient at all
                     return f"gradients then differ by {distance / norm:.1g} of their norm"
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
@@ -163,7 +164,7 @@ def check_width(model: PreTrainedModel, longest: int, dtype: torch.dtype = torch
     """Counts the tokens of a check's longest row in this precision, where the run's has `longest`."""
     text, tried = model.config.get_text_config().to_dict(), ROUNDED if dtype != torch.float32 else SHORTEST
     limits = [value or 0 for name, value in text.items() if name.endswith(LIMITS) and isinstance(value, int | None)]
-    passed = [limit + BEYOND for limit in [*limits, *rope_changes(model.config)] if limit < longest]
+    passed = [limit + BEYOND for limit in [*limits, *rope_changes(model.config)] if 0 < limit < longest]
     return max(SHORTEST, min(longest, max([*passed, tried if model.device.type == "cpu" else BLOCKS])))
 
 
