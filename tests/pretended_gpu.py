@@ -195,8 +195,10 @@ class PretendedGPU(TorchFunctionMode):
             pinned.is_pinned_here = True
             return pinned
         if func in (Tensor.backward, torch.autograd.grad):  # where checkpointing computes again, and names devices
-            (loss, *inputs), backward = args, func is Tensor.backward
-            assert not any([*kwargs.values(), *(inputs if backward else [])]), "the pretended GPU has no options of it"
+            (losses, *inputs), backward = args, func is Tensor.backward
+            [loss] = [losses] if backward else losses
+            given = [*inputs, *kwargs.values()]
+            assert not (backward and any(given)), "the pretended GPU has backward() without arguments alone"
             with self.entered_again():
                 options = {"allow_unreachable": True, "accumulate_grad": backward}
                 return torch.autograd.graph._engine_run_backward(
