@@ -39,7 +39,7 @@ from workers.engine import TrainEngine
 from workers.kernels import packed_attention
 from workers.kernels.packed_attention import Packed, is_packed
 from workers.kernels.ragged import Ragged, in_a_row
-from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, MicroBatchSize, TokenScores, cut
+from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
 from workers.scoring_model import scoring_model
 
 SHAPE = {**SMALL, "head_dim": 8, "max_position_embeddings": 512}
@@ -236,8 +236,9 @@ def test_flex_attention_raises_where_it_would_be_dense(monkeypatch):
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_block_mask_made_by_parts_is_torch_s(window, pairs, monkeypatch):
     monkeypatch.setattr(packed_attention, "PAIRS", pairs)
-    columns = groups([3, 190, 40], [[120, 60], [120, 0, 120, 9], [100]]).batch
-    mask = Packed.of(*(columns[name] for name in WHOLE_SEQUENCE), columns["responses"].shape[1]).block_mask(window)
+    batch, model = groups([3, 190, 40], [[120, 60], [120, 0, 120, 9], [100]]), packed(make("qwen3"))
+    [micro] = cut(batch, MicroBatchSize(99, 0), [], model)
+    mask = Packed.of(micro, model.device).block_mask(window)
     wanted = flex_attention.create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, "cpu")
     assert mask.seq_lengths == (756, 756)
     for found, one in zip(mask.as_tuple(), wanted.as_tuple(), strict=True):
