@@ -32,21 +32,21 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 29_600,
-    "product files": 166,
+    "product lines": 29_100,
+    "product files": 160,
     "names in training/": 32,
     "names in workers/": 24,
     "names in data/": 23,
     "names in configs/": 11,
     "names in custom/": 4,
-    "modules under 60 lines": 16,
-    "modules with one importer": 46,
-    "settings": 258,
+    "modules under 60 lines": 14,
+    "modules with one importer": 40,
+    "settings": 250,
     "file names in two folders": 5,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 31_800,
+    "test lines": 31_200,
 }
 
 
@@ -172,7 +172,7 @@ def test_the_whole_stays_within_its_budget(figure):
     )
 
 
-STEP_CEILINGS = {"files": 52, "functions": 495, "lines": 3_400}  # functions: as Python 3.11 counts comprehensions
+STEP_CEILINGS = {"files": 51, "functions": 495, "lines": 3_280}  # functions: as Python 3.11 counts comprehensions
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
