@@ -32,7 +32,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 29_100,
+    "product lines": 29_080,
     "product files": 160,
     "names in training/": 32,
     "names in workers/": 24,
@@ -46,7 +46,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 31_200,
+    "test lines": 31_100,
 }
 
 

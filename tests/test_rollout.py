@@ -32,7 +32,6 @@ from data.types import Completion, Request, SamplingParams
 from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
 from workers.hf.batch import NoCacheBatch, RunningBatch, SharedPrompts, sample, sample_rows
-from workers.hf.cache import RowCache
 from workers.hf.rollout import HFRollout
 from workers.hf.turn_cache import PromptCache
 from workers.rollout import Rollout, stop_token_ids
@@ -374,59 +373,6 @@ def test_a_step_waits_for_the_device_once(tokenizer: PreTrainedTokenizerBase, mo
         rollout.add(replace(request, episode=request.id))
     drain(rollout)
     assert {*steps} == {("tolist", True), ("tolist", False)}
-
-
-@pytest.mark.parametrize("family", ["Qwen2, biases", "Mistral, a window shorter than the sequences"])
-def test_a_step_of_fixed_shapes_can_be_recorded_and_repeated(
-    tokenizer: PreTrainedTokenizerBase, family: str, monkeypatch: pytest.MonkeyPatch
-):
-    """As a CUDA graph repeats it: the same operations on the same memory, until the layout changes."""
-    rollout, counts = make_rollout(random_model(family, "packed"), tokenizer, (7, 40, 80), 5), {"recorded": 0, "all": 0}
-    wanted = {done.id: done for done in rollout.generate(mixed_requests(12))}
-    monkeypatch.setattr(RowCache, "has_fixed_shapes", True)
-    found = rollout.generate(mixed_requests(12))
-    assert_same(found, wanted)
-    compute, records = SharedPrompts._next_logits, {}
-
-    def recorded(batch: SharedPrompts) -> Tensor:
-        key, last = (id(batch.cache), batch.cache.layout), batch.last
-        counts["all"] += 1
-        if key not in records:
-            counts["recorded"] += 1
-            batch.last = last.clone()
-            with Recording() as operations:
-                logits = compute(batch)
-            records.clear()
-            records[key] = batch.last, operations, logits
-        else:
-            records[key][0].copy_(last)
-            records[key][1].repeat()
-        return records[key][2].clone()
-
-    monkeypatch.setattr(SharedPrompts, "_next_logits", recorded)
-    assert rollout.generate(mixed_requests(12)) == found
-    assert counts["recorded"] < counts["all"]
-
-
-class Recording(TorchDispatchMode):
-    """Remembers the operations of a block with the tensors that they read and made, and repeats them there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, tuple, dict, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        assert func.overloadpacket.__name__ not in Waits.NAMES, f"{func}: a number of this step alone"
-        made = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, made))
-        return made
-
-    def repeat(self) -> None:
-        for func, args, kwargs, made in self.operations:
-            again = func(*args, **kwargs)
-            if not (func.is_view or func._schema.is_mutable):
-                for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                    old.copy_(new)
 
 
 class Waits(TorchDispatchMode):

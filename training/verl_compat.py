@@ -211,7 +211,9 @@ def compute_policy_loss(
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
     )
-    return loss, *(loss.new_tensor(metrics[f"actor/{name}"]) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
+    return loss, *(
+        metrics[f"actor/{name}"].detach().to(loss) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    )
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

@@ -47,10 +47,6 @@ class RowLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]."""
         rows, end = len(key_states), self.cache.end
-        if self.cache.has_fixed_shapes:
-            for memory, new in ((self.keys, key_states), (self.values, value_states)):
-                memory[:rows].index_copy_(2, self.cache.column, new.to(memory.dtype))
-            return self.keys[:rows], self.values[:rows]
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
         used = slice(self.cache.first, end + 1)
@@ -69,8 +65,7 @@ class RowLayer(CacheLayerMixin):
         """Memory of this size for own tokens, with what is in use from column 0 on."""
         rows, used = len(self.cache), slice(self.cache.first, self.cache.end)
         for name, old in (("keys", self.keys), ("values", self.values)):
-            shape = places, old.shape[1], columns, old.shape[3]
-            new = old.new_zeros(shape) if self.cache.has_fixed_shapes else old.new_empty(shape)
+            new = old.new_empty(places, old.shape[1], columns, old.shape[3])
             new[:rows, :, : self.cache.end - self.cache.first] = old[:rows, :, used]
             setattr(self, name, new)
 
@@ -98,13 +93,8 @@ class RowCache(Cache):
 
     On the host: `prompt_of_row` [b], at which place the prompt is that a row answers; `lengths` [places of prompts] of
     prompts, in tokens; `starts` [b], the column of each row's first own token; `end`, that of the next. On the device:
-    `positions` [b, 1] of the next tokens, and `column` [1], which is `end`.
-
-    `has_fixed_shapes`: attention reads all columns, by masks, so that until `layout` changes each step computes on the
-    same shapes at the same addresses and tells the host nothing, as a CUDA graph has it. No engine asks for it yet.
+    `positions` [b, 1] of the next tokens.
     """
-
-    has_fixed_shapes = False
 
     def __init__(self, prefilled: DynamicCache) -> None:
         """Without rows; of the layers of `prefilled`."""
@@ -113,7 +103,7 @@ class RowCache(Cache):
         self.max_tokens = 0  # that a row may get
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = np.zeros(0, dtype=np.int64)
-        self.lengths, self.end, self.layout = none, 0, 0
+        self.lengths, self.end = none, 0
         self._set_rows(none, starts=none)
 
     def __len__(self) -> int:
@@ -177,11 +167,9 @@ class RowCache(Cache):
         """Goes on by a token of each row, which every layer was given."""
         self.end += 1
         self.positions += 1
-        self.column += 1
 
     def mask(self, window: int | None) -> Tensor | None:
-        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own (all
-        of them, with fixed shapes).
+        """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own.
 
         None: all of them. `window`: how far back they see, themselves included, if that is limited.
         """
@@ -190,17 +178,15 @@ class RowCache(Cache):
         return self._masks[window]
 
     def _mask(self, window: int | None) -> Tensor | None:
-        fixed = self.has_fixed_shapes
-        columns = self.prompt_width + self.columns if fixed else self.layers[0].get_seq_length() + 1
+        columns = self.layers[0].get_seq_length() + 1
         window = window if window and window < columns else None
-        if not self._is_ragged and not window and not fixed:
+        if not self._is_ragged and not window:
             return None
         prompt_columns = torch.arange(self.prompt_width, device=self.device) - self.prompt_width
-        used = (0, self.columns) if fixed else (self.first, self.end + 1)
-        own = torch.arange(*used, device=self.device) - (self.column if fixed else self.end)  # counted from the newest
+        own = torch.arange(self.first - self.end, 1, device=self.device)  # counted from the newest
         lengths = self._row_lengths[:, None]
         positions = torch.cat([lengths + prompt_columns, self.positions + own], dim=1)
-        attended = torch.cat([lengths + prompt_columns >= 0, (self.positions + own >= lengths) & (own <= 0)], dim=1)
+        attended = torch.cat([lengths + prompt_columns >= 0, self.positions + own >= lengths], dim=1)
         return attended & (self.positions - positions < window) if window else attended
 
     def by_prompt(self, rows: Tensor) -> Tensor:
@@ -235,7 +221,6 @@ class RowCache(Cache):
             layer.resize(places, min(used + BLOCK, self.max_tokens))
         self.starts = self.starts - self.first
         self.first, self.end = 0, used
-        self._set_column()
 
     def _set_rows(self, prompt_of_row: np.ndarray, starts: np.ndarray) -> None:
         self.prompt_of_row, self.starts = prompt_of_row, starts
@@ -253,10 +238,6 @@ class RowCache(Cache):
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
         self._slots, self._row_lengths = on_device(slots, self.device), on_device(lengths, self.device)
         self.positions = on_device(lengths + self.end - starts, self.device)[:, None]
-        self._set_column()
-
-    def _set_column(self) -> None:
-        self.column, self.layout = on_device([self.end], self.device), self.layout + 1
 
     def _places_for(self, prompts: int, width: int) -> np.ndarray:
         """Returns the places of so many new prompts of this width, and makes room for them: [prompts]."""
