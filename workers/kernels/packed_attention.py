@@ -33,7 +33,7 @@ NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
 FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 NARROWEST_HEAD = 16  # of FlexAttention's kernels
-MOST_GRAPHS = 64  # of FlexAttention in a process: a policy makes 2 to 4, a critic of other heads as many
+MOST_GRAPHS = 64  # of FlexAttention in a process: a policy makes 2, a critic of other heads as many
 PAIRS = 2**26  # of tokens that are looked at together where a mask is made: at 4 bytes a pair, 256 MiB
 
 
