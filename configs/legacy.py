@@ -116,7 +116,6 @@ _NO_EFFECT = {
     "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
     "actor_rollout_ref.actor.calculate_sum_pi_squared": ("it is computed where the estimator asks for sum_pi_squared"),
     "actor_rollout_ref.actor.checkpoint.async_save": "a step begins when the last checkpoint is whole",
-    "actor_rollout_ref.nccl_timeout": "workers wait for each other until one of them fails",
     "actor_rollout_ref.{ref,rollout}.log_prob_use_dynamic_bsz": (
         "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
     ),

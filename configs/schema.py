@@ -419,6 +419,9 @@ class ActorRolloutRefConfig(Frozen):
     actor: ActorConfig = group(ActorConfig, "The policy's updates.")
     ref: RefConfig = group(RefConfig, "The reference policy.")
     rollout: RolloutConfig = group(RolloutConfig, "Generation.")
+    nccl_timeout: int = setting(
+        600, "Seconds for which a worker waits for the others, over NCCL and gloo alike, before the run ends.", ge=1
+    )
 
 
 @dataclass

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, PolicyLossConfig
@@ -18,6 +19,7 @@ from workers.collectives import (
     buckets,
     gather,
     group_size,
+    join_group,
     rank,
     sum_gradients,
 )
@@ -132,6 +134,12 @@ def test_gradients_are_summed_and_what_no_rank_has_stays_none(ranks: Ranks):
         assert torch.equal(total[1], torch.full((4,), float("1" * ranks.size)))
         assert torch.equal(total[2], torch.ones(5))
         assert total[3] is None
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_asked():
+    with pytest.raises(dist.DistError, match=r"(?i)timed out after 1 seconds|timeout"):
+        join_group(dist.HashStore(), rank=0, size=2, timeout=1)
+    assert group_size() == 1
 
 
 def test_a_process_on_its_own_is_a_group_of_one():

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import ray
 import torch
-from ray.util.placement_group import remove_placement_group
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from configs import threads
 from configs.errors import ConfigError
@@ -29,9 +30,10 @@ from workers.worker_group import (
     RayWorkerGroup,
     Resources,
     WorkerError,
-    check_gpus,
     check_machine,
+    check_present,
     check_resources,
+    remote_class,
     reserve,
     start_pools,
     worker_summary,
@@ -271,30 +273,68 @@ def test_what_fails_in_a_ray_worker_ends_with_the_users_line(cluster: None, tiny
 
 @pytest.mark.slow
 def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None):
-    with pytest.raises(ValueError, match=r"asked Ray for \{'CPU': 64.0\}, the cluster has \{'CPU': 2.0\}.*n_threads"):
+    said = r"asked Ray for 1 × \{'CPU': 64.0\}, the machines .* have \[\{'CPU': 2.0\}\].*n_threads"
+    with pytest.raises(ConfigError, match=said):
         RayWorkerGroup(Resources(workers=32, threads=2, gpus=0), EchoWorker)
 
 
 @pytest.mark.parametrize(
-    ("present", "missing"),
-    [({"CPU": 4.0, "GPU": 1.0}, None), ({"CPU": 1.0, "GPU": 1.0}, "CPU"), ({"CPU": 4.0}, "GPU")],
+    ("present", "fits"),
+    [
+        ([{"CPU": 9.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], True),
+        ([{"CPU": 8.0, "GPU": 4.0}], True),  # room for both: neighbours are together all the same
+        ([{"CPU": 3.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}], False),
+        ([{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 1.0}], False),  # enough in all, but not where it has to be
+        ([{"CPU": 8.0}], False),
+    ],
 )
-def test_each_resource_is_compared(present: dict[str, float], missing: str | None):
-    asked = {"CPU": 2.0, "GPU": 1.0}
-    if missing is None:
+def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], fits: bool):
+    asked = Resources(workers=4, threads=2, gpus=1, nodes=2)
+    if fits:
         check_resources(asked, present)
     else:
-        with pytest.raises(ValueError, match=f"asked Ray for {{'{missing}'.*has {{'{missing}'"):
+        with pytest.raises(ConfigError, match=r"asked Ray for 2 × \{'CPU': 4.0, 'GPU': 2.0\}, .* have \[\{'CPU'"):
             check_resources(asked, present)
 
 
 @pytest.mark.slow
+def test_neighbours_in_rank_are_on_one_machine():
+    """On two machines of four cores, either of which would hold all: two workers on each."""
+    machines = Cluster(head_node_args={"num_cpus": 4}, initialize_head=True)
+    machines.add_node(num_cpus=4)
+    ray.init(address=machines.address)
+    try:
+        asked = Resources(workers=4, threads=1, gpus=0, nodes=2)
+        placement = reserve(asked)
+        nodes = placement_group_table(placement)["bundles_to_node_id"]
+        classes = [remote_class(asked, placement, rank) for rank in range(4)]
+        bundles = [made._default_options["scheduling_strategy"].placement_group_bundle_index for made in classes]
+        assert bundles == [0, 0, 1, 1] and len(set(nodes.values())) == 2
+        with pytest.raises(
+            ConfigError, match=r"asked Ray for 3 × \{'CPU': 4.0\}, .* have \[\{'CPU': 4.0\}, \{'CPU': 4.0"
+        ):
+            reserve(Resources(workers=12, threads=1, gpus=0, nodes=3))
+    finally:
+        ray.shutdown()
+        machines.shutdown()
+
+
+def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker_group.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(worker_group, "joins_cluster", lambda: False)
+    asked = ["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3", "trainer.n_threads=1"]
+    with pytest.raises(ConfigError, match=r"3 workers with 1 thread .* each ask for 3 cores, and this machine has 2"):
+        check_machine(compose(*asked))
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
 def test_a_running_cluster_is_asked_for_gpus_that_are_not_here(cluster: None):
-    check_gpus(0, on_ray=True)
-    with pytest.raises(ValueError, match=r"asked Ray for \{'GPU': 64\}, the cluster has \{'GPU': "):
-        check_gpus(64, on_ray=True)
-    with pytest.raises(ValueError, match="asks for 64 GPUs; torch finds "):
-        check_gpus(64, on_ray=False)
+    check_present(Resources(workers=1, threads=1, gpus=0), on_ray=True)
+    with pytest.raises(ConfigError, match=r"asked Ray for 1 × \{'CPU': 64.0, 'GPU': 64.0\}, .* 'GPU': 0"):
+        check_present(Resources(workers=64, threads=1, gpus=1), on_ray=True)
+    with pytest.raises(ConfigError, match="asks for 64 GPUs; torch finds "):
+        check_present(Resources(workers=64, threads=1, gpus=1), on_ray=False)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +368,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
     check_machine(compose("trainer.n_gpus_per_node=0"))
     assert capsys.readouterr().err == ""
     with pytest.raises(ValueError, match="asks for 2 GPUs; torch finds 0") as refused:
-        check_gpus(2, on_ray=False)
+        check_present(Resources(workers=2, threads=1, gpus=1), on_ray=False)
     assert said is None or found in str(refused.value)
 
 
@@ -360,6 +400,14 @@ def test_settings_that_a_worker_refuses_are_refused_as_elsewhere(monkeypatch: py
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
     with pytest.raises(ConfigError, match="it does not fit"):
         RayPending(["call"]).result()
+
+
+def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.MonkeyPatch):
+    failure = ray.exceptions.RayTaskError("update", "Timed out waiting 600000ms for recv", RuntimeError())
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls[:1], calls[1:]))
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=failure))
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 failed:.*actor_rollout_ref\.nccl_timeout .* ranks \[1, 2\]"):
+        RayPending(["one", "other", "third"]).result()
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):
@@ -418,7 +466,7 @@ def test_a_run_says_where_its_worker_is():
         (["trainer.n_gpus_per_node=0"], Resources(1, 8, 0)),
         (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3"], Resources(3, 2, 0)),  # they share the cores
         (["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=9"], Resources(9, 1, 0)),
-        (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], Resources(8, 2, 1)),
+        (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], Resources(8, 2, 1, 2)),
         (["trainer.n_gpus_per_node=4", "trainer.n_workers_per_node=2", "trainer.n_threads=5"], Resources(4, 5, 1)),
     ],
 )

@@ -6,6 +6,7 @@ group of one: nothing is sent and nothing changes.
 """
 
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 BUCKET_BYTES = 32 << 20  # of gradients that are sent together: a message costs more than a small tensor
 BACKEND = "cpu:gloo,cuda:nccl"
+TIMEOUT = 600  # seconds
 
 
 def open_store(host: str, size: int) -> dist.TCPStore:
@@ -26,10 +28,12 @@ def connect(host: str, port: int, size: int) -> dist.TCPStore:
     return dist.TCPStore(host, port, size, is_master=False)
 
 
-def join_group(store: dist.TCPStore, rank: int, size: int) -> None:
-    """Makes this process one of `size`; returns when all have come."""
+def join_group(store: dist.TCPStore, rank: int, size: int, timeout: int = TIMEOUT) -> None:
+    """Makes this process one of `size`; returns when all have come. Where one stays away for `timeout` seconds, now or
+    in an exchange, the others fail."""
     backend = BACKEND if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def group_size() -> int:

@@ -20,7 +20,7 @@ from configs.errors import ConfigError, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
-from workers.collectives import connect, join_group, open_store
+from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
 from workers.model_worker import ModelWorker
@@ -31,16 +31,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
 CLOSE_SECONDS = 5  # for workers to close what they hold: one that hangs is ended as it is
 DEATH_SECONDS = 3  # in which Ray has noticed that a process is gone
+WAITED = "Timed out waiting"  # as gloo says it
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """So many workers, with so many CPU threads and GPUs each."""
+    """So many workers, with so many CPU threads and GPUs each, on so many machines."""
 
     workers: int
     threads: int
     gpus: int
+    nodes: int = 1
     threads_from: str = field(default="", compare=False)  # where their number comes from
 
     @classmethod
@@ -48,22 +50,32 @@ class Resources:
         gpus = trainer.n_gpus_per_node if trainer.n_gpus_per_node is not None else int(torch.cuda.is_available())
         workers_a_node = gpus or trainer.n_workers_per_node
         threads = worker_threads(trainer.n_threads, workers_a_node)
-        return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), threads.origin)
+        return cls(trainer.nnodes * workers_a_node, threads.number, min(gpus, 1), trainer.nnodes, threads.origin)
+
+    @property
+    def workers_a_node(self) -> int:
+        return self.workers // self.nodes
 
     def bundle(self) -> dict[str, float]:
-        """Lists the resources that Ray reserves for one worker."""
-        return {"CPU": float(self.threads)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+        """Lists the resources that Ray reserves on one machine, for all its workers."""
+        here = self.workers_a_node
+        return {"CPU": float(here * self.threads)} | ({"GPU": float(here * self.gpus)} if self.gpus else {})
 
 
 class RayWorkerGroup:
     """Runs every worker as a Ray actor with its CPUs and GPU reserved, joined by torch.distributed. Ray itself is
-    started, and stopped by `close`, unless it runs already.
+    started, and stopped by `close`, unless it runs already. Ranks go by machine: the first ones share the first.
+
+    Args:
+        timeout: seconds for which a rank waits for the others, in each exchange.
 
     Raises:
-        ValueError: the cluster has less than is asked for; both figures are in the message.
+        ConfigError: the cluster has less than is asked for; both figures are in the message.
     """
 
-    def __init__(self, resources: Resources, worker_class: type, *args: Any, kernels: str = "auto") -> None:
+    def __init__(
+        self, resources: Resources, worker_class: type, *args: Any, kernels: str = "auto", timeout: int = TIMEOUT
+    ) -> None:
         self.size = resources.workers
         with ExitStack() as taken:  # given back if anything below fails
             if not ray.is_initialized():
@@ -80,7 +92,8 @@ class RayWorkerGroup:
             if self.size > 1:
                 [address] = RayPending([self.workers[0].open_store.remote(self.size)]).result()
                 joined = enumerate(self.workers)
-                RayPending([worker.join.remote(address, place, self.size) for place, worker in joined]).result()
+                calls = [worker.join.remote(address, place, self.size, timeout) for place, worker in joined]
+                RayPending(calls).result()
             RayPending([worker.build.remote(worker_class, *args) for worker in self.workers]).result()
             self.taken = taken.pop_all()
 
@@ -124,7 +137,8 @@ class RayPending:
                     raise error.cause from None
                 self._look_for_deaths()
                 # Its text is the worker's traceback, without the frames of Ray; ours here would only repeat it.
-                raise WorkerError(f"worker rank {place} failed:\n{COLOUR.sub('', str(error))}") from None
+                text = COLOUR.sub("", str(error))
+                raise WorkerError(f"worker rank {place} failed:\n{text}{self._missing(text)}") from None
         return [results[place] for place in range(len(self.calls))]
 
     def _look_for_deaths(self) -> None:
@@ -138,6 +152,16 @@ class RayPending:
                 raise self._death(self.calls.index(call), error) from None
             except ray.exceptions.RayTaskError:
                 continue
+
+    def _missing(self, text: str) -> str:
+        """Names the ranks that still do something else, where `text` is of one that has waited in vain."""
+        if WAITED not in text:
+            return ""
+        _, busy = ray.wait(self.calls, num_returns=len(self.calls), timeout=0)
+        return (
+            f"\nIt waited actor_rollout_ref.nccl_timeout seconds for others; ranks "
+            f"{[self.calls.index(call) for call in busy]} have not come. If they only take long, raise it."
+        )
 
     @staticmethod
     def _death(place: int, error: Exception) -> "WorkerError":
@@ -157,7 +181,8 @@ def start_group(config: Config, worker_class: type, *args: Any) -> WorkerGroup:
     check_machine(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
-        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config))
+        timeout = config.actor_rollout_ref.nccl_timeout
+        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config), timeout=timeout)
     return LocalWorkerGroup(resources.threads, worker_class, *args)
 
 
@@ -167,10 +192,11 @@ def kernels(config: Config) -> str:
 
 
 def check_machine(config: Config) -> None:
-    """Raises ValueError where there are fewer GPUs than `config` asks for, here or in the Ray cluster, or none for a
-    way to hand weights over that needs one. A notice tells of a GPU that is here and that torch cannot use."""
+    """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or no
+    GPU for a way to hand weights over that needs one. A notice tells of a GPU that is here and that torch cannot use.
+    """
     resources = Resources.from_config(config.trainer)
-    check_gpus(resources.workers * resources.gpus, uses_ray(config.trainer))
+    check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
         notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
     check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
@@ -215,8 +241,8 @@ class RemoteWorker:
         self.store = open_store(ray.util.get_node_ip_address(), size)
         return self.store.host, self.store.port
 
-    def join(self, address: tuple[str, int], rank: int, size: int) -> None:
-        join_group(self.store if rank == 0 else connect(*address, size), rank, size)
+    def join(self, address: tuple[str, int], rank: int, size: int, timeout: int) -> None:
+        join_group(self.store if rank == 0 else connect(*address, size), rank, size, timeout)
 
     def build(self, worker_class: type, *args: Any) -> None:
         self.worker = worker_class(*args)
@@ -233,7 +259,9 @@ def remote_class(resources: Resources, placement: PlacementGroup, place: int) ->
     return ray.remote(
         num_cpus=resources.threads,
         num_gpus=resources.gpus,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement, placement_group_bundle_index=place // resources.workers_a_node
+        ),
         runtime_env={"env_vars": worker_environment(resources.threads)},
     )(RemoteWorker)
 
@@ -245,37 +273,44 @@ def worker_environment(n_threads: int) -> dict[str, str]:
 
 
 def reserve(resources: Resources) -> PlacementGroup:
-    """Reserves a placement group of one bundle a worker.
+    """Reserves a placement group of one bundle a machine, on machines apart where there are as many.
 
     Raises:
-        ValueError: the cluster does not have it, or others do not free it in time.
+        ConfigError: the cluster does not have it, or others do not free it in time.
     """
-    bundles = [resources.bundle()] * resources.workers
-    asked = {name: resources.workers * amount for name, amount in resources.bundle().items()}
-    check_resources(asked, ray.cluster_resources())
-    placement = placement_group(bundles)
+    bundle = resources.bundle()
+    check_resources(resources, machines())
+    placement = placement_group([bundle] * resources.nodes, strategy="SPREAD")
     if not placement.wait(PLACEMENT_SECONDS):
         remove_placement_group(placement)
-        raise ValueError(
-            f"the Ray cluster has {asked} but did not free it within {PLACEMENT_SECONDS} s; "
+        raise ConfigError(
+            f"the Ray cluster has {resources.nodes} × {bundle} but did not free it within {PLACEMENT_SECONDS} s; "
             f"available now: {ray.available_resources()}. Stop other jobs or ask for less (trainer.n_threads)."
         )
     return placement
 
 
-def check_gpus(asked: int, on_ray: bool) -> None:
-    """Checks that there are GPUs enough: a run `on_ray` may find them elsewhere in the cluster, if one is running.
+def check_present(resources: Resources, on_ray: bool) -> None:
+    """Checks that there are GPUs enough and, for a run `on_ray`, which reserves them, cores: here, or in the cluster if
+    one is running. Otherwise Ray need not be started, which takes seconds.
 
     Raises:
-        ValueError: there are fewer than `asked`; both figures are in the message.
+        ConfigError: there are fewer than asked for; both figures are in the message.
     """
-    present = torch.cuda.device_count()
-    if asked <= present:
+    gpus, present = resources.workers * resources.gpus, torch.cuda.device_count()
+    cores, here = resources.workers * resources.threads if on_ray else 0, os.cpu_count() or 1
+    if gpus <= present and cores <= here:
         return
     if on_ray and joins_cluster():
-        return check_resources({"GPU": asked}, ray.cluster_resources())
-    raise ValueError(
-        f"trainer.n_gpus_per_node × trainer.nnodes asks for {asked} GPUs; torch finds {present} on this machine, and "
+        return check_resources(resources, machines())
+    if gpus <= present:
+        raise ConfigError(
+            f"{resources.workers} workers with {Threads(resources.threads, resources.threads_from)} each ask for "
+            f"{cores} cores, and this machine has {here}: lower trainer.n_workers_per_node or trainer.n_threads, or "
+            "start a cluster of more machines with `ray start` and set trainer.nnodes."
+        )
+    raise ConfigError(
+        f"trainer.n_gpus_per_node × trainer.nnodes asks for {gpus} GPUs; torch finds {present} on this machine, and "
         "no Ray cluster runs that may have more. Leave trainer.n_gpus_per_node null to take what is here (on the CPU: "
         "trainer.n_workers_per_node), or start a cluster with `ray start` on machines that have them."
         f"{' ' + trouble if (trouble := gpu_trouble()) else ''}"
@@ -294,12 +329,20 @@ def joins_cluster() -> bool:
     return True
 
 
-def check_resources(asked: dict[str, float], present: dict[str, float]) -> None:
-    """Raises ValueError where the cluster has less of anything than is asked of it; both figures are in the message."""
-    missing = {name: amount for name, amount in asked.items() if present.get(name, 0) < amount}
-    if missing:
-        has = {name: present.get(name, 0) for name in missing}
-        raise ValueError(
-            f"asked Ray for {missing}, the cluster has {has}. Lower trainer.n_threads / trainer.n_workers_per_node / "
-            "trainer.n_gpus_per_node / trainer.nnodes, or add nodes with `ray start`."
+def machines() -> list[dict[str, float]]:
+    """Lists the resources of each machine of the Ray cluster, taken or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def check_resources(resources: Resources, present: Sequence[dict[str, float]]) -> None:
+    """Raises ConfigError where the machines `present` have no room for as many bundles as there are to be nodes; what
+    is asked and what there is are in the message."""
+    bundle = resources.bundle()
+    room = [min(int(machine.get(name, 0) // amount) for name, amount in bundle.items()) for machine in present]
+    if sum(room) < resources.nodes:
+        has = [{name: machine.get(name, 0) for name in bundle} for machine in present]
+        raise ConfigError(
+            f"asked Ray for {resources.nodes} × {bundle}, the machines of the cluster have {has}. Lower "
+            "trainer.n_threads / trainer.n_workers_per_node / trainer.n_gpus_per_node / trainer.nnodes, or add "
+            "machines with `ray start`."
         )
