@@ -205,7 +205,10 @@ ONLY_VALUE = {
         "set algorithm.rollout_correction.rollout_is=token and algorithm.rollout_correction.rollout_is_threshold.",
     ),
     **{
-        f"{section}.optim.{name}": (values, "the optimiser is AdamW, with lr, betas and weight_decay.")
+        f"{section}.optim.{name}": (
+            values,
+            "the optimiser is AdamW, with lr, betas and weight_decay; optim.moments_dtype=bfloat16 halves its moments.",
+        )
         for section in ("actor_rollout_ref.actor", "critic")
         for name, values in (
             ("optimizer", ("AdamW",)),

@@ -185,6 +185,11 @@ class OptimConfig(Frozen):
     lr: float = setting(1e-6, "Peak learning rate of AdamW.", ge=0)
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay.", ge=0)
     betas: list[float] = setting([0.9, 0.999], "AdamW's betas.")
+    moments_dtype: str = setting(
+        "float32",
+        "What AdamW's moments are kept in; bfloat16: 4 bytes a weight instead of 8, and other numbers in the run.",
+        choices=("float32", "bfloat16"),
+    )
     clip_grad: float = setting(1.0, "Largest global gradient norm; larger gradients are scaled down.", gt=0)
     lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=("constant", "cosine", "wsd"))
     lr_warmup_steps: int = setting(-1, "Warm-up steps; negative: lr_warmup_steps_ratio of all steps.")

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import main
 from configs.schema import ModelConfig, OptimConfig
-from tests.batches import ragged_batch, update_of
+from tests.batches import ragged_batch, relative_distance, update_of
 from tests.pretended_gpu import CPU, CUDA, PretendedGPU, is_on_device
 from tests.runs import compose, learning_metrics, short_run
 from workers import model_worker, models, offload
@@ -16,14 +20,15 @@ from workers.engine import TrainEngine
 from workers.forward_check import trained_log_probs
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, plain_matrices
-from workers.offload import Offload
+from workers.offload import Offload, make_optimizer, rounded_at_random
 
 IDS = torch.tensor([[10, 11, 12, 13, 14]])
 
 
-def make_engine(tiny_model: Path, **offloads: bool) -> TrainEngine:
+def make_engine(tiny_model: Path, moments_dtype: str = "float32", **offloads: bool) -> TrainEngine:
     module = load_causal_lm(ModelConfig(path=str(tiny_model)))
-    return TrainEngine(module, OptimConfig(lr=0.01, weight_decay=0.1), 10, CPU, torch.float32, Offload(**offloads))
+    optim = OptimConfig(lr=0.01, weight_decay=0.1, moments_dtype=moments_dtype)
+    return TrainEngine(module, optim, 10, CPU, torch.float32, Offload(**offloads))
 
 
 def train(engine: TrainEngine, steps: int) -> None:
@@ -52,6 +57,65 @@ def test_steps_in_main_memory_are_adamws(tiny_model: Path, monkeypatch: pytest.M
     plain.load_moments(states[1]), away.load_moments(states[0])
     train(plain, 2), train(away, 2)
     assert all(map(torch.equal, moments(plain), moments(away)))
+
+
+def test_moments_in_bfloat16(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half the bytes for about the same weights, wherever they are and however they are cut; a resumed run goes on to
+    the last bit, and one that had them in float32 does, too."""
+    plain, here = make_engine(tiny_model), make_engine(tiny_model, "bfloat16")
+    train(plain, 3), train(here, 3)
+    monkeypatch.setattr(offload, "CHUNK", 4096)
+    away, resumed, changed = (make_engine(tiny_model, "bfloat16", moments=moments) for moments in (True, False, False))
+    start = [weight.detach().clone() for weight in away.module.parameters()]
+    train(away, 3)
+    assert all(map(torch.equal, here.module.parameters(), away.module.parameters()))
+    assert all(map(torch.equal, moments(here), moments(away)))
+    assert {value.dtype for value in moments(here) if value.ndim} == {torch.bfloat16}
+    contents = ["optimizer"]
+    assert here.checkpoint_bytes(contents) * 2 == plain.checkpoint_bytes(contents)
+    steps = [[now - before for now, before in zip(engine.module.parameters(), start, strict=True)]
+             for engine in (here, plain)]  # fmt: skip
+    assert 1e-4 < relative_distance(*steps) < 1e-2
+    for engine, before in ((resumed, here), (changed, plain)):
+        engine.module.load_state_dict(before.module.state_dict())
+        engine.load_moments(before.optimizer.state_dict())
+        assert {value.dtype for value in moments(engine) if value.ndim} == {torch.bfloat16}
+    train(here, 2), train(resumed, 2)
+    assert all(map(torch.equal, here.module.parameters(), resumed.module.parameters()))
+
+
+def test_rounding_at_random_keeps_the_mean_where_rounding_to_the_nearest_keeps_the_number():
+    near = torch.full((100_000,), 1 + 2**-10)  # a quarter of the way from one number of bfloat16 to the next
+    rounded = rounded_at_random(near, 7, 3).float()
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7} and rounded.mean() == pytest.approx(1 + 2**-10, abs=3e-5)
+    assert torch.equal(rounded[5000:], rounded_at_random(near[5000:], 5007, 3))
+    assert not torch.equal(rounded, rounded_at_random(near, 7, 4))
+    fading, stuck = torch.ones(2, 4096, dtype=torch.bfloat16)
+    for step in range(1000):
+        fading, stuck = rounded_at_random(fading.float() * 0.999, 0, step), (stuck.float() * 0.999).bfloat16()
+    assert fading.float().mean() == pytest.approx(0.999**1000, rel=5e-3) and stuck.unique().item() == 1
+
+
+def test_shards_are_stepped_as_the_whole():
+    """Of five rows the last of two ranks has two, the last of four none. Ranks that meet nobody will do."""
+    weights, gradients = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+
+    def stepped(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        parameter = torch.nn.Parameter(weight.clone())
+        optimizer = make_optimizer([parameter], OptimConfig(lr=0.1, moments_dtype="bfloat16"), in_main_memory=True)
+        for factor in (1, 3, 2):
+            parameter.grad = gradient * factor
+            optimizer.step()
+        return torch.stack([parameter.detach(), optimizer.state[parameter]["exp_avg_sq"].float()])
+
+    wanted = stepped(weights, gradients)
+    for size in (2, 4):  # each once: torch keeps what it has computed of a mesh
+        dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+        mesh = init_device_mesh("cpu", (size,))
+        shards = [distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for whole in (weights, gradients)]
+        found = stepped(*shards).to_local()
+        dist.destroy_process_group()
+        assert torch.equal(found, wanted[:, (size - 1) * -(-5 // size) :])
 
 
 def test_weights_are_at_home_but_at_work(tiny_model: Path):

@@ -28,7 +28,7 @@ from training.torch_functional import (
 )
 from workers.collectives import gather, group_size, rank, sum_gradients
 from workers.lora import save_pretrained
-from workers.offload import HostAdamW, Offload, Residence
+from workers.offload import Offload, Residence, make_optimizer
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
 NOTHING = Offload()
@@ -58,7 +58,7 @@ class TrainEngine:
         module: float32 weights; moved to `device`.
         optim: optimiser settings.
         total_steps: length of the run, in calls of a new `step` (for the schedule).
-        dtype: compute precision; weights and optimiser stay float32.
+        dtype: compute precision; weights stay float32.
         offload: what is kept in main memory; the module but in the blocks of `at_work`.
     """
 
@@ -76,9 +76,7 @@ class TrainEngine:
         self.device = device
         self.dtype = dtype
         self.multiplier = learning_rate_multiplier(optim, total_steps)
-        self.optimizer = (HostAdamW if offload.moments else torch.optim.AdamW)(
-            self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = make_optimizer(self.module.parameters(), optim, offload.moments)
         self.at_work = Residence(self.module, offload.module).at_work
 
     def autocast(self, updates: bool = False) -> AbstractContextManager:
@@ -162,8 +160,9 @@ class TrainEngine:
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
         """Returns the size of what `save` writes of `contents`, the optimiser's moments after a step included."""
         weights = {weight.data_ptr(): weight.nbytes for weight in self.module.state_dict().values()}  # tied ones once
-        trained = sum(weight.nbytes for weight in self.module.parameters() if weight.requires_grad)
-        sizes = {"model": sum(weights.values()), "hf_model": sum(weights.values()), "optimizer": 2 * trained}
+        trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
+        moments = 2 * trained * getattr(torch, self.optim.moments_dtype).itemsize
+        sizes = {"model": sum(weights.values()), "hf_model": sum(weights.values()), "optimizer": moments}
         return sum(sizes.get(part, 0) for part in contents)
 
     def load(self, folder: Path) -> None:

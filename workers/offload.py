@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
+
+from configs.schema import OptimConfig
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 64  # bytes
+PLACES = 1 << 16  # more than a model has tensors
 
 
 @dataclass(frozen=True)
@@ -25,45 +30,81 @@ class Offload:
     module: bool = False
 
 
-class HostAdamW(torch.optim.AdamW):
-    """Keeps AdamW's moments in main memory and computes its steps there, by torch's fused AdamW for CPUs.
+def make_optimizer(parameters: Iterator[nn.Parameter], optim: OptimConfig, in_main_memory: bool) -> torch.optim.AdamW:
+    """Makes AdamW by its settings, the moments `in_main_memory` or beside the weights."""
+    settings = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay, "fused": True}
+    dtype = getattr(torch, optim.moments_dtype)
+    if dtype == torch.float32 and not in_main_memory:
+        return torch.optim.AdamW(parameters, **settings)
+    return ChunkedAdamW(parameters, in_main_memory, dtype, **settings)
 
-    Weights and gradients come over in chunks of rows, and the new weights go back. So the GPU holds no moments, at any
-    time, and a step takes the time of sending 12 bytes a weight. Its state dict is AdamW's.
+
+class ChunkedAdamW(torch.optim.AdamW):
+    """Keeps AdamW's moments in main memory, in bfloat16, or both, and steps by torch's fused AdamW, chunk by chunk.
+
+    In main memory: weights and gradients come over in chunks of rows, and the new weights go back. So the GPU holds no
+    moments, at any time, and a step takes the time of sending 12 bytes a weight.
+
+    In bfloat16: a chunk's moments are float32 while it is stepped. The second moment is rounded at random to one of its
+    neighbours (`rounded_at_random`): it moves by a thousandth a step, which is less than bfloat16 has, so rounding to
+    the nearest would keep it where it is. Weights sharded over ranks have the numbers of whole ones.
+
+    Its state dict is AdamW's.
+
+    Args:
+        in_main_memory: whether the moments are there; otherwise they are beside the weights.
+        dtype: of the moments.
     """
 
-    def __init__(self, parameters: Iterator[nn.Parameter], **settings: Any) -> None:
+    def __init__(
+        self, parameters: Iterator[nn.Parameter], in_main_memory: bool, dtype: torch.dtype, **settings: Any
+    ) -> None:
         super().__init__(parameters, **settings)
+        self.in_main_memory, self.dtype = in_main_memory, dtype
         self.buffers: list[Tensor] = []  # for a chunk's weights and gradients
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Takes a step of every weight that has a gradient."""
         assert closure is None, "the gradients are there already"
+        place = 0
         for group in self.param_groups:
             for weight in group["params"]:
+                place += 1
                 if weight.grad is not None:
-                    self._step_weight(weight, group)
+                    self._step_weight(weight, group, place)
 
-    def _step_weight(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
-        state = self.state[weight]
+    def _step_weight(self, weight: nn.Parameter, group: dict[str, Any], place: int) -> None:
+        state, home = self.state[weight], self._home(weight)
         if not state:
-            new = {name: torch.zeros(weight.shape, device="cpu") for name in MOMENTS}
+            new = {name: torch.zeros_like(weight, dtype=self.dtype, device=home) for name in MOMENTS}
             state.update(step=torch.zeros((), device="cpu"), **new)
         moments = [state[name] for name in MOMENTS]
-        whole = [torch.atleast_1d(tensor.detach()) for tensor in (weight, weight.grad, *moments)]
-        rows = max(1, CHUNK // max(1, whole[0][0].numel()))
+        whole = [torch.atleast_1d(local(tensor.detach())) for tensor in (weight, weight.grad, *moments)]
+        if whole[0].numel() == 0:  # of a shard without rows
+            state["step"] += 1
+            return
+        width = whole[0][0].numel()
+        rows, first = max(1, CHUNK // max(1, width)), first_number(weight)
         for there, gradient, *parts in zip(*(tensor.split(rows) for tensor in whole), strict=True):
-            here, gradient = self._fetch(there, gradient)
-            averages, squares = ([part] for part in parts)
+            here, gradient = self._fetch(there, gradient) if there.device != home else (there, gradient)
+            averages, squares = (part.float() for part in parts)  # themselves, where they are float32
             settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
             beta1, beta2 = group["betas"]
-            count = [state["step"].clone()]  # which a call counts up
+            count = [torch.full((), float(state["step"]), device=home)]  # which a call counts up
             adamw(
-                [here], [gradient], averages, squares, [], count, fused=True, beta1=beta1, beta2=beta2, **settings
+                [here], [gradient], [averages], [squares], [], count, fused=True, beta1=beta1, beta2=beta2, **settings
             )  # fmt: skip
-            there.copy_(here)
+            if here is not there:
+                there.copy_(here)
+            if self.dtype == torch.bfloat16:
+                parts[0].copy_(averages)
+                parts[1].copy_(rounded_at_random(squares, first, int(state["step"]) * PLACES + place))
+            first += there.numel()
         state["step"] += 1
+
+    def _home(self, weight: nn.Parameter) -> torch.device:
+        return torch.device("cpu") if self.in_main_memory else weight.device
 
     def _fetch(self, *tensors: Tensor) -> list[Tensor]:
         """Copies tensors of the GPU into the buffers, which the next chunk overwrites."""
@@ -76,11 +117,46 @@ class HostAdamW(torch.optim.AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state dict of AdamW's; the moments come to main memory, where torch would put them on the GPU."""
+        """Restores a state dict of AdamW's; the moments come where they are kept, and as they are kept, where torch
+        would put them on the GPU, in the weights' type."""
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for place, state in state_dict["state"].items():
-            self.state[weights[place]] = {name: value.to("cpu", copy=True) for name, value in state.items()}
+            home = self._home(weights[place])
+            kept = {name: state[name].to(home, self.dtype, copy=True) for name in MOMENTS}
+            self.state[weights[place]] = {"step": state["step"].to("cpu", copy=True), **kept}
+
+
+def rounded_at_random(numbers: Tensor, first: int, seed: int) -> Tensor:
+    """Rounds float32 `numbers`, none of them below 0, to bfloat16: down or up, such that the mean is kept.
+
+    Chance is a function of `seed` and of a number's place, which counts from `first`: ranks that hold the same numbers
+    round them alike, and so does a run that is resumed.
+    """
+    chance = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device).view(numbers.shape)
+    chance.add_(int32(first + seed * 0x85EBCA6B))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # Wellons' lowbias32
+        chance.bitwise_xor_(chance >> shift).mul_(int32(factor))
+    bits = chance.bitwise_and_(0xFFFF).add_(numbers.view(torch.int32))
+    return bits.bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def int32(number: int) -> int:
+    """Wraps a whole number as one of 32 bits."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor, and others as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_number(weight: Tensor) -> int:
+    """Counts the numbers of the whole tensor that are before this rank's part of it."""
+    if not isinstance(weight, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return sum(offset * stride for offset, stride in zip(offsets, weight.stride(), strict=True))
 
 
 class Residence:
