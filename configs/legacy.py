@@ -82,10 +82,19 @@ _FSDP = (
 )
 
 _NO_EFFECT = {
-    "actor_rollout_ref.{actor,ref}.{strategy,ulysses_sequence_parallel_size} actor_rollout_ref.rollout.layered_summon "
-    "{critic,reward_model,reward.reward_model}.{strategy,ulysses_sequence_parallel_size} "
-    f"{_FSDP}.{{offload_policy,reshard_after_forward,fsdp_size,forward_prefetch,wrap_policy.min_num_params,"
-    "use_orig_params,forward_only}": "every worker holds the whole model: nothing is sharded",
+    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model,reward.reward_model}.strategy": (
+        "models are sharded over the workers by FSDP2, if there are several"
+    ),
+    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model,reward.reward_model}"
+    ".ulysses_sequence_parallel_size": "a sequence is computed by one worker",
+    "actor_rollout_ref.rollout.layered_summon": "weights go to an engine one by one, whatever holds them",
+    "{actor_rollout_ref.ref,reward.reward_model}.fsdp_config.{fsdp_size,reshard_after_forward} "
+    "critic.{model.fsdp_config,fsdp}.{fsdp_size,reshard_after_forward}": (
+        "it is that of actor_rollout_ref.actor.fsdp_config"
+    ),
+    f"{_FSDP}.offload_policy": "param_offload and optimizer_offload choose what is kept in main memory",
+    f"{_FSDP}.forward_prefetch": "the next layer is gathered while one computes, as FSDP2 does by itself",
+    f"{_FSDP}.{{wrap_policy.min_num_params,use_orig_params,forward_only}}": "every decoder layer is sharded by itself",
     "{actor_rollout_ref.ref,reward.reward_model}.fsdp_config.optimizer_offload": "it is not trained",
     f"{_FSDP}.model_dtype": "weights are always float32; fsdp_config.dtype chooses what is computed in",
     "actor_rollout_ref.ref.fsdp_config.dtype critic.{model.fsdp_config,fsdp}.{dtype,param_offload,optimizer_offload}": (

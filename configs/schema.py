@@ -214,6 +214,17 @@ class TrainFSDPConfig(FSDPConfig):
     optimizer_offload: bool = setting(
         False, "Keep AdamW's moments in main memory and compute its steps there: 8 bytes a weight less on a GPU."
     )
+    fsdp_size: int = setting(
+        -1,
+        "Workers that hold a model together, sharded by FSDP2; -1: all. A divisor of their number makes replicas, each "
+        "over neighbours in rank, and 1 has every worker hold whole models.",
+        ge=-1,
+    )
+    reshard_after_forward: bool = setting(
+        True,
+        "Of several workers: drop the others' parts of a layer after its forward, and gather them again for its "
+        "backward. False is faster, and holds the whole model meanwhile.",
+    )
 
 
 @dataclass

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
+from workers.sharding import whole
 
 PATIENCE = 60  # seconds
 
@@ -81,4 +82,4 @@ class Inspector:
 
 
 def weight_sum(weights: dict[str, Tensor]) -> float:
-    return sum(tensor.double().sum().item() for tensor in weights.values())
+    return sum(whole(tensor).double().sum().item() for tensor in weights.values())

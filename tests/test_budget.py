@@ -39,7 +39,7 @@ CEILINGS = {
     "names in data/": 23,
     "names in configs/": 11,
     "names in custom/": 4,
-    "modules under 60 lines": 14,
+    "modules under 60 lines": 15,
     "modules with one importer": 43,
     "settings": 270,
     "file names in two folders": 5,

@@ -36,7 +36,7 @@ CONFIG = CriticConfig(
 
 @pytest.fixture(scope="module")
 def value_model(tiny_model: Path) -> PreTrainedModel:
-    return load_value_model(ModelConfig(), str(tiny_model), seed=0)
+    return load_value_model(ModelConfig(path=str(tiny_model)), seed=0)
 
 
 def make_critic(

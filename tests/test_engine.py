@@ -158,7 +158,7 @@ def test_settings_of_sampling_without_do_sample_are_saved_with_it(tiny_model: Pa
 
 
 def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp_path: Path):
-    module = load_value_model(ModelConfig(), str(tiny_model), seed=0)
+    module = load_value_model(ModelConfig(path=str(tiny_model)), seed=0)
     engine = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     engine.save(tmp_path, ["hf_model"])
     loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "huggingface")
@@ -168,7 +168,7 @@ def test_a_critics_huggingface_folder_keeps_its_value_head(tiny_model: Path, tmp
 
 def test_the_value_head_starts_from_the_seed_alone(tiny_model: Path):
     def head(seed: int) -> torch.Tensor:
-        return load_value_model(ModelConfig(), str(tiny_model), seed).score.weight
+        return load_value_model(ModelConfig(path=str(tiny_model)), seed).score.weight
 
     torch.manual_seed(1)
     expected_draw = torch.rand(3)
@@ -189,7 +189,7 @@ def test_no_model_drops_out_whatever_its_config_says(tiny_model: Path, tmp_path:
 
     assert not is_deterministic(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert is_deterministic(load_causal_lm(ModelConfig(path=str(tmp_path))))
-    assert is_deterministic(load_value_model(ModelConfig(), str(tmp_path), seed=0))
+    assert is_deterministic(load_value_model(ModelConfig(path=str(tmp_path)), seed=0))
 
 
 def test_override_config_replaces_values_of_the_model(tiny_model: Path):

@@ -36,7 +36,7 @@ def classes(model: PreTrainedModel) -> set[type]:
 
 def test_off_leaves_a_model_to_pytorch_and_transformers(tiny_model: Path):
     settings = ModelConfig(path=str(tiny_model), kernels="off")
-    for model in (load_causal_lm(settings), load_value_model(settings, str(tiny_model), seed=0)):
+    for model in (load_causal_lm(settings), load_value_model(settings, seed=0)):
         assert nn.Linear in classes(model) and not classes(model) & {Linear}
         assert not any(issubclass(kind, RMSNorm) for kind in classes(model))
         assert model.config._attn_implementation == "sdpa"

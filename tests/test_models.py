@@ -33,7 +33,7 @@ def altered(model: Path, folder: Path, removed: str, added: str) -> Path:
 
 
 def test_a_critics_new_head_is_expected(tiny_model, capsys, said_by_transformers):
-    load_value_model(ModelConfig(), str(tiny_model), seed=0)
+    load_value_model(ModelConfig(path=str(tiny_model)), seed=0)
     load_causal_lm(ModelConfig(path=str(tiny_model)))
     assert said_by_transformers == [] and capsys.readouterr().err == ""
 
@@ -44,7 +44,7 @@ def test_weights_that_are_missing_or_have_no_place_are_named(tiny_model, tmp_pat
     missing, unexpected = capsys.readouterr().err.splitlines()
     assert missing == f"notice: {folder} lacks 1 weight of LlamaForCausalLM, at random now: model.norm.weight."
     assert unexpected.endswith("has 1 weight that LlamaForCausalLM has no place for: model.extra.weight.")
-    load_value_model(ModelConfig(), str(folder), seed=0)
+    load_value_model(ModelConfig(path=str(folder)), seed=0)
     assert "model.norm.weight" in capsys.readouterr().err, "the critic's body is meant to be there"
     assert said_by_transformers == []
 

@@ -135,7 +135,7 @@ def run_stages(folder: Path, setting: Setting, device: torch.device, gpu: Preten
     check_checkpoint(engine, folder / f"checkpoint {id(run)}")
     stage("checkpoint", None)
 
-    value_model = load_value_model(settings, str(folder), 0, *numbers)
+    value_model = load_value_model(settings, 0, *numbers)
     critic_config = CriticConfig(loss_agg_mode="token-mean")
     critic = DataParallelPPOCritic(critic_config, TrainEngine(value_model, OptimConfig(), 10, *numbers[:2]), SIZE)
     stage("load critic", None)

@@ -1,17 +1,12 @@
-"""The model that scores: the trial of its packed forward, copies, shares cut alike, and shards, which gather by it."""
+"""The model that scores: the trial of its packed forward, copies, and shares that are cut alike."""
 
 import copy
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import (
     AutoTokenizer,
     Gemma2Config,
@@ -29,25 +24,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
-from custom.tiny_model import save_tiny_model
-from data.protocol import DataProto
+from configs.schema import ModelConfig, RolloutConfig
 from data.seqlen_balancing import micro_batch_indices
 from data.types import Request, SamplingParams
-from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance, update_of
-from tests.ranks import Ranks
+from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
 from tests.shapes import SMALL
 from workers import micro_batches
 from workers import scoring_model as scoring_model_module
-from workers.collectives import group_size, rank
-from workers.dp_actor import DataParallelPPOActor
-from workers.dp_critic import DataParallelPPOCritic
-from workers.engine import TrainEngine
 from workers.forward_check import check_width
 from workers.hf.rollout import HFRollout
 from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share, score
-from workers.models import load_causal_lm, load_value_model
 from workers.scoring_model import padded_scores, scoring_model
 
 CPU = torch.device("cpu")
@@ -317,58 +304,6 @@ def test_an_adapter_goes_below_the_scores():
         torch.testing.assert_close(score(base, batch, CUTS["3 rows"], TEMPERATURE).log_probs, before)
 
 
-# Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "two_layers"
-    save_tiny_model(folder, seed=0, hidden_size=32, layers=2)
-    return folder
-
-
-def share(batch: DataProto, first: int) -> DataProto:
-    """This rank's: of two, the first has so many rows; one process has all."""
-    if group_size() == 1:
-        return batch
-    return batch[:first] if rank() == 0 else batch[first:]
-
-
-ACTOR = ActorConfig(entropy_coeff=0.05, use_kl_loss=True, optim=OptimConfig(lr=1e-2))
-CRITIC = CriticConfig(optim=OptimConfig(lr=1e-2), loss_agg_mode="token-mean")
-Learnt = tuple[int, dict[str, float], Tensor, list[Tensor]]
-
-
-def learnt_from(path: Path, batch: DataProto, first: int) -> dict[str, Learnt]:
-    """By model: forward passes of the update, its metrics, what was scored before it, and the weights after it."""
-    found, settings = {}, ModelConfig(path=str(path))
-    for name, config, load in [
-        ("actor", ACTOR, load_causal_lm),
-        ("critic", CRITIC, partial(load_value_model, path=str(path), seed=0)),
-    ]:
-        engine = TrainEngine(load(settings), config.optim, 10, CPU, torch.float32)
-        own, size = share(batch, first), MicroBatchSize(2, 0)
-        if name == "actor":
-            worker = DataParallelPPOActor(config, engine, size, size)
-            scored = worker.compute_log_prob(own, TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
-            verb = worker.update_policy
-        else:
-            worker = DataParallelPPOCritic(config, engine, size)
-            scored, verb = worker.compute_values(own).batch["values"], worker.update_critic
-        passes = []
-        engine.module.base_model.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
-        metrics = verb(own, update_of(batch, config))
-        found[name] = len(passes), metrics, scored, [p.detach() for p in engine.module.parameters()]
-    return found
-
-
 def test_a_share_is_cut_once_for_the_count_and_the_micro_batches(monkeypatch: pytest.MonkeyPatch):
     model, batch, calls = ready(llama()), ragged_batch(), []
 
@@ -380,63 +315,3 @@ def test_a_share_is_cut_once_for_the_count_and_the_micro_batches(monkeypatch: py
     rows = [row for micro in cut_share(batch, MicroBatchSize(None, 24), [], model) for row in micro.rows]
     assert sorted(map(int, rows)) == list(range(len(batch)))
     assert len(calls) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [7, 2, 9])
-def test_ranks_of_unequal_shares_run_as_many_passes_and_learn_the_same(ranks: Ranks, two_layers: Path, first: int):
-    batch = ragged_batch()
-    wanted, found = learnt_from(two_layers, batch, first), ranks.run(learnt_from, two_layers, batch, first)
-    for name, (_, metrics, scored, weights) in wanted.items():
-        passes = [learnt[name][0] for learnt in found]
-        assert passes[0] == passes[1] == -(-max(first, 9 - first) // 2)
-        torch.testing.assert_close(torch.cat([learnt[name][2] for learnt in found]), scored, rtol=1e-5, atol=1e-5)
-        for learnt in found:
-            assert learnt[name][1] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-            assert relative_distance(learnt[name][3], weights) < 3e-5  # after a step of Adam, which divides
-
-
-def gradient_of(path: Path, batch: DataProto, first: int, settings: dict) -> tuple[Tensor, list[Tensor]]:
-    """(log-probs of this rank's rows, the whole gradient of a loss of all rows); of several ranks each has a shard."""
-    model = load_causal_lm(ModelConfig(path=str(path), **settings)).train()
-    if group_size() > 1:
-        shard(model)
-    own = share(batch, first)
-    for micro in cut_share(own, MicroBatchSize(2, 0), ["advantages"], model):
-        scores = model.token_scores(micro, TEMPERATURE, ["log_probs", "entropy"])
-        if micro.is_dummy:
-            loss = 0 * scores.log_probs.sum()
-        else:
-            terms = scores.log_probs * micro.columns["advantages"] + 0.1 * scores.entropy
-            loss = torch.where(micro.is_scored, terms, 0.0).sum()
-        loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    if group_size() > 1:
-        gradients = [gradient.full_tensor() for gradient in gradients]
-    return score(model, own, MicroBatchSize(None, 24), TEMPERATURE).log_probs, gradients
-
-
-def shard(model: PreTrainedModel) -> None:
-    """As FSDP2 has to be told: facts_sharding.md."""
-    mesh = init_device_mesh("cpu", (group_size(),))
-    for module in (*model.base_model.layers, model):
-        fully_shard(module, mesh=mesh)
-    register_fsdp_forward_method(model, "token_scores")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [5, 9])
-@pytest.mark.parametrize(
-    "settings", [{}, {"use_remove_padding": False}, {"kernels": "off"}, {"enable_gradient_checkpointing": True}]
-)
-def test_a_sharded_model_has_the_gradient_of_one_process(ranks: Ranks, two_layers: Path, settings: dict, first: int):
-    batch = ragged_batch()
-    log_probs, wanted = gradient_of(two_layers, batch, first, settings)
-    found = ranks.run(gradient_of, two_layers, batch, first, settings)
-    torch.testing.assert_close(torch.cat([seen for seen, _ in found]), log_probs, rtol=1e-5, atol=1e-5)
-    for _, gradient in found:
-        assert relative_distance(gradient, wanted) < 1e-5

@@ -1,19 +1,15 @@
-"""Exchanges values and gradients among the workers of a group by torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""Joins the workers of a group by torch.distributed: gloo on CPUs, NCCL on GPUs; collects what each of them has.
 
-Every worker (rank) holds the whole model and learns from a share of each mini-batch. A loss is divided by the counts of
-the whole mini-batch, so the gradient is the plain sum over ranks, and all take the same step. A worker on its own is a
-group of one: nothing is sent and nothing changes.
+A worker on its own is a group of one: nothing is sent and nothing changes. Weights and gradients are the business of
+workers/sharding.py.
 """
 
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-BUCKET_BYTES = 32 << 20  # of gradients that are sent together: a message costs more than a small tensor
 BACKEND = "cpu:gloo,cuda:nccl"
 TIMEOUT = 600  # seconds
 
@@ -50,32 +46,3 @@ def gather(value: Any) -> list[Any]:
     if len(values) > 1:
         dist.all_gather_object(values, value)
     return values
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes every gradient its sum over ranks. One that no rank has stays None: that weight stays as it is."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-    dist.all_reduce(present, dist.ReduceOp.MAX)
-    trained = [parameter for parameter, anywhere in zip(trained, present.tolist(), strict=True) if anywhere]
-    for parameter in trained:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in buckets([parameter.grad for parameter in trained]):
-        together = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(together)
-        for gradient, total in zip(bucket, together.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
-
-
-def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups neighbours of one type that are no larger together than a bucket; a larger tensor is alone."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        fits = sum(held.nbytes for held in bucket) + tensor.nbytes <= BUCKET_BYTES
-        if bucket and not (fits and tensor.dtype == bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

@@ -1,8 +1,8 @@
 """One model in training: its weights, precision, optimiser and schedule, and its part of a checkpoint.
 
 Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns one hands
-`update()` its value on each micro-batch, and the optimiser steps once. Every worker holds the whole model; of several,
-each has a share of the micro-batches, and all take the step of their summed gradients (workers/collectives.py).
+`update()` its value on each micro-batch, and the optimiser steps once. Of several workers each has a share of the
+micro-batches, the gradients are summed over all (workers/sharding.py), and each steps its part of the weights.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -26,9 +27,10 @@ from training.torch_functional import (
     cosine_schedule_multiplier,
     wsd_schedule_multiplier,
 )
-from workers.collectives import gather, group_size, rank, sum_gradients
+from workers.collectives import gather, rank
 from workers.lora import save_pretrained
 from workers.offload import Offload, Residence, make_optimizer
+from workers.sharding import part_of, whole
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
 NOTHING = Offload()
@@ -101,8 +103,6 @@ class TrainEngine:
         if not all(gather(self.accumulate(losses))):
             self.optimizer.zero_grad(set_to_none=True)
             return {"skipped_updates": 1.0}
-        if group_size() > 1:
-            sum_gradients(self.module.parameters())
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
@@ -127,7 +127,7 @@ class TrainEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        total_norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
         grad_norm = total_norm.item()
         if grad_norm > self.optim.clip_grad:  # clip_grad_norm_ would multiply by 1 where it is not
             torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_grad, total_norm)
@@ -139,22 +139,24 @@ class TrainEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of
-        their names."""
-        yield from revert_weight_conversion(self.module, self.module.state_dict()).items()
+        their names. Of several workers all have to go through them."""
+        for name, weight in revert_weight_conversion(self.module, self.module.state_dict()).items():
+            yield name, whole(weight)
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the
         same, and the first writes it. The configs of huggingface/ are always there; hf_model adds the weights. The
         tokenizer beside them is the caller's."""
-        if rank() > 0:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
-        parts = self.checkpoint_parts()
+        first = rank() == 0
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
         with self.at_work():
-            for name in parts:
+            for name, (read, _) in self.checkpoint_parts().items():
                 if name in contents:
-                    torch.save(parts[name][0](), folder / part_file(name))
+                    part = tree_map(whole, read())
+                    if first:
+                        torch.save(part, folder / part_file(name))
             save_pretrained(self.module, folder, with_weights="hf_model" in contents)
 
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
@@ -178,13 +180,23 @@ class TrainEngine:
     def checkpoint_parts(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         """Maps each part of a checkpoint to the functions that read it off and put it back."""
         return {
-            "model": (self.module.state_dict, self.module.load_state_dict),
+            "model": (self.module.state_dict, self.load_weights),
             "optimizer": (self.optimizer.state_dict, self.load_moments),
             "extra": (rng_state, set_rng_state),  # the worker's: behind Ray it has generators of its own
         }
 
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Restores the weights, of which every rank is given all."""
+        own = self.module.state_dict()
+        self.module.load_state_dict({name: part_of(value, own.get(name)) for name, value in state.items()})
+
     def load_moments(self, state: dict[str, Any]) -> None:
-        """Restores AdamW's moments; betas, weight decay and the like stay as this run's config says."""
+        """Restores AdamW's moments, of which every rank is given all; betas, weight decay and the like stay as this
+        run's config says."""
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for place, moments in state["state"].items():
+            parts = {name: part_of(value, weights[place] if value.ndim else None) for name, value in moments.items()}
+            state["state"][place] = parts
         own = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):

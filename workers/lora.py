@@ -4,6 +4,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
 import copy
+import math
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema import SFTModelConfig
+from workers.collectives import rank
+from workers.sharding import whole, write
 
 ADAPTER = "default"  # peft's name for the only one
 
@@ -37,11 +40,24 @@ def add_lora(model: PreTrainedModel, settings: SFTModelConfig) -> None:
         ) from error
 
 
+@torch.no_grad()
+def reset_adapters(model: PreTrainedModel) -> None:
+    """Draws the matrices of a sharded model's adapters, as peft draws those of a whole one: they have no effect yet."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            start = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                torch.nn.init.kaiming_uniform_(start, a=math.sqrt(5))
+            write(parameter.detach(), start)
+
+
 def save_pretrained(model: PreTrainedModel, folder: Path, with_weights: bool) -> None:
-    """`folder`/huggingface, for from_pretrained: the configs, and the weights if asked for, LoRA's added to them. They
-    are then by themselves in `folder`/lora_adapter, for peft."""
+    """Writes `folder`/huggingface, for from_pretrained: the configs, and the weights if asked for, with LoRA's added.
+    Those are then by themselves in `folder`/lora_adapter, for peft. All ranks have to ask for it; the first writes."""
     if not model._hf_peft_config_loaded:  # transformers' word for "has adapters"
-        model.save_pretrained(folder / "huggingface", **({} if with_weights else {"state_dict": {}}))
+        weights = {name: whole(weight) for name, weight in model.state_dict().items()} if with_weights else {}
+        if rank() == 0:
+            model.save_pretrained(folder / "huggingface", state_dict=weights)
         return
     plain = copy.copy(model)  # the same weights, in an object that saves whole models
     plain._hf_peft_config_loaded = False

@@ -21,6 +21,7 @@ from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from training.torch_functional import to_device
 from workers.collectives import gather
+from workers.sharding import reshard
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ def score_micro_batches(
         found = model.token_scores(micro, temperature, ask)._asdict()
         for name, into in zip(ask, columns, strict=True):
             into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0)
+    reshard(model)
     return TokenScores(**dict(zip(ask, columns.cpu(), strict=True)))
 
 

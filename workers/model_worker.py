@@ -4,8 +4,8 @@ Actor and rollout share a process: the rollout samples from the actor's own weig
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
 from configs.errors import notice, warns_of_close
-from configs.schema import ActorConfig, Config, CriticConfig, OptimConfig, RefConfig, RolloutConfig
+from configs.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    OptimConfig,
+    RefConfig,
+    RolloutConfig,
+)
 from data.import_utils import load_modules
 from data.padding import collate
 from data.pretrained import load_tokenizer
@@ -39,6 +46,7 @@ from workers.models import frozen_copy, load_causal_lm, load_value_model, traini
 from workers.offload import Offload
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout, sample_of
+from workers.sharding import Sharding, gather_weights, make_mesh
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; what rounding does is far below
@@ -68,12 +76,14 @@ class ModelWorker:
             print(memory)
         self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
-        with forked_rng(derive_seed(config.trainer.seed, "worker")):  # for weights that the folder does not hold
-            module = load_causal_lm(policy.model, self.device, self.dtype, self.longest)
+        self.mesh = make_mesh(policy.actor.fsdp_config.fsdp_size, self.device)
+        fsdp = policy.actor.fsdp_config
+        self.offload = Offload(self._offloads(fsdp.optimizer_offload), self._offloads(fsdp.param_offload))
+        module = self._load_policy(self.offload.any)
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said and rank() == 0:
             notice(said)
-        reference = frozen_copy(module, self.dtype) if "ref" in roles else None
+        reference = self._load_reference(module) if "ref" in roles else None
         policy_steps = total_steps - first_policy_step(config) + 1
         self.policy = self._train(module, policy.actor.optim, policy_steps)
         builders = {
@@ -92,14 +102,30 @@ class ModelWorker:
         if "rollout" in self.roles:
             self.roles["rollout"].close()
 
+    def _load_policy(self, offload: bool) -> PreTrainedModel:
+        """Loads the policy that the run starts from."""
+        model, sharding = self.config.actor_rollout_ref.model, self._sharding(offload)
+        with forked_rng(derive_seed(self.config.trainer.seed, "worker")):  # for weights that the folder does not hold
+            return load_causal_lm(model, self.device, self.dtype, self.longest, sharding)
+
+    def _load_reference(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """Makes the frozen model of the weights that `policy` has now: a copy, or shards of its own."""
+        if self.mesh is None:
+            return frozen_copy(policy, self.dtype)
+        return self._load_policy(self._offloads(self.config.actor_rollout_ref.ref.fsdp_config.param_offload))
+
     def _train(self, module: PreTrainedModel, optim: OptimConfig, steps: int) -> TrainEngine:
-        asked = self.config.actor_rollout_ref.actor.fsdp_config
-        offload = Offload(self._offloads(asked.optimizer_offload), self._offloads(asked.param_offload))
+        offload = self.offload if self.mesh is None else Offload()  # shards see to it by themselves
         return TrainEngine(module, optim, steps, self.device, self.dtype, offload)
 
     def _offloads(self, asked: bool) -> bool:
         """Says whether something is kept in main memory; on a CPU all is there."""
         return asked and self.device.type != "cpu"
+
+    def _sharding(self, offload: bool) -> Sharding | None:
+        """Reads off how a model is spread over the workers; None: there is one."""
+        reshards = self.config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward
+        return None if self.mesh is None else Sharding(self.mesh, reshards, offload)
 
     def _build_actor(self) -> DataParallelPPOActor:
         policy = self.config.actor_rollout_ref
@@ -107,28 +133,27 @@ class ModelWorker:
         return DataParallelPPOActor(policy.actor, self.policy, *sizes, self.config.algorithm.rollout_correction)
 
     def _build_critic(self) -> DataParallelPPOCritic:
-        config, model = self.config.critic, self.config.actor_rollout_ref.model
-        run = self.device, self.dtype, self.longest
-        module = load_value_model(model, config.model.path, self.config.trainer.seed, *run)
+        config = self.config.critic
+        model = replace(self.config.actor_rollout_ref.model, path=config.model.path)
+        run = self.device, self.dtype, self.longest, self._sharding(self.offload.any)
+        module = load_value_model(model, self.config.trainer.seed, *run)
         engine = self._train(module, config.optim, self.total_steps)
         return DataParallelPPOCritic(config, engine, update_size(config))
 
     def _build_reference(self, module: PreTrainedModel) -> ReferencePolicy:
         config = self.config.actor_rollout_ref.ref
-        offload = self._offloads(config.fsdp_config.param_offload)
+        offload = self.mesh is None and self._offloads(config.fsdp_config.param_offload)
         return ReferencePolicy(module, log_prob_size(config), self.policy.autocast, offload)
 
     def _build_rm(self) -> LearnedReward:
         config = self.config.reward.reward_model
         offload = self._offloads(config.fsdp_config.param_offload)
-        return LearnedReward(config, self.tokenizer, self.device, offload)
+        return LearnedReward(config, self.tokenizer, self.device, offload, self._sharding(offload))
 
     def _build_rollout(self) -> "ColocatedRollout":
         config = self.config.actor_rollout_ref.rollout
-        with (
-            self.policy.at_work(),
-            self.policy.autocast(),
-        ):  # an engine may try what it can do, in the precision that it will do it in
+        # An engine may try what it can do, by all weights, in the precision that it will do it in.
+        with self.policy.at_work(), gather_weights(self.policy.module), self.policy.autocast():
             engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
         rollout = ColocatedRollout(self.config, self.tokenizer, engine, self.policy)
         if engine.own_weights:
@@ -160,8 +185,12 @@ class ColocatedRollout:
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
         """Generates responses to this worker's `prompts`, or the episodes that they begin; the first is row `first_row`
         of the whole batch."""
-        at_work = nullcontext() if self.engine.own_weights else self.policy.at_work()
-        with forked_rng(seed), at_work, self.policy.autocast():
+        with ExitStack() as held:
+            held.enter_context(forked_rng(seed))
+            if not self.engine.own_weights:
+                held.enter_context(self.policy.at_work())
+                held.enter_context(gather_weights(self.policy.module))
+            held.enter_context(self.policy.autocast())
             if self.engine.lost_weights:
                 self._load_weights(self.engine.weight_version)
             self.engine.wake_up()

@@ -3,8 +3,9 @@
 import copy
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +20,16 @@ from transformers.utils import logging as transformers_logging
 
 from configs.checks import plural
 from configs.errors import first_line, notice
-from configs.schema import ModelConfig, SFTModelConfig
+from configs.schema import ModelConfig, PretrainedModelConfig, SFTModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
 from workers.forward_check import score_equally
-from workers.lora import add_lora
+from workers.lora import add_lora, reset_adapters
 from workers.scoring_model import scoring_model
+from workers.sharding import Sharding, fill, materialize, shard
 
 CPU = torch.device("cpu")
+Report = dict[str, Collection[str]]  # transformers' of a load: names by missing_keys, unexpected_keys
 LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
 
 transformers_logging.disable_progress_bar()
@@ -75,47 +78,109 @@ def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
 
 
 def load_causal_lm(
-    model: ModelConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, longest: int = LONGEST
+    model: ModelConfig,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    longest: int = LONGEST,
+    sharding: Sharding | None = None,
 ) -> PreTrainedModel:
     """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; in supervised training with
-    LoRA's matrices, if there are to be any."""
-    loaded = _load(AutoModelForCausalLM, model, model.path, "actor_rollout_ref.model.path")
-    if isinstance(model, SFTModelConfig) and model.lora_rank:
-        add_lora(loaded, model)
+    LoRA's matrices, if there are to be any.
+
+    Args:
+        sharding: how it is spread over the workers; None: this one has all of it.
+    """
+    loaded = _load(AutoModelForCausalLM, model, "actor_rollout_ref.model.path", sharding)
     return scoring_model(loaded, model, device, dtype, longest)
 
 
 def load_value_model(
     model: ModelConfig,
-    path: str,
     seed: int,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     longest: int = LONGEST,
+    sharding: Sharding | None = None,
 ) -> PreTrainedModel:
-    """Loads the model at `path` with a head of one output per token, whose start is derived from `seed`."""
+    """Loads the model at `model.path` with a head of one output per token, whose start is derived from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "value_head"))
-        loaded = _load(AutoModelForTokenClassification, model, path, "critic.model.path", num_labels=1)
+        loaded = _load(AutoModelForTokenClassification, model, "critic.model.path", sharding, num_labels=1)
     return scoring_model(loaded, model, device, dtype, longest)
 
 
-def _load(auto_class: type, model: ModelConfig, path: str | None, key: str, **overrides) -> PreTrainedModel:
-    config = load_model_config(model, path, key)
+def _load(
+    auto_class: type,
+    model: ModelConfig,
+    key: str,
+    sharding: Sharding | None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    config = load_model_config(model, model.path, key)
     config.update({**no_dropout(config), **model.override_config, **overrides})
-    loaded, report = auto_class.from_pretrained(
-        str(Path(path).expanduser()),
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
-    report_weights(loaded, report, path)
-    if model.enable_gradient_checkpointing:
-        loaded.gradient_checkpointing_enable()
+    has_lora = auto_class is AutoModelForCausalLM and isinstance(model, SFTModelConfig) and model.lora_rank > 0
+
+    def prepare(made: PreTrainedModel) -> None:
+        if has_lora:
+            add_lora(made, model)
+        if model.enable_gradient_checkpointing:
+            made.gradient_checkpointing_enable()
+
+    loaded = load_pretrained(auto_class, model, config, report_weights, sharding, prepare)
+    if has_lora and sharding is not None:
+        reset_adapters(loaded)
     if loaded.can_generate():
-        loaded.generation_config = savable(loaded.generation_config, path)
+        loaded.generation_config = savable(loaded.generation_config, model.path)
     return loaded
+
+
+def load_pretrained(
+    auto_class: type,
+    model: PretrainedModelConfig,
+    config: PretrainedConfig,
+    check: Callable[[PreTrainedModel, Report, str], None],
+    sharding: Sharding | None,
+    prepare: Callable[[PreTrainedModel], None] = lambda made: None,
+) -> PreTrainedModel:
+    """Loads what `auto_class` makes of the folder `model.path`, in float32 and in eval mode.
+
+    Args:
+        check: is called with the model where it was read whole, with transformers' report of its weights, and the path.
+        sharding: how it is spread over the workers; None: this one has all of it.
+        prepare: changes its layers, before they are sharded.
+    """
+    folder, trust = Path(model.path).expanduser(), model.trust_remote_code
+
+    def read() -> PreTrainedModel:
+        loaded, report = auto_class.from_pretrained(
+            str(folder), config=config, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True
+        )
+        check(loaded, report, model.path)
+        return loaded
+
+    if sharding is None:
+        loaded = read()
+        prepare(loaded)
+        return loaded
+    made = empty_model(auto_class, config, folder, trust)
+    prepare(made)
+    shard(made, sharding)
+    materialize(made, sharding.device)
+    fill(made, folder, read)
+    return made
+
+
+def empty_model(auto_class: type, config: PretrainedConfig, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """Makes what from_pretrained returns, but for its weights, which are nowhere."""
+    from accelerate import init_empty_weights  # a second, and only needed here
+
+    with init_empty_weights(include_buffers=False):
+        made = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    made.tie_weights()  # again, as what was tied has been moved apart
+    made.name_or_path = str(folder)
+    if made.can_generate() and (folder / "generation_config.json").exists():
+        made.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return made.eval()
 
 
 def frozen_copy(module: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -139,7 +204,7 @@ def plain_matrices(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in linear if id(weight) not in embeddings]
 
 
-def report_weights(model: PreTrainedModel, report: dict[str, Collection[str]], path: str) -> None:
+def report_weights(model: PreTrainedModel, report: Report, path: str) -> None:
     """Prints a notice of weights that `path` lacks, or has and `model` does not; a critic's head is its own and new."""
     is_critic = model.get_output_embeddings() is None
     own = f"{model.base_model_prefix}." if is_critic else ""

@@ -29,6 +29,10 @@ class Offload:
     moments: bool = False
     module: bool = False
 
+    @property
+    def any(self) -> bool:
+        return self.moments or self.module
+
 
 def make_optimizer(parameters: Iterator[nn.Parameter], optim: OptimConfig, in_main_memory: bool) -> torch.optim.AdamW:
     """Makes AdamW by its settings, the moments `in_main_memory` or beside the weights."""

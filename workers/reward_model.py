@@ -6,7 +6,6 @@ otherwise the conversation is written again in its own template, by its own toke
 
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,9 +15,11 @@ from data.chat import RM_KEY, encode_conversation, reward_tokenizer
 from data.pretrained import load_model_config, position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
+from workers.collectives import gather
 from workers.engine import compute_dtype
-from workers.models import no_dropout, plain_matrices
+from workers.models import Report, load_pretrained, no_dropout, plain_matrices
 from workers.offload import Residence
+from workers.sharding import Sharding, reshard
 
 
 class LearnedReward:
@@ -27,6 +28,7 @@ class LearnedReward:
     Args:
         tokenizer: the policy's.
         offload: its weights are in main memory while it does not score.
+        sharding: how it is spread over the workers; None: this one has all of it.
 
     Raises:
         ValueError: the folder holds no such model, or its tokenizer cannot write the conversation.
@@ -38,14 +40,17 @@ class LearnedReward:
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
         offload: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.dtype = compute_dtype(config.fsdp_config.dtype, device)
-        self.model = load_reward_model(config.model)
-        for matrix in plain_matrices(self.model):
-            matrix.data = matrix.to(self.dtype)
-        self.at_work = Residence(self.model.to(device), offload).at_work
+        self.model = load_reward_model(config.model, sharding)
+        if sharding is None:
+            for matrix in plain_matrices(self.model):
+                matrix.data = matrix.to(self.dtype)
+            self.model.to(device)
+        self.at_work = Residence(self.model, offload and sharding is None).at_work
         self.longest = config.max_length or position_count(self.model.config.get_text_config())
         self.tokenizer = tokenizer
         self.own_tokenizer = reward_tokenizer(config.model, tokenizer)
@@ -54,9 +59,14 @@ class LearnedReward:
         """Computes the model's output for each row's prompt and response: column rm_scores, [B] float32 on the CPU."""
         rows = [ids[-self.longest :] if self.longest else ids for ids in self.conversations(batch)]
         scores = torch.zeros(len(rows))
+        parts = self.parts([len(ids) for ids in rows])
+        missing = max(gather(len(parts))) - len(parts)  # in each forward the ranks gather sharded weights together
         with self.at_work():
-            for part in self.parts([len(ids) for ids in rows]):
+            for part in parts:
                 scores[part] = self.forward([rows[row] for row in part])
+            for _ in range(missing):
+                self.forward([[0]])
+        reshard(self.model)
         return DataProto.from_dict({"rm_scores": scores})
 
     def conversations(self, batch: DataProto) -> list[list[int]]:
@@ -100,7 +110,7 @@ class LearnedReward:
             return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
 
 
-def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
+def load_reward_model(model: PretrainedModelConfig, sharding: Sharding | None = None) -> PreTrainedModel:
     """Loads the sequence classifier at `model.path`, float32, without dropout.
 
     Raises:
@@ -108,17 +118,15 @@ def load_reward_model(model: PretrainedModelConfig) -> PreTrainedModel:
     """
     config = load_model_config(model, model.path, f"{RM_KEY}.path")
     config.update({**no_dropout(config), **model.override_config})
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(
-        str(Path(model.path).expanduser()),
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
+    loaded = load_pretrained(AutoModelForSequenceClassification, model, config, check_is_whole, sharding)
+    return loaded.eval().requires_grad_(False)
+
+
+def check_is_whole(model: PreTrainedModel, report: Report, path: str) -> None:
+    """Raises ValueError where the folder of a reward model lacks weights."""
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"{RM_KEY}.path={model.path}: its weights lack {', '.join(missing[:3])} of "
-            f"{type(loaded).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. "
+            f"{RM_KEY}.path={path}: its weights lack {', '.join(missing[:3])} of "
+            f"{type(model).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. "
             "one that `python -m scripts.reward_model` writes."
         )
-    return loaded.eval().requires_grad_(False)

@@ -34,6 +34,7 @@ from workers.micro_batches import (
     MicroBatch,
     TokenScores,
 )
+from workers.sharding import materialize, set_method
 
 
 def scoring_model(
@@ -50,7 +51,7 @@ def scoring_model(
     Raises:
         ValueError: no forward scores a row beside others as alone.
     """
-    model.to(device)
+    materialize(model, device)
     compute_as_in_eval(model)
     fix_rope(model, longest)
     set_forward(model, padded_scores, shares_prompts=False)
@@ -108,7 +109,8 @@ def first_problem(checks: Sequence[ForwardCheck], dtypes: Collection[torch.dtype
 
 
 def set_forward(model: PreTrainedModel, forward: Callable[..., TokenScores], shares_prompts: bool) -> None:
-    model.token_scores, model.shares_prompts = MethodType(forward, model), shares_prompts
+    set_method(model, "token_scores", MethodType(forward, model))
+    model.shares_prompts = shares_prompts
 
 
 def padded_scores(

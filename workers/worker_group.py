@@ -26,6 +26,7 @@ from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.openai.weight_transfer import check_weight_transfer
+from workers.sharding import shard_count
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
@@ -192,10 +193,11 @@ def kernels(config: Config) -> str:
 
 
 def check_machine(config: Config) -> None:
-    """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or no
-    GPU for a way to hand weights over that needs one. A notice tells of a GPU that is here and that torch cannot use.
-    """
+    """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, no GPU
+    for a way to hand weights over that needs one, or workers that do not make whole groups of shards. A notice tells
+    of a GPU that is here and that torch cannot use."""
     resources = Resources.from_config(config.trainer)
+    shard_count(config.actor_rollout_ref.actor.fsdp_config.fsdp_size, resources.workers)
     check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
         notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
@@ -217,10 +219,7 @@ def worker_summary(trainer: RunConfig) -> str:
     resources = Resources.from_config(trainer)
     having = f"with {Threads(resources.threads, resources.threads_from)} and {resources.gpus or 'no'} GPU"
     if resources.workers > 1:
-        return (
-            f"{resources.workers} workers are Ray actors, {having} each: all hold the whole model, and each takes a "
-            "share of every batch."
-        )
+        return f"{resources.workers} workers are Ray actors, {having} each; each takes a share of every batch."
     return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {having}."
 
 

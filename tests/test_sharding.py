@@ -1,0 +1,369 @@
+"""Ranks in processes of their own, over real gloo, with a share of the rows each and shards of the weights: what comes
+out is what one process has."""
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from configs.errors import ConfigError
+from configs.schema import (
+    ActorConfig,
+    CriticConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    PretrainedModelConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from custom.tiny_model import save_tiny_model
+from data.protocol import DataProto
+from data.types import Request, SamplingParams
+from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
+from tests.ranks import Ranks
+from workers.collectives import gather, group_size, join_group, rank
+from workers.dp_actor import DataParallelPPOActor
+from workers.dp_critic import DataParallelPPOCritic
+from workers.engine import TrainEngine
+from workers.hf.rollout import HFRollout
+from workers.micro_batches import MicroBatchSize, score
+from workers.models import load_causal_lm, load_value_model
+from workers.remote_roles import shares_of
+from workers.reward_model import LearnedReward
+from workers.sharding import Sharding, class_name, gather_weights, make_mesh, shard_count, sharded_parts, whole
+
+CPU = torch.device("cpu")
+MESHES = {"sharded": -1, "replicated": 1, "two replicas": 2}  # by fsdp_size
+OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
+LOSSES = {
+    "vanilla, every term": ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OPTIM),
+    "vanilla, means of rows": ActorConfig(loss_agg_mode="seq-mean-token-mean", optim=OPTIM),
+    "gspo": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), optim=OPTIM),
+    "clip_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.3), optim=OPTIM),
+    "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
+}
+CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Four, for replicas of shards; a run of two is in tests/test_worker_group.py."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "two_layers"
+    save_tiny_model(folder, seed=0, hidden_size=32, layers=2)
+    return folder
+
+
+def sharding(fsdp_size: int = -1) -> Sharding | None:
+    """How a run of so many workers spreads a model; in the test's own process it does not."""
+    mesh = make_mesh(fsdp_size, CPU)
+    return None if mesh is None else Sharding(mesh)
+
+
+def share(batch: DataProto, first: int) -> DataProto:
+    """This rank's rows: `first` of them are the first rank's, and the rest the second's; one process has all."""
+    if group_size() == 1:
+        return batch
+    return [batch[:first], batch[first:], batch[:0], batch[:0]][rank()]
+
+
+def trainer(path: Path, config: ActorConfig | CriticConfig, fsdp_size: int, size: MicroBatchSize) -> Any:
+    """The actor or the critic of a run."""
+    settings = {"sharding": sharding(fsdp_size)}
+    if isinstance(config, CriticConfig):
+        module = load_value_model(ModelConfig(path=str(path)), seed=0, **settings)
+        return DataParallelPPOCritic(config, TrainEngine(module, config.optim, 10, CPU, torch.float32), size)
+    module = load_causal_lm(ModelConfig(path=str(path)), **settings)
+    engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
+    return DataParallelPPOActor(config, engine, size, CUTS["24 tokens"])
+
+
+def learn(path: Path, batches: dict[str, DataProto], names: list[str], fsdp_size: int) -> dict[str, Recorded]:
+    """An update with this rank's share of each batch, by each loss; "critic" is the critic's."""
+    found = {}
+    for kind, batch in batches.items():
+        for name in names:
+            config = LOSSES.get(name, CRITIC)
+            worker = trainer(path, config, fsdp_size, CUTS["3 rows"])
+            verb = worker.update_critic if name == "critic" else worker.update_policy
+            update = partial(verb, shares_of(batch, group_size())[rank()], update_of(batch, config))
+            metrics, gradient, weights = recorded(worker.engine, update)
+            found[f"{kind}, {name}"] = metrics, [*map(whole, gradient)], [*map(whole, weights)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [("two replicas", [*LOSSES, "critic"]), ("sharded", ["kl_cov", "critic"]), ("replicated", ["kl_cov", "critic"])],
+)
+def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names: list[str]):
+    """…and report its metrics, whatever the loss; with fewer rows than ranks as well."""
+    batches = {"9 rows": ragged_batch(), "1 row": ragged_batch()[4:5]}
+    wanted = learn(model, batches, names, 1)
+    found = ranks.run(learn, model, batches, names, MESHES[mesh])
+    for name, (metrics, gradient, weights) in wanted.items():
+        assert metrics[f"{'critic' if 'critic' in name else 'actor'}/skipped_updates"] == 0
+        for found_metrics, found_gradient, found_weights in (learnt[name] for learnt in found):
+            assert found_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6), name
+            assert relative_distance(found_gradient, gradient) < 1e-5, name
+            assert relative_distance(found_weights, weights) < 3e-5, f"{name}: Adam divides"
+            assert all(map(torch.equal, found_weights, found[0][name][2])), f"{name}: the ranks drift apart"
+
+
+def passes_of(path: Path, batch: DataProto, first: int) -> tuple[int, Tensor, dict[str, float], list[Tensor]]:
+    """Forward passes of an update with `share`, what was scored before it, its metrics, and the weights after it."""
+    config, passes = LOSSES["vanilla, every term"], []
+    worker = trainer(path, config, -1, MicroBatchSize(2, 0))
+    scored = worker.compute_log_prob(share(batch, first), TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
+    worker.engine.module.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    metrics = worker.update_policy(share(batch, first), update_of(batch, config))
+    return len(passes), scored, metrics, [whole(weight.detach()) for weight in worker.engine.module.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [7, 2, 9])
+def test_ranks_of_unequal_shares_run_as_many_passes_and_learn_the_same(ranks: Ranks, model: Path, first: int):
+    batch = ragged_batch()
+    _, scored, metrics, weights = passes_of(model, batch, first)
+    found = ranks.run(passes_of, model, batch, first)
+    assert {passes for passes, *_ in found} == {-(-max(first, 9 - first) // 2)}
+    torch.testing.assert_close(torch.cat([scores for _, scores, *_ in found]), scored, rtol=1e-5, atol=1e-5)
+    for _, _, found_metrics, found_weights in found:
+        assert found_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        assert relative_distance(found_weights, weights) < 3e-5
+
+
+def gradient_of(path: Path, batch: DataProto, settings: dict[str, Any], reshards: bool) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of this rank's rows, and the whole gradient of an update."""
+    config, spread = LOSSES["vanilla, every term"], sharding()
+    if spread is not None:
+        spread = Sharding(spread.mesh, reshards)
+    module = load_causal_lm(ModelConfig(path=str(path), **settings), sharding=spread)
+    engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
+    actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), CUTS["24 tokens"])
+    own = shares_of(batch, group_size())[rank()]
+    scored = actor.compute_log_prob(own, TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
+    _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
+    return scored, [*map(whole, gradient)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "reshards"),
+    [
+        ({}, False),
+        ({"use_remove_padding": False}, True),
+        ({"kernels": "off"}, True),
+        ({"enable_gradient_checkpointing": True}, True),
+    ],
+)
+def test_shards_have_the_gradient_of_one_process(ranks: Ranks, model: Path, settings: dict[str, Any], reshards: bool):
+    batch = ragged_batch()
+    log_probs, wanted = gradient_of(model, batch, settings, reshards)
+    found = ranks.run(gradient_of, model, batch, settings, reshards)
+    torch.testing.assert_close(torch.cat([seen for seen, _ in found]), log_probs, rtol=1e-5, atol=1e-5)
+    for _, gradient in found:
+        assert relative_distance(gradient, wanted) < 1e-5
+
+
+def refuse(path: Path, batch: DataProto) -> list[tuple[dict[str, float], bool]]:
+    """An update in which the last row's loss is not finite and one in which all are; whether the weights stayed."""
+    worker, found = trainer(path, ActorConfig(optim=OPTIM), -1, CUTS["1 row"]), []
+    for bad in (True, False):
+        before = [whole(weight).clone() for weight in worker.engine.module.parameters()]
+        given = DataProto(batch.batch.clone())
+        if bad:
+            given.batch["advantages"][-1] = torch.inf
+        metrics = worker.update_policy(shares_of(given, group_size())[rank()], update_of(given, worker.config))
+        after = [whole(weight) for weight in worker.engine.module.parameters()]
+        found.append((metrics, all(map(torch.equal, before, after))))
+    return found
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is_taken(ranks: Ranks, model: Path):
+    [_, (wanted, _)] = refuse(model, ragged_batch())
+    for (refused, stayed), (taken, same) in ranks.run(refuse, model, ragged_batch()):
+        assert refused["actor/skipped_updates"] == 1 and stayed
+        assert not same and taken == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def held(path: Path, fsdp_size: int) -> tuple[int, int, int]:
+    """Numbers of a whole model, of this rank's weights, and of its moments after a step."""
+    worker = trainer(path, ActorConfig(optim=OPTIM), fsdp_size, CUTS["all rows"])
+    batch = ragged_batch()
+    worker.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, worker.config))
+    weights = [*worker.engine.module.parameters()]
+    moments = [state[name] for state in worker.engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert all(isinstance(tensor, DTensor) for tensor in (*weights, *moments))
+    here = [sum(tensor.to_local().numel() for tensor in tensors) for tensors in (weights, moments)]
+    return sum(weight.numel() for weight in weights), *here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "shards"), [("sharded", 4), ("two replicas", 2), ("replicated", 1)])
+def test_a_rank_holds_its_part_of_weights_and_moments(ranks: Ranks, model: Path, mesh: str, shards: int):
+    found = ranks.run(held, model, MESHES[mesh])
+    [total] = {total for total, *_ in found}
+    assert sum(weights for _, weights, _ in found[:shards]) == total
+    for _, weights, moments in found:
+        assert weights == pytest.approx(total / shards, rel=0.06) and moments == 2 * weights  # rows of uneven number
+
+
+def loaded(path: Path, of_critic: bool) -> tuple[dict[str, Tensor], bool, str]:
+    """The weights that are loaded, whole; whether weights are tied; the name of the class."""
+    settings = ModelConfig(path=str(path))
+    with torch.random.fork_rng():
+        torch.manual_seed(5)  # for weights that the folder lacks
+        if of_critic:
+            model = load_value_model(settings, 3, sharding=sharding())
+        else:
+            model = load_causal_lm(settings, sharding=sharding())
+    names = {id(weight): name for name, weight in model.named_parameters(remove_duplicate=False)}
+    tied = len(names) < len([*model.named_parameters(remove_duplicate=False)])
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    return weights | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}, tied, class_name(model)
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by how they are read: under their own names from one file and from several, tied and not; without a weight
+    that has to be drawn; in torch's old format."""
+    root = tmp_path_factory.mktemp("folders")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(1)
+    untied = Qwen2ForCausalLM(
+        Qwen2Config(
+            **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        )
+    )
+    for name, size in (("untied", "1GB"), ("several files", "20KB")):
+        untied.save_pretrained(root / name, max_shard_size=size)
+    plain = LlamaForCausalLM.from_pretrained(model)
+    state = plain.state_dict()
+    del state["model.norm.weight"]
+    plain.save_pretrained(root / "one missing", state_dict=state)
+    shutil.copytree(model, root / "old format", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(plain.state_dict(), root / "old format" / "pytorch_model.bin")
+    for folder in root.iterdir():
+        tokenizer.save_pretrained(folder)
+    return {"tied": model, **{folder.name: folder for folder in root.iterdir()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "untied", "several files", "one missing", "old format", "critic"])
+def test_shards_are_loaded_as_a_whole_model_is(ranks: Ranks, folders: dict[str, Path], name: str):
+    path = folders.get(name, folders["tied"])
+    weights, tied, kind = loaded(path, name == "critic")
+    assert tied == (name in ("tied", "one missing", "old format"))
+    for found in ranks.run(loaded, path, name == "critic"):
+        assert found[1:] == (tied, kind)
+        assert found[0].keys() == weights.keys()
+        for key, weight in weights.items():
+            assert torch.equal(found[0][key], weight), key
+
+
+def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], list[float]]], Tensor, bool]:
+    """What the hf engine draws for this rank's number of `rows`; log-probs of a batch, before and after the same;
+    whether the model is in shards then."""
+    model = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding())
+    config = RolloutConfig(prompt_length=8, response_length=6)
+    before = score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs
+    with gather_weights(model):
+        engine = HFRollout(config, AutoTokenizer.from_pretrained(path), model)
+    with gather_weights(model):
+        asked = [Request(i, [7, 9 + i, 5], SamplingParams(True, 1.0, -1, 1.0, 6), seed=i) for i in range(rows[rank()])]
+        done = {completion.id: (completion.token_ids, completion.log_probs) for completion in engine.generate(asked)}
+    in_shards = all(isinstance(weight, DTensor) for weight in model.parameters())
+    assert torch.equal(score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
+    return done, before, in_shards
+
+
+@pytest.mark.slow
+def test_sampling_from_gathered_weights_is_sampling_from_the_model(ranks: Ranks, model: Path):
+    """…though ranks have other numbers of rows, and so of forward passes."""
+    rows = [0, 2, 5, 1]
+    wanted, scored, _ = sampled(model, [max(rows)])
+    for count, (done, scores, in_shards) in zip(rows, ranks.run(sampled, model, rows), strict=True):
+        assert in_shards and len(done) == count
+        torch.testing.assert_close(scores, scored, rtol=1e-5, atol=1e-5)
+        for number, (tokens, log_probs) in done.items():
+            assert tokens == wanted[number][0] and log_probs == pytest.approx(wanted[number][1], abs=1e-5)
+
+
+@pytest.mark.slow
+def handed_over(path: Path) -> dict[str, Tensor]:
+    """The weights for an engine, after a step."""
+    worker, batch = trainer(path, ActorConfig(optim=OPTIM), -1, CUTS["all rows"]), ragged_batch()
+    worker.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, worker.config))
+    return {name: weight.clone() for name, weight in worker.engine.weights()}
+
+
+def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks: Ranks, model: Path):
+    wanted = handed_over(model)
+    assert "lm_head.weight" in wanted
+    for found in ranks.run(handed_over, model):
+        assert found.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def rewards(path: Path, tokenizer: Path, batch: DataProto, first: int) -> Tensor:
+    model = LearnedReward(
+        RewardModelConfig(enable=True, model=PretrainedModelConfig(path=str(path)), micro_batch_size_per_gpu=2),
+        AutoTokenizer.from_pretrained(tokenizer),
+        CPU,
+        sharding=sharding(),
+    )
+    return torch.cat(gather(model.compute_rm_score(share(batch, first)).batch["rm_scores"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [7, 9])
+def test_a_sharded_reward_model_scores_as_a_whole_one(ranks: Ranks, reward_model: Path, model: Path, first: int):
+    """…though ranks have other numbers of rows, and so of forward passes."""
+    wanted = rewards(reward_model, model, ragged_batch(), first)
+    for found in ranks.run(rewards, reward_model, model, ragged_batch(), first):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("asked", "workers", "shards"), [(-1, 4, 4), (1, 4, 1), (2, 4, 2), (8, 4, 4), (3, 3, 3)])
+def test_workers_are_dealt_out_to_shards(asked: int, workers: int, shards: int):
+    assert shard_count(asked, workers) == shards
+
+
+@pytest.mark.parametrize(("asked", "workers"), [(3, 4), (2, 3), (0, 2)])
+def test_workers_that_do_not_make_whole_groups_are_refused(asked: int, workers: int):
+    with pytest.raises(ConfigError, match=rf"fsdp_size={asked}: .* and {workers} cannot be dealt out"):
+        shard_count(asked, workers)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_asked():
+    with pytest.raises(dist.DistError, match=r"(?i)timed out after 1 seconds|timeout"):
+        join_group(dist.HashStore(), rank=0, size=2, timeout=1)
+    assert group_size() == 1
+
+
+def test_one_process_is_a_group_of_one_and_is_not_wrapped(model: Path):
+    assert (group_size(), rank(), gather("x"), make_mesh(-1, CPU)) == (1, 0, ["x"], None)
+    module = load_causal_lm(ModelConfig(path=str(model)))
+    assert not sharded_parts(module)
+    with gather_weights(module):
+        assert not any(isinstance(weight, DTensor) for weight in module.parameters())

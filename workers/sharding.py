@@ -1,0 +1,211 @@
+"""Spreads a model over the workers of a group by FSDP2, and puts its weights together again.
+
+With several workers every model is wrapped, also where each of them holds all of it: that is the mesh of N replicas and
+one shard. A worker on its own has plain modules, for which everything here does nothing.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import load as load_checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from configs.errors import ConfigError
+from workers.collectives import gather, group_size, rank
+
+SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+# Scores are such views, and nobody writes into them.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+
+def shard_count(fsdp_size: int, workers: int) -> int:
+    """Counts the workers that hold a model together: `fsdp_size`; all, where that is -1 or more than there are.
+
+    Raises:
+        ConfigError: the workers cannot be dealt out like that; names both numbers.
+    """
+    count = workers if fsdp_size < 0 else min(fsdp_size, workers)
+    if count == 0 or workers % count:
+        raise ConfigError(
+            f"{SIZE_KEY}={fsdp_size}: so many workers hold a model together, and {workers} cannot be dealt out like "
+            f"that. Take a divisor of {workers}, or -1 for all of them."
+        )
+    return count
+
+
+def make_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh | None:
+    """Arranges the ranks as replicas × shards, neighbours in rank within one replica; None: there is one worker."""
+    workers = group_size()
+    if workers == 1:
+        return None
+    shards = shard_count(fsdp_size, workers)
+    if shards == workers:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (workers // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Says which ranks a model is spread over, and what is kept where.
+
+    Attributes:
+        mesh: the ranks, as `make_mesh` arranges them.
+        reshard_after_forward: drop the other ranks' parts of a layer after its forward and gather them again for its
+            backward; False keeps them in between, for speed.
+        offload: keep this rank's part, its gradients and its moments in main memory.
+    """
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool = True
+    offload: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank's parts are on."""
+        return torch.device("cpu" if self.offload else self.mesh.device_type)
+
+
+def shard(model: PreTrainedModel, sharding: Sharding) -> None:
+    """Spreads the weights of `model` over the ranks: each decoder layer by itself, and the rest with the root.
+
+    Gradients are plain sums over ranks, as a loss is divided by the counts of the whole mini-batch.
+    """
+    mesh, reshards = sharding.mesh, sharding.reshard_after_forward
+    on_gpu = mesh.device_type != "cpu"
+    policy = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy()
+    for layer in [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, offload_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+    model.reshards_layers, model.stays_gathered = reshards, False
+    for part in sharded_parts(model):
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+        part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank's rows may reach no weight of an expert
+
+
+def sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    """Lists the parts of `model` whose weights are gathered together; none, where it is not sharded."""
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Drops what a forward without a backward has left gathered. Until then writes to a weight would not be seen."""
+    parts = sharded_parts(model)
+    if parts and not model.stays_gathered:
+        for part in parts:
+            part.reshard()
+
+
+@contextmanager
+def gather_weights(model: nn.Module) -> Iterator[None]:
+    """Holds all of `model` on every rank for the block, in which its forwards communicate nothing: ranks may differ in
+    how many they run."""
+    parts = sharded_parts(model)
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    model.stays_gathered = True
+    try:
+        yield
+    finally:
+        model.stays_gathered = False
+        reshard(model)
+        for part in parts:
+            part.set_reshard_after_forward(part is not model and model.reshards_layers, recurse=False)
+
+
+def set_method(model: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    """Gives `model` a method; a sharded one gathers its weights for it as for its forward."""
+    setattr(model, name, method)
+    if isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, name)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns all of a tensor of which this rank may have a part; then every rank has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
+    """Returns this rank's part of a `tensor` that every rank has whole, cut as `target` is."""
+    if not isinstance(target, DTensor):
+        return tensor
+    on_device = tensor.to(target.to_local().device)
+    return distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def class_name(model: nn.Module) -> str:
+    """Returns the name of the model's class, which FSDP2 puts one of its own in front of."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Moves `model` to `device`; of weights that are nowhere yet, room is made there for this rank's parts."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+
+
+def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) -> None:
+    """Gives a sharded `model`, for which there is room alone, the weights of `folder`.
+
+    Each rank reads its parts where the files have the model's own names. Else, as where weights are missing, the first
+    has all of them from `read`, which returns the model whole, and deals them out one after the other.
+    """
+    if all(gather(holds_weights(folder, model))):
+        load_checkpoint(tensors_of(model), storage_reader=HuggingFaceStorageReader(str(folder)))
+    else:
+        source = dict(read().state_dict()) if rank() == 0 else {}
+        for name, target in tensors_of(model).items():
+            write(target, source.pop(name, None))
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Maps the names of a pretrained folder to weights and buffers as they are here, a tied one under its first alone;
+    matrices of LoRA are in none."""
+    kept = model.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    found = (dict(model.named_parameters()) | buffers).items()
+    return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in found if ".lora_" not in name}
+
+
+def holds_weights(folder: Path, model: PreTrainedModel) -> bool:
+    """Says whether the safetensors files of `folder` hold all weights of `model` under its own names, and no others."""
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) > 1 and folder / "model.safetensors" in files:
+        return False
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    own = tensors_of(model).keys()
+    return own <= names <= own | model.state_dict(keep_vars=True).keys()  # in which a tied one is again
+
+
+@torch.no_grad()
+def write(target: Tensor, value: Tensor | None) -> None:
+    """Sets `target`, of which each rank may have a part, to the `value` that the first rank has."""
+    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    if rank() == 0:
+        full.copy_(value)
+    dist.broadcast(full, src=0)
+    target.copy_(part_of(full, target))
