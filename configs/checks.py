@@ -146,6 +146,13 @@ def check_policy(config: Config) -> None:
             f"asks for {n} greedy answers to a prompt, which are all the same: best@{n} would be mean@1. Set "
             f"{key}.do_sample=true with a temperature above 0, or {key}.n=1."
         )
+    model = config.actor_rollout_ref.model
+    if rollout.load_lora == "adapter" and not (rollout.name == "vllm" and (model.lora_rank or model.lora_adapter_path)):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.load_lora=adapter with rollout.name={rollout.name}, model.lora_rank="
+            f"{model.lora_rank}: only vllm adds an adapter by itself, if there is one. hf samples through it anyway, "
+            "and other engines take whole weights: leave it at merge."
+        )
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "
@@ -359,11 +366,6 @@ def check_sft(config: SFTConfig) -> None:
         )
     if not data.roles_to_train:
         raise ConfigError("data.roles_to_train=[] leaves nothing to learn: name roles, as in [assistant].")
-    if config.model.lora_rank and find_spec("peft") is None:
-        raise ConfigError(
-            f"model.lora_rank={config.model.lora_rank} needs the package peft, which is not installed: pip install "
-            "peft, or train all weights with model.lora_rank=0."
-        )
     check_run(config.trainer, config.checkpoint, "checkpoint")
     check_output_folder(config.trainer.default_local_dir)
 

@@ -35,6 +35,13 @@ RENAMED = {
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "actor_rollout_ref.actor.policy_loss.rollout_correction": "algorithm.rollout_correction",
     "actor_rollout_ref.rollout.max_response_length": "data.max_response_length",
+    **{
+        f"actor_rollout_ref.model.lora.{old}": f"actor_rollout_ref.model.{new}"
+        for old, new in (
+            *(("rank", "lora_rank"), ("alpha", "lora_alpha"), ("adapter_path", "lora_adapter_path")),
+            *((name, name) for name in ("target_modules", "exclude_modules")),
+        )
+    },
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
@@ -68,6 +75,10 @@ _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 RENAMED_VALUES = {
     ("data.chat_template", "chatml"): ("actor_rollout_ref.model.custom_chat_template", CHATML),
+    **{
+        ("actor_rollout_ref.model.lora.merge", old): ("actor_rollout_ref.rollout.load_lora", new)
+        for old, new in (("True", "merge"), ("False", "adapter"))
+    },
     ("actor_rollout_ref.rollout.name", "naive"): ("actor_rollout_ref.rollout.name", "hf"),
     ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent"): (f"{_MULTI_TURN}.enable", True),
     **{
@@ -107,9 +118,6 @@ _NO_EFFECT = {
     ),
     "actor_rollout_ref.{hybrid_engine,rollout.calculate_log_probs} "
     "data.{return_raw_chat,return_raw_input_ids,return_full_prompt}": "it is always so here",
-    "actor_rollout_ref.model.{lora_alpha,target_modules,exclude_modules}": (
-        "there is no LoRA, so all weights are trained"
-    ),
     "actor_rollout_ref.model.use_liger": "actor_rollout_ref.model.kernels chooses what makes it faster",
     "actor_rollout_ref.model.enable_activation_offload": (
         "activations stay where they are computed; gradient checkpointing (enable_gradient_checkpointing) saves most "
@@ -145,6 +153,7 @@ _NO_EFFECT = {
     "critic.model.{enable_gradient_checkpointing,enable_activation_offload,trust_remote_code,external_lib}": (
         "the critic does as actor_rollout_ref.model says"
     ),
+    "critic.model.{lora_alpha,target_modules,exclude_modules}": "the critic is trained whole",
     "critic.model.tokenizer_path": "the critic reads the same tokens as the policy",
     "critic.{forward_micro_batch_size,forward_micro_batch_size_per_gpu,forward_max_token_len_per_gpu}": (
         "values are computed in forward passes of the size of the critic's updates"
@@ -202,12 +211,15 @@ HYDRA = (
 )
 
 ONLY_VALUE = {
-    "actor_rollout_ref.model.lora_rank": ((0,), "LoRA is not part of this version: all weights are trained."),
+    "critic.model.lora_rank": ((0,), "the critic is trained whole."),
+    "actor_rollout_ref.model.lora.dropout": (
+        (0, 0.0),
+        "with dropout the first update's ratio is not 1.",
+    ),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "responses always end at a stop token."),
     "trainer.default_hdfs_dir": ((None,), "checkpoints go to trainer.default_local_dir."),
     "data.tokenizer": ((None,), "set actor_rollout_ref.model.tokenizer_path."),
     "actor_rollout_ref.model.hf_config_path": ((None,), "config.json is read from actor_rollout_ref.model.path."),
-    "actor_rollout_ref.model.lora_adapter_path": ((None,), "LoRA is not part of this version: merge it first."),
     "actor_rollout_ref.actor.router_replay.mode": (("disabled",), "routes of experts are not recorded."),
     "actor_rollout_ref.actor.tis_imp_ratio_cap": (
         (-1, None),

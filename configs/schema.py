@@ -178,6 +178,15 @@ class ModelConfig(PretrainedModelConfig):
         choices=("auto", "off"),
     )
     enable_gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory.")
+    lora_rank: int = setting(0, "Rank of LoRA's matrices, which alone are trained; 0: no LoRA, all weights are.", ge=0)
+    lora_alpha: int = setting(16, "LoRA's scale: its matrices count lora_alpha / lora_rank.", ge=1)
+    target_modules: Any = setting(
+        "all-linear", "Layers that get them, by name; all-linear: every linear one but the head.", texts=True
+    )
+    exclude_modules: Any = setting(None, "Layers that get none all the same, by name; null: no exception.", texts=True)
+    lora_adapter_path: str | None = setting(
+        None, "Folder of an adapter, as peft writes it, to go on with: rank, scale and layers are its own."
+    )
 
 
 @dataclass
@@ -369,6 +378,12 @@ class RolloutConfig(SamplingConfig):
     )
     tensor_model_parallel_size: int = setting(
         1, "With vllm: workers that one engine is split over; it divides the number of all workers.", ge=1
+    )
+    load_lora: str = setting(
+        "merge",
+        "What an engine gets of LoRA: merge: the whole model, the matrices added. With vllm, adapter: after the first "
+        "time, the matrices alone, which it adds itself: much less to send, and slower to generate.",
+        choices=("merge", "adapter"),
     )
     engine_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."
@@ -732,15 +747,6 @@ class SFTDataConfig(Frozen):
 
 
 @dataclass
-class SFTModelConfig(ModelConfig):
-    lora_rank: int = setting(0, "Rank of LoRA's matrices, which alone are trained; 0: no LoRA, all weights are.", ge=0)
-    lora_alpha: int = setting(16, "LoRA's scale: its matrices count lora_alpha / lora_rank.", ge=1)
-    target_modules: Any = setting(
-        "all-linear", "Layers that get them, by name; all-linear: every linear one but the head.", texts=True
-    )
-
-
-@dataclass
 class SFTTrainerConfig(RunConfig):
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: after the last only.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: after the last only.")
@@ -749,7 +755,7 @@ class SFTTrainerConfig(RunConfig):
 @dataclass
 class SFTConfig(Frozen):
     data: SFTDataConfig = group(SFTDataConfig, "Rows.")
-    model: SFTModelConfig = group(SFTModelConfig, "The model.")
+    model: ModelConfig = group(ModelConfig, "The model.")
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.", lr=1e-5, lr_warmup_steps_ratio=0.1)
     fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading.")
     trainer: SFTTrainerConfig = group(SFTTrainerConfig, "The run.")

@@ -19,6 +19,7 @@ TRAINING_ONLY = (  # of `rollout`
     "log_prob_micro_batch_size_per_gpu",
     "log_prob_max_token_len_per_gpu",
     "tensor_model_parallel_size",
+    "load_lora",
 )
 BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`: a server is told by each request
 TABLES = (".jsonl", ".parquet")

@@ -5,6 +5,7 @@ Tests with `every_engine` run over two scripted ones besides, which define `step
 one's own passes here too, if its name is added to ENGINES. Columns and refusals: tests/test_rollout_contract.py.
 """
 
+import copy
 import gc
 import math
 import os
@@ -34,6 +35,7 @@ from workers.agent_loop import AgentLoop
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
+from workers.lora import add_lora, is_lora
 from workers.micro_batches import MicroBatchSize
 from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
@@ -534,6 +536,23 @@ def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench):
     bench.engine.load_weights(without_head, 9)
     bench.sync()
     check_weights(bench.engine, bench.policy)
+
+
+def test_an_adapter_that_does_not_arrive_is_caught(bench: Bench):
+    """The engine has the frozen weights, where LoRA's matrices should have been added."""
+    if not bench.engine.own_weights:
+        pytest.skip("it samples from the trainer's own module")
+    model = copy.deepcopy(bench.model)
+    add_lora(model, ModelConfig(lora_rank=4))
+    for name, weight in model.named_parameters():
+        if is_lora(name):
+            torch.nn.init.normal_(weight, std=0.1)
+    policy = TrainEngine(model, OptimConfig(), 10, CPU, torch.float32)
+    bench.engine.load_weights(policy.weights(), 10)
+    assert probe_distance(bench.engine, policy) < 1e-5
+    bench.engine.load_weights(policy.weights(merged=False), 11)
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by .* in the mean of a probe"):
+        check_weights(bench.engine, policy)
 
 
 def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench):

@@ -11,7 +11,7 @@ from configs.legacy import OF_ALL_WORKERS
 from configs.loader import renamed_key, without_effect
 from tests.runs import compose
 
-A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 
 COMMON = f"""
 data.train_files=Makefile data.val_files=Makefile data.train_batch_size=1024 data.max_prompt_length=512
@@ -49,6 +49,15 @@ COMMANDS = {
         actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.use_liger=True
         actor_rollout_ref.model.enable_activation_offload=True actor_rollout_ref.model.use_shm=True
         {R}.layered_summon=True {R}.load_format=safetensors {R}.enable_prefix_caching=True
+        """,
+    "grpo, lora": f"""
+        algorithm.adv_estimator=grpo {FIXED_SIZES} {KL_IN_LOSS} {A}.optim.lr=3e-5 {M}.lora_rank=64 {M}.lora_alpha=32
+        {M}.target_modules=all-linear {M}.exclude_modules=.*visual.* {M}.lora_adapter_path=null {A}.strategy=fsdp2
+        {R}.load_format=safetensors {R}.layered_summon=True {A}.fsdp_config.fsdp_size=-1
+        """,
+    "grpo, lora by its newer names": f"""
+        algorithm.adv_estimator=grpo {BY_TOKENS} {KL_IN_LOSS} {M}.lora.rank=64 {M}.lora.alpha=32
+        {M}.lora.target_modules=[q_proj,v_proj] {M}.lora.dropout=0.0
         """,
     "ppo": f"""
         algorithm.adv_estimator=gae {FIXED_SIZES} algorithm.use_kl_in_reward=False critic.optim.lr=1e-5
@@ -173,7 +182,7 @@ def test_an_unknown_key_beside_them_is_still_refused():
     "override",
     [
         f"{R}.quantization=fp8",
-        "actor_rollout_ref.model.lora_rank=8",
+        "critic.model.lora_rank=8",
         f"{R}.agent.agent_loop_config_path=loops.yaml",
         f"{A}.optim.optimizer=SGD",
         f"{A}.tis_imp_ratio_cap=2",

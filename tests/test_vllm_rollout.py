@@ -165,6 +165,32 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
 
 
 @needs_vllm
+def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_headed_model: Path, monkeypatch):
+    """The frozen model is sent once, the adapter at every sync."""
+    model = load_causal_lm(ModelConfig(path=str(wide_headed_model), lora_rank=4))
+    weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+    config = RolloutConfig(load_lora="adapter", **LENGTHS)
+    engine = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
+    rollout = ColocatedRollout(compose(), Mock(), engine, policy)
+    rollout.update_weights(0)
+    load_weights = Mock(side_effect=AssertionError)
+    monkeypatch.setattr(engine, "load_weights", load_weights)
+    for version in (1, 2):
+        with torch.no_grad():
+            for weight in weights:
+                weight.normal_(std=0.1)
+        with pytest.raises(RuntimeError, match="the engine does not have the actor's weights"):
+            check_weights(engine, policy)
+        rollout.update_weights(version)
+        assert probe_distance(engine, policy) < 1e-5
+    engine.adapter = None
+    with pytest.raises(RuntimeError, match="the engine does not have the actor's weights"):
+        check_weights(engine, policy)
+    rollout.close()
+
+
+@needs_vllm
 def test_an_argument_that_vllm_does_not_know_is_named(wide_headed_model: Path):
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)))
     config = RolloutConfig(engine_kwargs={"vllm": {"block_sise": 32}}, **LENGTHS)

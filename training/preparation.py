@@ -18,6 +18,7 @@ from data.data_report import report_overlap
 from data.import_utils import accepts, load_modules
 from data.interactions import interaction_of, load_interactions
 from data.pretrained import (
+    check_adapter,
     check_has_value_head,
     check_is_decoder,
     check_is_reward_model,
@@ -219,6 +220,7 @@ def check_models(config: Config) -> None:
     check_is_decoder(policy, "actor_rollout_ref.model.path")
     lengths = "data.max_prompt_length + data.max_response_length"
     check_positions(policy, longest, "actor_rollout_ref.model.path", lengths)
+    check_adapter(model, "actor_rollout_ref.model")
     if needs_critic(config):
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")
         check_has_value_head(critic, "critic.model.path")

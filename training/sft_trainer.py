@@ -38,7 +38,7 @@ from configs.errors import refusals, users_line_noted
 from data.data_report import report_overlap
 from data.files import sole_run
 from data.padding import collate
-from data.pretrained import check_positions, load_model_config, load_tokenizer, template_terminator
+from data.pretrained import check_adapter, check_positions, load_model_config, load_tokenizer, template_terminator
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
@@ -132,6 +132,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     tokenizer = load_tokenizer(config.model, "model")
     model_config = load_model_config(config.model, config.model.path, "model.path")
     check_positions(model_config, data.max_length, "model.path", "data.max_length")
+    check_adapter(config.model, "model")
     checkpoint_to_resume(config)  # or raises
     end_id = template_terminator(tokenizer)
     end_id = tokenizer.eos_token_id if end_id is None else end_id

@@ -21,7 +21,6 @@ from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
-from workers.offload import Residence
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -181,7 +180,7 @@ class ReferencePolicy:
         module: its model.
         log_prob_size: what a forward pass may hold.
         autocast: the actor's precision, so that equal weights have no KL.
-        offload: its weights are in main memory while it does not score.
+        at_work: the block in which its weights are where they are needed, and are its own.
     """
 
     def __init__(
@@ -189,10 +188,10 @@ class ReferencePolicy:
         module: PreTrainedModel,
         log_prob_size: MicroBatchSize,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
-        offload: bool = False,
+        at_work: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.module = module.eval().requires_grad_(False)
-        self.at_work = Residence(module, offload).at_work
+        self.module = module
+        self.at_work = at_work
         self.log_prob_size = log_prob_size
         self.autocast = autocast
 

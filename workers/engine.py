@@ -8,7 +8,7 @@ micro-batches, the gradients are summed over all (workers/sharding.py), and each
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from training.torch_functional import (
     wsd_schedule_multiplier,
 )
 from workers.collectives import gather, rank
-from workers.lora import save_pretrained
+from workers.lora import plain_weights, save_pretrained, without_lora
 from workers.offload import Offload, Residence, make_optimizer
 from workers.sharding import part_of, whole
 
@@ -78,8 +78,16 @@ class TrainEngine:
         self.device = device
         self.dtype = dtype
         self.multiplier = learning_rate_multiplier(optim, total_steps)
-        self.optimizer = make_optimizer(self.module.parameters(), optim, offload.moments)
+        trained = (weight for weight in self.module.parameters() if weight.requires_grad)
+        self.optimizer = make_optimizer(trained, optim, offload.moments)
         self.at_work = Residence(self.module, offload.module).at_work
+
+    @contextmanager
+    def at_work_without_lora(self) -> Iterator[None]:
+        """Has the module compute, where it works, what it did before LoRA's matrices were added: by the policy that
+        training starts from."""
+        with self.at_work(), without_lora(self.module):
+            yield
 
     def autocast(self, updates: bool = False) -> AbstractContextManager:
         """Computes the block in the run's precision; `updates`: a backward follows.
@@ -137,10 +145,14 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of every weight for a rollout engine, as a checkpoint has them; tied ones under each of
-        their names. Of several workers all have to go through them."""
-        for name, weight in revert_weight_conversion(self.module, self.module.state_dict()).items():
+    def weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and value of every weight for a rollout engine, as a checkpoint has them, LoRA's matrices added;
+        tied ones under each of their names. Of several workers all have to go through them.
+
+        Args:
+            merged: False: nothing is added, as for an engine that adds the matrices itself.
+        """
+        for name, weight in revert_weight_conversion(self.module, dict(plain_weights(self.module, merged))).items():
             yield name, whole(weight)
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:

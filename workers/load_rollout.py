@@ -20,11 +20,12 @@ from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
 from data.padding import collate
-from data.pretrained import check_is_decoder, check_positions, load_model_config
+from data.pretrained import check_adapter, check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
 from workers.engine import compute_dtype
 from workers.hf.rollout import HFRollout
+from workers.lora import plain_weights
 from workers.models import load_causal_lm, training_device
 from workers.openai.rollout import OpenAIRollout
 from workers.rollout import Rollout
@@ -222,6 +223,7 @@ class StandaloneRollout:
         model_config = load_model_config(model, model.path, "model.path")
         check_is_decoder(model_config, "model.path")
         check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
+        check_adapter(model, "model")
         self.vocab_size = model_config.get_text_config().vocab_size
         self.device = training_device(n_gpus=None)
         self.dtype = compute_dtype("auto", self.device)
@@ -229,7 +231,7 @@ class StandaloneRollout:
         with self.precision():  # an engine may try what it can do, in the precision that it will do it in
             self.engine = build_rollout(engine_class, rollout, tokenizer, module)
         if not engine_class.elsewhere:
-            self.engine.load_weights(iter(module.state_dict().items()), version=0)
+            self.engine.load_weights(plain_weights(module), version=0)
 
     @contextmanager
     def precision(self) -> Iterator[None]:

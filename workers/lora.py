@@ -3,76 +3,214 @@
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
-import copy
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.schema import SFTModelConfig
+from configs.schema import ModelConfig
 from workers.collectives import rank
-from workers.sharding import whole, write
+from workers.sharding import part_of, whole, write
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ADAPTER = "default"  # peft's name for the only one
+BEYOND = (  # settings of an adapter with which it is more than pairs of matrices beside others
+    *("modules_to_save", "bias", "lora_bias", "use_dora", "use_qalora", "use_bdlora", "target_parameters"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config"),
+)
 
 
-def add_lora(model: PreTrainedModel, settings: SFTModelConfig) -> None:
-    """Freezes `model` and puts matrices of rank `lora_rank` beside those of `target_modules`, which start at no effect.
+def has_lora(model: PreTrainedModel) -> bool:
+    """Says whether `model` has LoRA's matrices, which alone are trained."""
+    return model._hf_peft_config_loaded  # transformers' word for "has adapters"
+
+
+def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
+    """Freezes `model` and puts LoRA's matrices beside its own, by `settings` or as the adapter in `lora_adapter_path`
+    has them, whose numbers `load_adapter` brings. They start at no effect.
 
     Raises:
         ValueError: the model has no such modules; names the key.
     """
-    from peft import LoraConfig  # two seconds, and only needed here
+    from peft.tuners.lora import LoraLayer  # two seconds, and only needed here
 
-    targets = settings.target_modules
-    chosen = LoraConfig(
-        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
-    )
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = {name for name, part in model.named_modules() if any(part is table for table in tables)}
+    chosen = adapter_config(settings)
     try:
         model.add_adapter(chosen, ADAPTER)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise unfit(model, settings, str(error)) from error
+    layers = [name for name, part in model.named_modules() if isinstance(part, LoraLayer)]
+    named = chosen.target_modules if isinstance(chosen.target_modules, set | list) else []
+    if idle := sorted(name for name in named if not any(f".{layer}".endswith(f".{name}") for layer in layers)):
+        raise unfit(model, settings, f"it has no {', '.join(idle)}")
+    if model.config.get_text_config().tie_word_embeddings and (parted := sorted(tied.intersection(layers))):
+        raise unfit(model, settings, f"its embedding is its head, and LoRA beside {parted[0]} would part them")
+
+
+def adapter_config(settings: ModelConfig) -> "LoraConfig":
+    """Reads off what matrices there are to be, for peft.
+
+    Raises:
+        ValueError: the saved adapter is no plain LoRA, or of another rank than `lora_rank`.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    if settings.lora_adapter_path is None:
+        return LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            target_modules=settings.target_modules,
+            exclude_modules=settings.exclude_modules,
+            task_type="CAUSAL_LM",
+        )
+    path, plain = Path(settings.lora_adapter_path).expanduser(), LoraConfig()
+    key, saved = f"model.lora_adapter_path={path}", PeftConfig.from_pretrained(str(path))
+    if not isinstance(saved, LoraConfig):
+        raise ValueError(f"{key} is an adapter of the kind {saved.peft_type.value}: only LoRA is trained here.")
+    if settings.lora_rank not in (0, saved.r):
         raise ValueError(
-            f"model.target_modules={targets} does not fit {type(model).__name__} ({error}). Take all-linear, or names "
-            f"of its layers: {', '.join(sorted(linear))}."
-        ) from error
+            f"{key} is of rank {saved.r}, and model.lora_rank={settings.lora_rank}: set it to {saved.r}, or leave it 0."
+        )
+    if beyond := [name for name in BEYOND if getattr(saved, name) != getattr(plain, name)]:
+        raise ValueError(
+            f"{key} was made with {', '.join(beyond)}, so that it is more than LoRA's matrices: merge it into the "
+            "model (peft's merge_and_unload), and set model.path to that."
+        )
+    saved.inference_mode = False
+    return saved
+
+
+def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> ValueError:
+    path, targets, excluded = settings.lora_adapter_path, settings.target_modules, settings.exclude_modules
+    if path is not None:
+        return ValueError(f"model.lora_adapter_path={path} does not fit {type(model).__name__}: {problem}.")
+    names = {name.removesuffix(".base_layer").rpartition(".")[2]: part for name, part in model.named_modules()}
+    linear = sorted(name for name, part in names.items() if isinstance(part, nn.Linear) and name != ADAPTER)
+    asked = f"model.target_modules={targets}" + (f" without model.exclude_modules={excluded}" if excluded else "")
+    return ValueError(
+        f"{asked} does not fit {type(model).__name__} ({problem}). Take all-linear, or a list of names of its layers: "
+        f"{', '.join(linear)}."
+    )
 
 
 @torch.no_grad()
 def reset_adapters(model: PreTrainedModel) -> None:
     """Draws the matrices of a sharded model's adapters, as peft draws those of a whole one: they have no effect yet."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if is_lora(name):
             start = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 torch.nn.init.kaiming_uniform_(start, a=math.sqrt(5))
             write(parameter.detach(), start)
 
 
-def save_pretrained(model: PreTrainedModel, folder: Path, with_weights: bool) -> None:
-    """Writes `folder`/huggingface, for from_pretrained: the configs, and the weights if asked for, with LoRA's added.
-    Those are then by themselves in `folder`/lora_adapter, for peft. All ranks have to ask for it; the first writes."""
-    if not model._hf_peft_config_loaded:  # transformers' word for "has adapters"
-        weights = {name: whole(weight) for name, weight in model.state_dict().items()} if with_weights else {}
-        if rank() == 0:
-            model.save_pretrained(folder / "huggingface", state_dict=weights)
-        return
-    plain = copy.copy(model)  # the same weights, in an object that saves whole models
-    plain._hf_peft_config_loaded = False
-    plain.save_pretrained(folder / "huggingface", state_dict=merged_weights(model) if with_weights else {})
-    if with_weights:
-        model.save_pretrained(folder / "lora_adapter")
-
-
 @torch.no_grad()
-def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Merges the adapters: returns the weights of the plain model that computes the same, under its names."""
-    from peft.tuners.lora import LoraLayer
+def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
+    """Gives LoRA's matrices the numbers of those in `lora_adapter_path`.
 
-    weights = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            weights[f"{name}.base_layer.weight"] = layer.base_layer.weight + layer.get_delta_weight(ADAPTER)
-    return {name.replace(".base_layer.", "."): value for name, value in weights.items()}
+    Raises:
+        ValueError: they are those of another model; names the key.
+    """
+    from peft.utils import load_peft_weights
+
+    path = Path(settings.lora_adapter_path).expanduser()
+    try:
+        saved = load_peft_weights(str(path), device="cpu")
+    except (ValueError, OSError) as error:
+        raise unfit(model, settings, str(error)) from error
+    saved = {
+        re.sub(r"(\.lora_[A-Za-z_]+)", rf"\1.{ADAPTER}", name.removeprefix("base_model.model.")): value
+        for name, value in saved.items()
+    }
+    own = {name: weight for name, weight in model.named_parameters() if is_lora(name)}
+    if lonely := sorted(own.keys() ^ saved.keys()):
+        raise unfit(model, settings, f"only one of the two has {lonely[0]}")
+    for name, weight in own.items():
+        if weight.shape != saved[name].shape:
+            raise unfit(model, settings, f"{name} is {list(saved[name].shape)}, and would be {list(weight.shape)}")
+        weight.copy_(part_of(saved[name], weight))
+
+
+@contextmanager
+def without_lora(model: PreTrainedModel) -> Iterator[None]:
+    """Has `model` compute, for the block, what it did before LoRA's matrices were added."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and value of every weight of the plain model that computes the same: LoRA's matrices are added to
+    those beside them, one at a time. Tied weights come under each of their names. Of several workers each yields its
+    parts, and all have to go through them.
+
+    Args:
+        merged: False: nothing is added, so that it is the frozen model.
+    """
+    adapted = {}
+    if has_lora(model):
+        from peft.tuners.lora import LoraLayer
+
+        layers = [(name, part) for name, part in model.named_modules() if isinstance(part, LoraLayer)]
+        adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
+    for name, value in model.state_dict().items():
+        if merged and name in adapted:
+            value = value + adapted[name].get_delta_weight(ADAPTER).detach()
+        if not is_lora(name):
+            yield name.replace(".base_layer.", "."), value
+
+
+def largest_rank(model: PreTrainedModel) -> int:
+    """Returns the rank of LoRA's matrices in `model`; the largest, where it is not the same everywhere."""
+    settings = model.peft_config[ADAPTER]
+    return max(settings.r, *settings.rank_pattern.values(), 0)
+
+
+def is_lora(name: str) -> bool:
+    """Says whether a weight of this name is one of LoRA's matrices."""
+    return ".lora_" in name
+
+
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and value of LoRA's matrices, as peft's files have them. Of several workers all have to go through
+    them."""
+    for name, value in model.state_dict().items():
+        if is_lora(name):
+            yield f"base_model.model.{name.replace(f'.{ADAPTER}', '')}", whole(value)
+
+
+def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """Writes `weights`, which are `adapter_weights`, with the settings of LoRA in `model`, for peft."""
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "adapter_model.safetensors")
+
+
+def save_pretrained(model: PreTrainedModel, folder: Path, with_weights: bool) -> None:
+    """Writes `folder`/huggingface, for from_pretrained: the configs, and the weights if asked for, LoRA's added to
+    them. Its matrices are besides by themselves in `folder`/lora_adapter, for peft. All ranks have to ask for it; the
+    first writes."""
+    with_adapter = has_lora(model)
+    adapter = dict(adapter_weights(model)) if with_adapter else {}
+    weights = {name: whole(weight) for name, weight in plain_weights(model)} if with_weights else {}
+    if rank() > 0:
+        return
+    if with_adapter:
+        save_adapter(model, adapter, folder / "lora_adapter")
+    model._hf_peft_config_loaded = False  # so that it saves a whole model
+    try:
+        model.save_pretrained(folder / "huggingface", state_dict=weights)
+    finally:
+        model._hf_peft_config_loaded = with_adapter

@@ -40,10 +40,11 @@ from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward_check import trained_log_probs
 from workers.kernels import give_back_memory
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
+from workers.lora import adapter_weights, has_lora
 from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, load_value_model, training_device
-from workers.offload import Offload
+from workers.offload import Offload, Residence
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout, sample_of
 from workers.sharding import Sharding, gather_weights, make_mesh
@@ -83,7 +84,10 @@ class ModelWorker:
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said and rank() == 0:
             notice(said)
-        reference = self._load_reference(module) if "ref" in roles else None
+        if has_lora(module) and rank() == 0:
+            trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+            print(f"LoRA: {trained:,} of {module.num_parameters():,} parameters are trained.")
+        reference = self._load_reference(module) if "ref" in roles and not has_lora(module) else None
         policy_steps = total_steps - first_policy_step(config) + 1
         self.policy = self._train(module, policy.actor.optim, policy_steps)
         builders = {
@@ -140,10 +144,15 @@ class ModelWorker:
         engine = self._train(module, config.optim, self.total_steps)
         return DataParallelPPOCritic(config, engine, update_size(config))
 
-    def _build_reference(self, module: PreTrainedModel) -> ReferencePolicy:
+    def _build_reference(self, module: PreTrainedModel | None) -> ReferencePolicy:
+        """`module`: its model; None: with LoRA, the actor's without LoRA's matrices."""
         config = self.config.actor_rollout_ref.ref
-        offload = self.mesh is None and self._offloads(config.fsdp_config.param_offload)
-        return ReferencePolicy(module, log_prob_size(config), self.policy.autocast, offload)
+        if module is None:
+            module, at_work = self.policy.module, self.policy.at_work_without_lora
+        else:
+            offload = self.mesh is None and self._offloads(config.fsdp_config.param_offload)
+            at_work = Residence(module.eval().requires_grad_(False), offload).at_work
+        return ReferencePolicy(module, log_prob_size(config), self.policy.autocast, at_work)
 
     def _build_rm(self) -> LearnedReward:
         config = self.config.reward.reward_model
@@ -217,7 +226,11 @@ class ColocatedRollout:
 
     def _load_weights(self, version: int) -> None:
         with self.policy.at_work():
-            self.engine.load_weights(self.policy.weights(), version)
+            adds = self.engine.takes_adapter
+            if not adds or self.engine.lost_weights:
+                self.engine.load_weights(self.policy.weights(merged=not adds), version)
+            if adds:
+                self.engine.load_adapter(adapter_weights(self.policy.module), version)
 
     def update_weights(self, version: int) -> None:
         """Has the engine sample from the policy's present weights; a copy is tried against them."""

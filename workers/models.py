@@ -20,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from configs.checks import plural
 from configs.errors import first_line, notice
-from configs.schema import ModelConfig, PretrainedModelConfig, SFTModelConfig
+from configs.schema import ModelConfig, PretrainedModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
 from workers.forward_check import score_equally
-from workers.lora import add_lora, reset_adapters
+from workers.lora import add_lora, load_adapter, reset_adapters
 from workers.scoring_model import scoring_model
 from workers.sharding import Sharding, fill, materialize, shard
 
@@ -84,8 +84,8 @@ def load_causal_lm(
     longest: int = LONGEST,
     sharding: Sharding | None = None,
 ) -> PreTrainedModel:
-    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; in supervised training with
-    LoRA's matrices, if there are to be any.
+    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; with LoRA's matrices, if
+    there are to be any.
 
     Args:
         sharding: how it is spread over the workers; None: this one has all of it.
@@ -118,17 +118,19 @@ def _load(
 ) -> PreTrainedModel:
     config = load_model_config(model, model.path, key)
     config.update({**no_dropout(config), **model.override_config, **overrides})
-    has_lora = auto_class is AutoModelForCausalLM and isinstance(model, SFTModelConfig) and model.lora_rank > 0
+    asks_for_lora = auto_class is AutoModelForCausalLM and (model.lora_rank > 0 or model.lora_adapter_path)
 
     def prepare(made: PreTrainedModel) -> None:
-        if has_lora:
-            add_lora(made, model)
         if model.enable_gradient_checkpointing:
             made.gradient_checkpointing_enable()
+        if asks_for_lora:
+            add_lora(made, model)
 
     loaded = load_pretrained(auto_class, model, config, report_weights, sharding, prepare)
-    if has_lora and sharding is not None:
+    if asks_for_lora and sharding is not None:
         reset_adapters(loaded)
+    if asks_for_lora and model.lora_adapter_path:
+        load_adapter(loaded, model)
     if loaded.can_generate():
         loaded.generation_config = savable(loaded.generation_config, model.path)
     return loaded

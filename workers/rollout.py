@@ -49,6 +49,8 @@ class Rollout:
             from the actor's own module.
         elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
             its weights.
+        takes_adapter: whether it adds LoRA's matrices itself: `load_adapter` brings them at every sync, `load_weights`
+            the frozen model where it has `lost_weights`.
         lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
         vocab_size: token ids of `model` are 0 to this number − 1.
         longest: most tokens of prompt and response together.
@@ -57,6 +59,7 @@ class Rollout:
     vocab_size: int
     own_weights: bool = False
     elsewhere: bool = False
+    takes_adapter: bool = False
     lost_weights: bool = False
     on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes
 

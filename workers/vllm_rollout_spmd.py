@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, rank
+from workers.lora import save_adapter
 from workers.rollout import Rollout, check_finite, check_request, check_temperature
 from workers.sharding import class_name
 from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
@@ -54,6 +55,8 @@ class vLLMRollout(Rollout):
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
         self.engine = start_engine(config, model, self.lockstep.place)
+        self.takes_adapter = self.lost_weights = config.load_lora == "adapter"
+        self.adapter: Any = None  # vLLM's LoRARequest, where it takes one
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
@@ -74,7 +77,9 @@ class vLLMRollout(Rollout):
         with self._alone():
             for request in joining:
                 prompt = {"prompt_token_ids": request.prompt_ids}
-                self.engine.add_request(str(request.id), prompt, self._sampling_params(request))
+                self.engine.add_request(
+                    str(request.id), prompt, self._sampling_params(request), lora_request=self.adapter
+                )
                 self.running[request.id] = request
             outputs = self.engine.step()
         self.begun = {int(output.request_id): output.outputs[0] for output in outputs if not output.finished}
@@ -124,6 +129,23 @@ class vLLMRollout(Rollout):
             self.engine.collective_rpc("reload_weights", kwargs=arguments)
         self.engine.reset_prefix_cache()
         self.lost_weights = False
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Adds LoRA's matrices to the weights that are there from now on, instead of those before, through a folder.
+
+        Raises:
+            ValueError: there are none.
+        """
+        super().load_weights(weights, version)
+        self._wake("weights")
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory() as folder, self._alone():
+            save_adapter(self.module, dict(self._at_least_one(weights)), Path(folder))
+            self.adapter = LoRARequest("adapter", 1, folder)
+            # Under the id of the one before, which without load_inplace would stay.
+            assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
+        self.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Weights and cache are dropped: the trainer has the weights. On a CPU nothing is to be gained."""

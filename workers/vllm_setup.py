@@ -15,11 +15,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
+from workers.lora import largest_rank
 from workers.rollout import longest_sequence
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the worker's (configs/threads.py)
     "VLLM_LOGGING_LEVEL": "ERROR",  # of its warnings, ten come at every start, and some for every tensor of a sync
@@ -45,6 +47,8 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
     if (size := config.tensor_model_parallel_size) > 1:
         check_splits(model.config.get_text_config(), size)
         settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
+    if config.load_lora == "adapter":
+        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(largest_rank(model))}
     return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
 
 
@@ -73,6 +77,17 @@ def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, 
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
     own = config.engine_kwargs.get("vllm") or {}
     return settings | {name: value for name, value in own.items() if value is not None}
+
+
+def vllm_rank(rank: int) -> int:
+    """Returns the smallest rank of LoRA that vLLM has room for such matrices in; raises ValueError if there is none."""
+    fitting = [size for size in LORA_RANKS if size >= rank]
+    if not fitting:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.load_lora=adapter: vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and "
+            f"this is of rank {rank}. Set it to merge, or lower actor_rollout_ref.model.lora_rank."
+        )
+    return fitting[0]
 
 
 def head_size(text: PretrainedConfig) -> int:
