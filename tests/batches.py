@@ -83,7 +83,7 @@ def update_of(batch: DataProto, config: ActorConfig | CriticConfig) -> Update:
 def recorded(engine: TrainEngine, update: Callable[[], dict[str, float]]) -> Recorded:
     """Returns what `update`, one step of the engine's optimiser, did."""
     gradient: list[Tensor] = []
-    parameters = list(engine.module.parameters())
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     engine.optimizer.register_step_pre_hook(
         lambda *_: gradient.extend(parameter.grad.clone() for parameter in parameters)
     )

@@ -31,10 +31,11 @@ from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.ranks import Ranks
 from workers.collectives import gather, group_size, join_group, rank
-from workers.dp_actor import DataParallelPPOActor
+from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
+from workers.lora import is_lora, save_pretrained
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm, load_value_model
 from workers.remote_roles import shares_of
@@ -180,6 +181,53 @@ def test_shards_have_the_gradient_of_one_process(ranks: Ranks, model: Path, sett
     torch.testing.assert_close(torch.cat([seen for seen, _ in found]), log_probs, rtol=1e-5, atol=1e-5)
     for _, gradient in found:
         assert relative_distance(gradient, wanted) < 1e-5
+
+
+def log_probs_of(batch: DataProto, **settings: Any) -> Tensor:
+    return score(load_causal_lm(ModelConfig(**settings)), batch, CUTS["24 tokens"], TEMPERATURE).log_probs
+
+
+def adapted(
+    path: Path, adapter: Path, batch: DataProto, folder: Path
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """With LoRA: the reference's log-probs of this rank's rows, the whole gradient of an update, and the weights for an
+    engine; adapter and merged model are left in `folder`."""
+    config, size = LOSSES["vanilla, every term"], CUTS["24 tokens"]
+    module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), sharding=sharding())
+    engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
+    reference = ReferencePolicy(module, size, engine.autocast, engine.at_work_without_lora)
+    own = shares_of(batch, group_size())[rank()]
+    scored = reference.compute_log_prob(own, TEMPERATURE, ["ref_log_prob"]).batch["ref_log_prob"]
+    actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), size)
+    weights = {name: weight.clone() for name, weight in engine.weights()}
+    _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
+    save_pretrained(module, folder, with_weights=True)
+    return scored, [*map(whole, gradient)], weights
+
+
+@pytest.mark.slow
+def test_lora_in_shards_has_the_gradient_the_reference_and_the_weights_of_one_process(
+    ranks: Ranks, model: Path, tmp_path: Path
+):
+    torch.manual_seed(0)
+    start = load_causal_lm(ModelConfig(path=str(model), lora_rank=4))
+    for name, weight in start.named_parameters():
+        if is_lora(name):
+            torch.nn.init.normal_(weight, std=0.2)
+    save_pretrained(start, tmp_path, with_weights=False)
+    batch, adapter, alone, together = ragged_batch(), tmp_path / "lora_adapter", tmp_path / "1", tmp_path / "4"
+    scored, wanted, weights = adapted(model, adapter, batch, alone)
+    assert torch.equal(scored, log_probs_of(batch, path=str(model)))
+    found = ranks.run(adapted, model, adapter, batch, together)
+    torch.testing.assert_close(torch.cat([seen for seen, *_ in found]), scored, rtol=1e-5, atol=1e-5)
+    for _, gradient, handed in found:
+        assert relative_distance(gradient, wanted) < 1e-5
+        assert handed.keys() == weights.keys()
+        assert relative_distance([handed[name] for name in weights], [*weights.values()]) < 1e-6
+    saved = log_probs_of(batch, path=str(model), lora_adapter_path=str(together / "lora_adapter"))
+    for folder, tolerance in ((together, 1e-5), (alone, 1e-4)):
+        merged = log_probs_of(batch, path=str(folder / "huggingface"))
+        torch.testing.assert_close(merged, saved, rtol=0, atol=tolerance)
 
 
 def refuse(path: Path, batch: DataProto) -> list[tuple[dict[str, float], bool]]:
