@@ -134,7 +134,13 @@ class WorkerMeter:
         self.recorded.responses = list(responses.non_tensor_batch["responses"])
 
     def start(self, is_recorded: bool, is_watched: bool) -> None:
-        self.rollout.engine = self.recorded if is_recorded else self.sampled
+        """Begins a step by the recorded batch or by the engine, which sleeps meanwhile and then has new weights."""
+        engine = self.recorded if is_recorded else self.sampled
+        if engine is not self.rollout.engine:
+            self.rollout.engine.sleep()
+            self.rollout.engine = engine
+            if engine.own_weights:
+                self.rollout.update_weights(self.recorded.weight_version)
         self.meter.start(is_watched)
 
     def stop(self, rollout: float, update: float) -> dict[str, float]:

@@ -1,17 +1,20 @@
 """Shared by the tests of rollout engines: a scripted engine, and episodes that are played on any engine."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.schema import Config
+from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
+from workers.hf.rollout import HFRollout
 from workers.rollout import Rollout
 
 
@@ -44,6 +47,27 @@ class Stepping(Rollout):
 
     def step(self) -> list[Completion]:
         return [answer(self.waiting.popitem()[1], self.weight_version)] if self.waiting else []
+
+
+class Copying(HFRollout):
+    """An engine with a copy of the weights, which it loses when it sleeps, as vLLM's does on a GPU; `told`: of what."""
+
+    own_weights = True
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, copy.deepcopy(model))
+        self.told: list[str | int] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_weights(weights, version)
+        self.module.load_state_dict(dict(weights))
+        self.lost_weights = False
+        self.told.append(version)
+
+    def sleep(self) -> None:
+        super().sleep()
+        self.lost_weights = True
+        self.told.append("sleep")
 
 
 class Scripted(Rollout):

@@ -137,6 +137,14 @@ def test_our_arm_steps_and_keeps_its_first_update(model: Path, tmp_path: Path) -
     assert norm == pytest.approx(min(saved["grad_norm"], workload.CLIP_NORM), rel=1e-4)
 
 
+def test_an_engine_with_weights_of_its_own_sleeps_in_the_recorded_step_and_then_has_new_ones(model, tmp_path) -> None:
+    given = small(tmp_path, model, steps=2)
+    arm = OursArm(given, ["actor_rollout_ref.rollout.name=tests/engines.py:Copying"])
+    for step in range(given.steps):
+        arm.step(step)
+    assert arm.group.worker.roles["rollout"].engine.told == [0, "sleep", 1, "sleep", 2]
+
+
 def test_responses_are_as_long_as_asked(model: Path, tmp_path: Path) -> None:
     arm = OursArm(small(tmp_path, model), [])
     arm.trainer.global_step = 1
