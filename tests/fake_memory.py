@@ -7,6 +7,7 @@ sizes, `python -m tests.fake_memory` prints what is counted, and what workers/me
 
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers.integrations import moe
 
 from workers.forward_check import compute_as_in_eval
 from workers.kernels import token_head
@@ -82,6 +84,24 @@ class KeepsLikeFlex(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+class KeepsLikeGrouped(torch.autograd.Function):
+    """A product of rows with the experts that they are sorted by, which autocast leaves in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(values, weight)
+        return values.new_empty(len(values), weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        values, weight = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
+
+
+def grouped(values: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return KeepsLikeGrouped.apply(values.to(weight.dtype), weight)
+
+
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
     query, key = query.to(value.dtype), key.to(value.dtype)
     return KeepsLikeFlex.apply(query, key, value).transpose(1, 2).contiguous(), None
@@ -90,18 +110,15 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
 AttentionInterface.register(NAME, attention)
 
 
-def peak_bytes(config: PretrainedConfig, tokens: int, checkpointed: bool) -> int:
+def peak_bytes(config: PretrainedConfig, tokens: int, checkpointed: bool, updates: bool = True) -> int:
     """Counts the largest sum of bytes beside the float32 weights, in bfloat16, of a mini-batch's second micro-batch:
-    its gradients are there already."""
-    tiles, token_head.TILE_BYTES["cpu"] = token_head.TILE_BYTES["cpu"], token_head.TILE_BYTES["cuda"]
-    try:
-        with FakeTensorMode():
-            return _peak_bytes(config, tokens, checkpointed)
-    finally:
-        token_head.TILE_BYTES["cpu"] = tiles
+    its gradients are there already. Without `updates`: of a pass that only scores."""
+    tiles = patch.dict(token_head.TILE_BYTES, cpu=token_head.TILE_BYTES["cuda"])
+    with tiles, patch.object(moe, "_grouped_mm", grouped), FakeTensorMode():
+        return _peak_bytes(config, tokens, checkpointed, updates)
 
 
-def _peak_bytes(config: PretrainedConfig, tokens: int, checkpointed: bool) -> int:
+def _peak_bytes(config: PretrainedConfig, tokens: int, checkpointed: bool, updates: bool) -> int:
     model = AutoModelForCausalLM.from_config(config)
     if checkpointed:
         model.gradient_checkpointing_enable()
@@ -115,14 +132,16 @@ def _peak_bytes(config: PretrainedConfig, tokens: int, checkpointed: bool) -> in
         for _ in range(2):
             counted.peak = counted.live
             ids = torch.zeros(1, tokens, dtype=torch.long)
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=not checkpointed):
+            casts = torch.autocast("cpu", torch.bfloat16, cache_enabled=not (checkpointed and updates))
+            with torch.set_grad_enabled(updates), casts:
                 mask = ids.new_zeros(1, 1, 1, 1)
                 hidden = model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
                 hidden = hidden.last_hidden_state[0, : int(SCORED * tokens)]
                 head = model.get_output_embeddings().weight
                 log_probs = token_head.score_tokens(hidden, head, ids[0, : len(hidden)])[0]
             del hidden
-            log_probs.sum().backward()
+            if updates:
+                log_probs.sum().backward()
             del log_probs
     return counted.peak - weights
 

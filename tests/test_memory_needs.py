@@ -4,7 +4,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
-from transformers import AutoModelForTokenClassification, Qwen2Config
+from transformers import AutoModelForTokenClassification, Phi3Config, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks import fits
 from configs.errors import ConfigError
@@ -12,7 +12,18 @@ from configs.schema import RolloutConfig
 from tests.fake_memory import peak_bytes, qwen
 from tests.runs import compose
 from tests.shapes import COUNTED
-from workers.memory_needs import DRAWN, GIB, LOGITS, SORTED, TILES, ModelSize, check_memory, memory_needs, memory_report
+from workers.memory_needs import (
+    DRAWN,
+    GIB,
+    LOGITS,
+    SCORED_TILES,
+    SORTED,
+    TILES,
+    ModelSize,
+    check_memory,
+    memory_needs,
+    memory_report,
+)
 
 SHAPE = Qwen2Config(**COUNTED)
 MATRICES = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 56
@@ -33,6 +44,14 @@ SIZE = ModelSize(
     head=HEAD,
     tied=True,
 )
+MOE = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+MODELS = {  # with the tokens of a forward
+    "0.5B": (qwen("0.5B", 6), 16384),
+    "1.5B": (qwen("1.5B", 6), 4096),
+    "7B": (qwen("7B", 4), 8192),
+    "phi-3": (Phi3Config(num_hidden_layers=4), 16384),
+    "qwen3-moe": (Qwen3MoeConfig(num_hidden_layers=3, **MOE), 16384),
+}
 SETTINGS = (
     "trainer.n_gpus_per_node=1",
     "data.train_batch_size=8",
@@ -73,6 +92,8 @@ def test_the_parts_by_hand():
     assert needs.update == {
         "gradients": gradients, "cast weights": cast, "activations": 100 * 3 * layer, "backward of a part": head
     }  # fmt: skip
+    hidden = 4 * 100 * 32
+    assert needs.scoring == {"weights": 0, "cast weights": cast, "a pass": hidden + SCORED_TILES}
     assert needs.least == 12 * PARAMETERS + reference + gradients
     assert needs.peak == needs.least + cast + 100 * 3 * layer + head
     assert needs.at_start == 4 * PARAMETERS + reference
@@ -130,12 +151,33 @@ def test_vllm_takes_the_share_that_it_is_told_and_gives_it_back_if_it_sleeps():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("name", "tokens", "layers"), [("0.5B", 16384, 6), ("1.5B", 4096, 6), ("7B", 8192, 4)])
-def test_an_update_takes_what_is_counted(name: str, tokens: int, layers: int, checkpointed: bool):
+@pytest.mark.parametrize("name", MODELS)
+def test_an_update_takes_what_is_counted(name: str, checkpointed: bool):
     """Of fewer layers than the models have; `python -m tests.fake_memory` counts them whole."""
-    config = qwen(name, layers)
+    config, tokens = MODELS[name]
     said = sum(ModelSize.of(config).update_bytes(tokens, 2, checkpointed, by_tiles=True).values())
     assert said == pytest.approx(peak_bytes(config, tokens, checkpointed), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["7B", "qwen3-moe"])
+def test_a_pass_that_only_scores_takes_what_is_counted(name: str):
+    (config, tokens), size = MODELS[name], ModelSize.of(MODELS[name][0])
+    said = size.copies(2) + size.scoring_bytes(tokens, 2, by_tiles=True)
+    assert said == pytest.approx(peak_bytes(config, tokens, checkpointed=True, updates=False), rel=0.05)
+
+
+def test_passes_that_only_score_count_where_they_are_larger():
+    """…as with padded rows, whose logits are all there."""
+    padded = ("actor_rollout_ref.model.use_remove_padding=false", "actor_rollout_ref.actor.use_kl_loss=true")
+    padded += ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20",)
+    wide = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=400"
+    needs, few = needs_of(*padded, wide), needs_of(*padded)
+    assert needs.scoring["a pass"] - few.scoring["a pass"] == 380 * (LOGITS * 96 + 4 * 32)
+    assert needs.update == few.update
+    away = needs_of(*padded, "actor_rollout_ref.ref.fsdp_config.param_offload=true", wide)
+    assert away.scoring["weights"] == needs.held["reference"] and away.held["reference"] == 0
+    assert sum(away.scoring.values()) > sum(away.update.values())
+    assert away.peak == sum([*away.held.values(), *away.scoring.values()])
 
 
 def test_what_clearly_does_not_fit_is_refused_and_what_may_not_is_said(capsys):

@@ -4,9 +4,10 @@ Every worker holds whole models, those in training in float32, and computes in t
 AdamW's two moments and gradients, but what is kept in main memory; while generating, keys and values, the weights that
 autocast casts, and the distributions that are drawn from, or the share that vLLM is told to take; while updating, the
 cast weights, what a micro-batch's forward keeps for its backward (the input of every matrix product and what is made of
-its output, and of every norm its float32 input and result), and what the backward of the head or a layer takes beside.
-Left out: what the allocator cannot use. `tests/fake_memory.py` counts what an update really takes: within 3 % for
-Qwen2.5, 6 % for Qwen3 and Llama, 9 % for Phi-3, whose projections are fused.
+its output, and of every norm its float32 input and result), and what the backward of the head or a layer takes beside;
+while only scoring, one layer or the logits. Left out: what the allocator cannot use, and the block mask, which takes
+0.3 GiB while it is made. `tests/fake_memory.py` counts what an update really takes: within 5 % for the shapes of
+Qwen2.5, Qwen3, Llama, Phi-3 (fused projections), Mixtral and Qwen3-MoE (experts in one tensor).
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from transformers import (
 from configs.checks import cuts_by_tokens
 from configs.errors import ConfigError, notice
 from configs.loader import workers_asked_for
-from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig
+from configs.schema import ActorConfig, Config, CriticConfig, PretrainedModelConfig, RefConfig, RolloutConfig
 from data.chat import RM_KEY
 from data.pretrained import load_model_config
 from training.preparation import needed_roles
@@ -34,11 +35,47 @@ FLOAT32 = 4  # bytes
 ADAMW = 2 * FLOAT32  # a weight's two moments
 SHARES = {"vllm": "vLLM", "sglang": "SGLang"}  # engines that take gpu_memory_utilization of the card
 TILES = 7 << 27  # bytes, of the token head's tiles (workers/kernels/token_head.py), whatever the batch
+SCORED_TILES = 5 << 27  # without a backward
 DRAWN = 4 * FLOAT32  # a number of a distribution that is drawn from
 SORTED = 12 * FLOAT32  # and with top_p, which sorts it
 LOGITS = 3 * FLOAT32  # without that head: the logits of a token, their softmax, and its gradient
 GATES = ("gate_proj.weight", "gate_up_proj.weight")  # of which another tensor is made before the next product
+FUSED = ("qkv_proj.weight", "gate_up_proj.weight")  # projections in one matrix
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of all layers, those of one in a tensor each, which autocast does not cast: they compute in float32.
+
+    Args:
+        kept: numbers that a backward needs of them, a token.
+        outer, inner: numbers that go into the experts of a token in a layer, and that are between their products.
+        stack: numbers in their largest tensor.
+    """
+
+    kept: int = 0
+    outer: int = 0
+    inner: int = 0
+    stack: int = 0
+
+    @classmethod
+    def of(cls, weights: Mapping[str, torch.Tensor], hidden: int, chosen: int) -> "Experts":
+        """Reads the sizes off the `weights` of a decoder whose router has `chosen` experts for a token."""
+        stacks = {name: one.shape for name, one in weights.items() if one.ndim == 3 and "experts" in name}
+        if not stacks:
+            return cls()
+        # Of what the gates open another tensor is made before the next product.
+        opened = [shape[1:].numel() // hidden // 2 for name, shape in stacks.items() if name.endswith("gate_up_proj")]
+        kept = sum(sum(shape[1:]) for shape in stacks.values()) + sum(opened)
+        stack = max(shape.numel() for shape in stacks.values())
+        return cls(chosen * kept, chosen * hidden, chosen * max(opened, default=0), stack)
+
+    def backward_bytes(self, tokens: int) -> int:
+        """Counts what the backward of a layer's experts takes beside what it gives back: at its first product, at the
+        gradient of its last weight, or of its first."""
+        inner, stack = tokens * self.inner, self.stack
+        return FLOAT32 * max(3 * tokens * self.outer, stack // 2 + inner, stack - 2 * inner)
 
 
 @dataclass(frozen=True)
@@ -49,7 +86,7 @@ class ModelSize:
         parameters: their number; shared ones count once.
         layers: of the decoder.
         hidden: numbers in a token's hidden state.
-        multiplied: numbers in the matrices of all layers.
+        multiplied: numbers in the matrices of all layers, without experts.
         products: numbers that a backward needs of the matrix products of all layers, a token.
         widest: numbers that the largest of those products has of a token.
         norms: numbers that go through the norms of all layers, a token.
@@ -57,6 +94,7 @@ class ModelSize:
         vocabulary: numbers in a token's logits.
         head: numbers in the head over the vocabulary; 0: there is none.
         tied: whether the head is the embedding.
+        experts: those of all layers, if they are not matrices of their own.
     """
 
     parameters: int
@@ -70,6 +108,7 @@ class ModelSize:
     vocabulary: int
     head: int
     tied: bool
+    experts: "Experts" = Experts()
 
     @classmethod
     def of(
@@ -89,6 +128,9 @@ class ModelSize:
         # The sum of two outputs a layer and its hidden states is all that is kept of them, and counted as a norm's.
         products = sum(map(sum, dict(plain).values())) - 2 * text.num_hidden_layers * text.hidden_size
         gates = sum(shape[0] // (1 + ("up" in name)) for name, shape in plain if name.endswith(GATES))
+        # Queries and keys are made anew of a fused product, which the values, a view of it, keep whole; and what
+        # attention makes of them is there twice.
+        views = sum(shape[0] - key_heads * head_size + shape[1] for name, shape in plain if name.endswith(FUSED[0]))
         heads = {"q_norm.weight": text.num_attention_heads, "k_norm.weight": key_heads}  # that share a norm
 
         def times(name: str, norm: torch.Tensor) -> int:
@@ -99,9 +141,9 @@ class ModelSize:
             parameters=sum(weight.numel() for weight in model.parameters()),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            multiplied=sum(weight.numel() for weight in inner.values()),
-            products=products + gates,
-            widest=max(max(shape) for _, shape in plain),
+            multiplied=sum(shape.numel() for _, shape in plain),
+            products=products + gates + views,
+            widest=max(max(shape[0] // (1 + name.endswith(FUSED)), shape[1]) for name, shape in plain),
             norms=sum(
                 weight.numel() * times(name, weight)
                 for name, weight in named
@@ -111,11 +153,12 @@ class ModelSize:
             vocabulary=text.vocab_size,
             head=0 if head is None else head.weight.numel(),
             tied=head is not None and head.weight is table,
+            experts=Experts.of(inner, text.hidden_size, values.get("num_experts_per_tok") or 1),
         )
 
     def activations(self, width: int) -> int:
         """Counts bytes a token that a forward keeps for its backward."""
-        return self.products * width + 2 * self.norms * FLOAT32
+        return self.products * width + (2 * self.norms + self.experts.kept) * FLOAT32
 
     def copies(self, width: int) -> int:
         """Counts bytes of the layers' weights as autocast casts them."""
@@ -138,13 +181,15 @@ class ModelSize:
         # That of the embedding comes last; where it is the head, the head's has waited for it, and their sum is made.
         embedding = FLOAT32 * self.vocabulary * self.hidden * (3 if self.tied else 1)
         layer, cast = self.activations(width) // self.layers, self.copies(width)
+        experts = self.experts.backward_bytes(tokens)
         if checkpointed:
             kept, cast_now = tokens * (self.layers + 2) * self.hidden * FLOAT32, cast // self.layers
-            again = tokens * (layer + 2 * self.widest * width) + cast_now + FLOAT32 * self.head * self.tied
+            products = max(tokens * self.widest * width, experts)
+            again = tokens * layer + products + cast_now + FLOAT32 * self.head * self.tied
             cast, backward = 0, max(head, again, embedding - kept)
         else:
             kept = tokens * layer * self.layers
-            backward = max(head, embedding - kept - cast)
+            backward = max(head, experts, embedding - kept - cast)
         return {
             "gradients": FLOAT32 * self.parameters,
             "cast weights": cast,
@@ -152,14 +197,22 @@ class ModelSize:
             "backward of a part": backward,
         }
 
+    def scoring_bytes(self, tokens: int, width: int, by_tiles: bool) -> int:
+        """Counts the bytes that a forward of a micro-batch without a backward takes, beside cast weights."""
+        hidden = FLOAT32 * tokens * self.hidden
+        logits = SCORED_TILES if by_tiles else LOGITS * self.vocabulary * tokens
+        layer = tokens * max(3 * width * self.widest, 4 * FLOAT32 * self.experts.outer)
+        return max(hidden + (logits if self.head else 0), 4 * hidden + layer)
+
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a GPU, by what they are for: those held throughout, and those of either phase; and what the engine finds
+    """Bytes of a GPU, by what they are for: those held throughout, and those of each phase; and what the engine finds
     in use when it starts."""
 
     held: Mapping[str, int]
     generation: Mapping[str, int]
+    scoring: Mapping[str, int]
     update: Mapping[str, int]
     at_start: int
 
@@ -170,10 +223,12 @@ class Needs:
 
     @property
     def peak(self) -> int:
-        return sum(self.held.values()) + max(sum(self.generation.values()), sum(self.update.values()))
+        phases = self.generation, self.scoring, self.update
+        return sum(self.held.values()) + max(sum(phase.values()) for phase in phases)
 
     def __str__(self) -> str:
-        phases = (("held", self.held), ("generating", self.generation), ("updating", self.update))
+        named = ("held", "generating", "scoring", "updating")
+        phases = zip(named, (self.held, self.generation, self.scoring, self.update), strict=True)
         parts = "; ".join(f"{phase} {join_sizes(parts)}" for phase, parts in phases)
         return f"a GPU's memory in GiB, about: {parts}; at most {self.peak / GIB:.1f} at once"
 
@@ -207,7 +262,9 @@ def memory_needs(
     largest = max(updates, key=lambda parts: sum(parts.values()))
     without_moments = sum(held.values()) - moments * sum(size.parameters for size, _ in trained)
     at_start = without_moments + (FLOAT32 * policy.parameters if comes else 0)
-    return Needs(held, generation, largest | ({} if asleep else generation), at_start)
+    awake = {} if asleep else generation
+    scoring = max(scoring_needs(config, policy, rm, width), key=lambda parts: sum(parts.values()))
+    return Needs(held, generation, scoring | awake, largest | awake, at_start)
 
 
 def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> dict[str, int]:
@@ -232,14 +289,50 @@ def engine_needs(config: Config, policy: ModelSize, width: int, card: int) -> di
 
 def update_needs(size: ModelSize, role: ActorConfig | CriticConfig, config: Config, width: int) -> dict[str, int]:
     """Counts `ModelSize.update_bytes` of the largest micro-batch that `role` cuts."""
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
     prompts = role.ppo_mini_batch_size or config.data.train_batch_size
+    sequences = None if cuts_by_tokens(role) else role.ppo_micro_batch_size_per_gpu
+    tokens = pass_tokens(config, prompts, sequences, role.ppo_max_token_len_per_gpu)
+    by_tiles = isinstance(role, CriticConfig) or is_by_tiles(config)
+    return size.update_bytes(tokens, width, config.actor_rollout_ref.model.enable_gradient_checkpointing, by_tiles)
+
+
+def scoring_needs(config: Config, policy: ModelSize, rm: ModelSize | None, width: int) -> list[dict[str, int]]:
+    """Counts bytes of the passes without a backward: the policy's, the reference's, the reward model's."""
+    judge, prompts = config.reward.reward_model, config.data.train_batch_size
+    models = config.actor_rollout_ref
+
+    def needs(size: ModelSize, weights: int, cast: int, sequences: int | None, most: int) -> dict[str, int]:
+        tokens = pass_tokens(config, prompts, sequences, most)
+        scored = size.scoring_bytes(tokens, width, is_by_tiles(config))
+        return {"weights": weights, "cast weights": cast, "a pass": scored}
+
+    weights = FLOAT32 * policy.parameters if models.actor.fsdp_config.param_offload else 0
+    found = [needs(policy, weights, policy.copies(width), *log_prob_sizes(models.rollout))]
+    if "ref" in needed_roles(config):
+        weights = policy.frozen(width) if models.ref.fsdp_config.param_offload else 0
+        found.append(needs(policy, weights, 0, *log_prob_sizes(models.ref)))
+    if rm:
+        weights = rm.frozen(width) if judge.fsdp_config.param_offload else 0
+        found.append(needs(rm, weights, 0, judge.micro_batch_size_per_gpu, judge.forward_max_token_len_per_gpu))
+    return found
+
+
+def log_prob_sizes(role: RolloutConfig | RefConfig) -> tuple[int | None, int]:
+    return role.log_prob_micro_batch_size_per_gpu, role.log_prob_max_token_len_per_gpu
+
+
+def pass_tokens(config: Config, prompts: int, sequences: int | None, most: int) -> int:
+    """Counts the tokens of the largest micro-batch, of so many `sequences` or of `most` tokens, where a worker has its
+    share of the responses to so many prompts."""
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
     rows = -(-prompts * config.actor_rollout_ref.rollout.n // workers_asked_for(config.trainer))
-    cut = role.ppo_max_token_len_per_gpu if cuts_by_tokens(role) else role.ppo_micro_batch_size_per_gpu * longest
-    tokens = min(rows * longest, cut)
+    return min(rows * longest, sequences * longest if sequences else most)
+
+
+def is_by_tiles(config: Config) -> bool:
+    """Says whether the logits of all tokens are never in memory at once."""
     model = config.actor_rollout_ref.model
-    by_tiles = isinstance(role, CriticConfig) or (model.use_remove_padding and model.kernels != "off")
-    return size.update_bytes(tokens, width, model.enable_gradient_checkpointing, by_tiles)
+    return model.use_remove_padding and model.kernels != "off"
 
 
 def check_memory(needs: Needs, card: int) -> None:
