@@ -99,7 +99,7 @@ def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path,
     """…as a second draw of a step, or a validation, has none. They are the policy's, of the version that was there."""
     module = load_causal_lm(ModelConfig(path=str(tiny_model)))
     policy = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
-    engine = MagicMock(own_weights=True, lost_weights=True, weight_version=7)
+    engine = MagicMock(own_weights=True, takes_adapter=False, lost_weights=True, weight_version=7)
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
     monkeypatch.setattr(rollout, "_generate", Mock(return_value=DataProto()))
     monkeypatch.setattr(rollout.early_scores, "attach", lambda batch: batch)
