@@ -28,8 +28,31 @@ def pytest_configure() -> None:
         settings.load_profile("any machine")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shipped_configs_read_once() -> Iterator[None]:
+    """A shipped yaml file, with what is chosen of the groups, is composed by Hydra once in a process of tests."""
+    from configs import loader
+
+    read, found = loader.read_yaml, {}
+
+    def read_once(arguments: loader.Arguments, chosen: dict[str, Any]) -> Any:
+        if arguments.config_dir != loader.CONFIG_DIR:
+            return read(arguments, chosen)
+        asked = arguments.config_name, *sorted(chosen.items())
+        if asked not in found:
+            found[asked] = read(arguments, chosen)
+        return copy.deepcopy(found[asked])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "read_yaml", read_once)
+        yield
+
+
 # The longest first. What starts vLLM or Ray is one unit of work, in one process, so that each is started once.
-ENGINES = ("test_engine_contract", "test_vllm_rollout", "test_weight_transfer", "test_server", "test_worker_group")
+ENGINES = (
+    *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
+    *("test_worker_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor"),
+)
 LONG = ("test_docs", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper", "test_resume")
 
 
@@ -40,8 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "engines" if Path(file).stem in ENGINES else file
+            return "engines" if is_of_engines(nodeid) else super()._split_scope(nodeid)
 
     return Files(config, log)
 
@@ -49,13 +71,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, and what uses the Ray cluster together at the end of its unit."""
-    place = {name: number for number, name in enumerate([*ENGINES, *LONG])}
+    longest = [*ENGINES, *(f"{name}.py" for name in LONG)]
 
     def order(item: pytest.Item) -> tuple[bool, bool, int]:
-        file = Path(item.path).stem
-        return file not in ENGINES, file in ENGINES and on_ray(item), place.get(file, len(place))
+        engines, name = is_of_engines(item.nodeid), item.nodeid.removeprefix("tests/")
+        place = next((number for number, start in enumerate(longest) if name.startswith(start)), len(longest))
+        return not engines, engines and on_ray(item), place
 
     items.sort(key=order)
+
+
+def is_of_engines(nodeid: str) -> bool:
+    return nodeid.removeprefix("tests/").startswith(ENGINES)
 
 
 def on_ray(item: pytest.Item | None) -> bool:
@@ -64,11 +91,15 @@ def on_ray(item: pytest.Item | None) -> bool:
 
 @pytest.fixture
 def cluster() -> None:
-    """Ray as a caller of ours started it, with 2 CPUs: once for all tests in a row that use it."""
+    """Ray as a caller of ours started it, with 2 CPUs: once for all tests in a row that use it. Its workers are forks
+    of a process that has their imports done."""
     import ray
 
+    from tests.forked import python_command
+
     if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False)
+        forks, no_idle_ones = {"py_executable": python_command()}, {"prestart_worker_first_driver": False}
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env=forks, _system_config=no_idle_ones)
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from typing import Any
 
+import pytest
 import torch
 
+from tests.forked import ONE_THREAD
 from workers.collectives import connect, join_group, open_store, rank
+
+# Ranks are forks of one process that has these: a start of Python, and the imports, for all tests of a process.
+IMPORTED = ["tests.batches", "workers.model_worker", "torch.distributed.fsdp"]
 
 
 class Ranks:
@@ -15,7 +20,13 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.store, self.size = open_store("127.0.0.1", size), size
-        self.pool = ProcessPoolExecutor(size, mp_context=get_context("spawn"))
+        context = get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ONE_THREAD.items():
+                patch.setenv(name, value)
+            forkserver.ensure_running()
+        self.pool = ProcessPoolExecutor(size, mp_context=context)
         # A call waits for the others, so each process gets one.
         list(self.pool.map(join, [self.store.port] * size, range(size), [size] * size))
 

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from configs.process import STOPPED
+from tests.forked import Run
 from tests.runs import ROOT, short_run
 
 PATIENCE = 120  # seconds; what is interrupted would take longer by far
@@ -44,25 +46,19 @@ def press_ctrl_c(command: list[str], marker: Path, *answers: str, **environment:
     """Starts `command` as a shell does, presses Ctrl-C once `marker` is there, and again after each of the `answers`;
     how it ended, and its stderr."""
     deadline = time.monotonic() + PATIENCE
-    with (marker.parent / f"{marker.name}.stderr").open("w+") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,  # a terminal signals the whole group
-        )
-        came = [marker.exists, *(lambda answer=answer: answer in Path(stderr.name).read_text() for answer in answers)]
-        try:
-            for is_time in came:
-                while not is_time() and process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                os.killpg(process.pid, signal.SIGINT)
-            process.wait(timeout=PATIENCE)
-        finally:
-            process.kill()
-        return process.returncode, Path(stderr.name).read_text()
+    run = Run(*command, env={**os.environ, **environment})  # in a session: a terminal signals the whole group
+    came = [marker.exists, *(lambda answer=answer: answer in run.said()[1] for answer in answers)]
+    try:
+        for is_time in came:
+            while not is_time() and not run.is_over() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGINT)
+        done = run.wait(PATIENCE)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return done.returncode, done.stderr
 
 
 def lines_of_the_end(stderr: str) -> list[str]:

@@ -17,6 +17,7 @@ from benchmarks.floor import Shape, update_flops
 from benchmarks.models import save_model
 from benchmarks.vs_trl import ROOT, Arm
 from benchmarks.workload import Meter, Workload
+from tests.forked import python_command
 
 PASSED = {"run": 3, "failed": [], "seconds": 1.0}
 CPU = ["--device", "cpu", "--size", "1m", "--prompts", "2", "--samples", "2", "--prompt-tokens", "8",
@@ -25,7 +26,7 @@ CPU = ["--device", "cpu", "--size", "1m", "--prompts", "2", "--samples", "2", "-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so_and_that_is_no_failure():
-    found = subprocess.run(["make", "gpu", f"RUN={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(["make", "gpu", f"RUN={python_command()}"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0 and "torch finds no GPU on this machine" in found.stdout
 
 
