@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,6 @@ from torch.nn.attention import flex_attention
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 from configs.paths import ROOT
 
@@ -106,17 +106,35 @@ def is_on_device(value: Any) -> bool:
 
 def numbers_of(value: Any) -> Any:
     """Takes the tensors in `value` off the device, which nobody counts."""
-    return tree_map(lambda part: part.numbers if is_on_device(part) else part, value)
+    return mapped(lambda tensor: tensor.numbers if is_on_device(tensor) else tensor, value)
 
 
 def on_device(value: Any) -> Any:
     """Puts the tensors in `value` on the device, which nobody counts."""
 
-    def put(part: Any) -> Any:
-        is_other = isinstance(part, Tensor) and not is_on_device(part) and part.device.type == "cpu"
-        return DeviceTensor(part) if is_other else part
+    def put(tensor: Tensor) -> Tensor:
+        return DeviceTensor(tensor) if not is_on_device(tensor) and tensor.device.type == "cpu" else tensor
 
-    return tree_map(put, value)
+    return mapped(put, value)
+
+
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`tree_map` over the tensors that operations take and return: asked at each of them, torch's takes ten times as
+    long."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: mapped(change, part) for name, part in value.items()}
+    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
+        return value
+    parts = [mapped(change, part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(lambda tensor: found.append(tensor) or tensor, value)
+    return found
 
 
 class Transfer(torch.autograd.Function):
@@ -187,7 +205,7 @@ class PretendedGPU(TorchFunctionMode):
         """Takes the calls of Python that name a device."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         kwargs.pop("pin_memory", None)  # a build without CUDA has none
-        of_device = any(is_on_device(part) for part in tree_leaves((args, kwargs)))
+        of_device = any(map(is_on_device, tensors_of((args, kwargs))))
         if name in ("to", "cuda", "cpu") and isinstance(args[0], Tensor):
             return self.move(func, name, args, kwargs)
         if name == "pin_memory":
@@ -252,7 +270,7 @@ class PretendedGPU(TorchFunctionMode):
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Runs an operation in which a tensor of the device takes part."""
-        tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)]
+        tensors = tensors_of((args, kwargs))
         host = [part for part in tensors if part.device == CPU and part.ndim > 0]
         if func in COPIES:
             if not all(map(is_on_device, tensors)):
@@ -272,6 +290,8 @@ class PretendedGPU(TorchFunctionMode):
         if not func.is_view and func is not aten.detach.default:
             self.launches += 1
             self.operations[func.overloadpacket.__name__] += 1
+            if not func._schema.is_mutable:
+                return on_device(found)
         return return_and_correct_aliasing(func, args, kwargs, on_device(found))
 
 
@@ -282,12 +302,17 @@ def place() -> str | None:
         file = frame.f_code.co_filename
         if "_functorch" in file:
             return None
-        is_ours = file.startswith(str(ROOT)) and ".venv" not in file and file != __file__
-        if found is None and (is_ours or "/transformers/" in file):
-            short = file.removeprefix(f"{ROOT}/") if is_ours else f"transformers/{Path(file).name}"
+        if found is None and (short := name_of_interest(file)):
             found = f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return found or "?"
+
+
+@cache
+def name_of_interest(file: str) -> str | None:
+    if file.startswith(str(ROOT)) and ".venv" not in file and file != __file__:
+        return file.removeprefix(f"{ROOT}/")
+    return f"transformers/{Path(file).name}" if "/transformers/" in file else None
 
 
 def stand_ins(gpu: PretendedGPU) -> list[tuple[Any, str, Any]]:

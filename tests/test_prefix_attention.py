@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -116,14 +117,19 @@ LENGTHS = {
 }
 
 
+@lru_cache(maxsize=1)
+def padded_and_packed(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    models = padded(make(name)).train(), packed(make(name)).train()
+    assert [is_packed(model) for model in models] == [False, True]
+    return models
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_scores_and_gradients_are_those_of_padded_rows(name, lengths):
-    batch = groups(*LENGTHS[lengths])
-    models = padded(make(name)).train(), packed(make(name)).train()
-    assert [is_packed(model) for model in models] == [False, True]
-    found = []
-    for module in models:
+    batch, found = groups(*LENGTHS[lengths]), []
+    for module in padded_and_packed(name):
+        module.zero_grad(set_to_none=True)
         [micro] = cut(batch, MicroBatchSize(len(batch), 0), [], module)
         scores = module.token_scores(micro, 0.8, ["log_probs", "entropy", "sum_pi_squared"])
         weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1)) * micro.is_scored

@@ -187,7 +187,7 @@ def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joine
     model, rows = random_model(family, forward), mixed_requests(17)
     alone = {row.id: make_rollout(model, tokenizer, (7, 40, 80)).generate([row])[0] for row in rows}
     assert {done.finish_reason for done in alone.values()} == {"stop", "length"}
-    for budget, places in itertools.product((1, 12, 19, 8192), (1024, 3)):
+    for budget, places in ((1, 3), (12, 1024), (19, 3), (8192, 1024), (8192, 3)):
         rollout = make_rollout(model, tokenizer, (7, 40, 80), places, budget)
         assert_same(rollout.generate(rows), alone)
         rng = np.random.default_rng(places + budget)

@@ -305,10 +305,13 @@ def spoken(address: str, *sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"  # or it hangs up after 5 seconds
+
+
 @pytest.mark.parametrize(("key", "code"), [(b"wrong", b" 401 "), (KEY.encode(), b" 413 ")])
 def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, key, code):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\nAuthorization: Bearer "
-    assert code in spoken(address, head + key + b"\r\n\r\n").splitlines()[0], "and nothing of the body was sent"
+    said = spoken(address, HEAD + b"Content-Length: 20000000\r\nAuthorization: Bearer " + key + b"\r\n\r\n")
+    assert code in said.splitlines()[0], "and nothing of the body was sent"
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"])
@@ -320,7 +323,7 @@ def test_who_does_not_say_what_is_asked_is_hung_up_on(served, tiny_model, monkey
 
 def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
     monkeypatch.setattr("workers.server.app.BODY_SECONDS", 0.2)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
+    head = HEAD + b"Content-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
     with serving(served, compose(tiny_model)) as url:
         said = spoken(url, head + b"\r\n\r\n{")
         assert b" 408 " in said.splitlines()[0] and b"the body has not come within 0.2 seconds" in said
