@@ -381,8 +381,8 @@ class RolloutConfig(SamplingConfig):
     )
     load_lora: str = setting(
         "merge",
-        "What an engine gets of LoRA: merge: the whole model, the matrices added. With vllm, adapter: after the first "
-        "time, the matrices alone, which it adds itself: much less to send, and slower to generate.",
+        "What an engine gets of LoRA: merge: the whole model, the matrices added. With vllm, adapter: the matrices "
+        "alone, after the first time, which it adds itself: much less to send, and slower to generate.",
         choices=("merge", "adapter"),
     )
     engine_kwargs: dict[str, Any] = setting(

@@ -131,7 +131,7 @@ def check_generation(config: GenerationConfig) -> None:
             f"data.n_samples={rollout.n} with rollout.do_sample={str(rollout.do_sample).lower()} asks for {rollout.n} "
             "greedy responses to a prompt, which are all the same: set data.n_samples=1, or rollout.do_sample=true."
         )
-    check_engine_settings(rollout, data)
+    check_engine_settings(rollout, data, config.model)
 
 
 def check_evaluation(config: EvaluationConfig) -> None:
@@ -156,7 +156,12 @@ def check_server(config: ServerConfig) -> None:
             f"server.takes_weights=true with rollout.name={config.rollout.name} and server.host={server.host}: set "
             "rollout.name=vllm and server.host=127.0.0.1, as whoever reaches the port may then exchange the model."
         )
-    check_engine_settings(config.rollout, config.data)
+    if config.model.lora_adapter_path and config.rollout.name == "vllm":
+        raise ConfigError(
+            f"model.lora_adapter_path={config.model.lora_adapter_path} with rollout.name=vllm: vLLM's own server reads "
+            "model.path alone. Set that to a merged model (a checkpoint's huggingface/), or serve by rollout.name=hf."
+        )
+    check_engine_settings(config.rollout, config.data, config.model)
     if changed := unlike_default(config.rollout, BY_REQUEST):
         raise ConfigError(f"rollout.{changed[0]} is set, and each request says how it is answered: take it back.")
 
@@ -166,8 +171,15 @@ def check_files(path: str | list[str] | None, what: str) -> None:
         raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {what}.")
 
 
-def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig | ServerDataConfig) -> None:
-    """Raises ConfigError if `rollout` has settings that only training reads, or other lengths than `data`."""
+def check_engine_settings(
+    rollout: RolloutConfig, data: GenerationDataConfig | ServerDataConfig, model: ModelConfig
+) -> None:
+    """Raises ConfigError for settings that only training reads, and for other lengths in `rollout` than in `data`."""
+    if model.lora_rank and not model.lora_adapter_path:
+        raise ConfigError(
+            f"model.lora_rank={model.lora_rank} is set, which only training reads: name an adapter in "
+            "model.lora_adapter_path, or set model.path to a merged model."
+        )
     for name, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
         if rollout[name] != length:
             raise ConfigError(

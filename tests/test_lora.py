@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import main
-from configs.schema import ModelConfig, OptimConfig
+from configs import checks
+from configs.errors import ConfigError
+from configs.schema import ModelConfig, OptimConfig, RolloutConfig
+from configs.serving import ServerConfig, check_server
 from data.pretrained import check_adapter
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
@@ -111,3 +115,25 @@ def test_what_does_not_fit_the_model_is_refused_by_its_key(tiny_model, tmp_path,
 def test_an_adapter_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"^model.lora_adapter_path=.*no adapter_config.json"):
         check_adapter(ModelConfig(lora_adapter_path=str(tmp_path)), "model")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["actor_rollout_ref.rollout.load_lora=adapter", *LORA], "load_lora=adapter with rollout.name=hf"),
+        (["actor_rollout_ref.rollout.load_lora=adapter", "actor_rollout_ref.rollout.name=vllm"], "model.lora_rank=0"),
+    ],
+)
+def test_an_adapter_is_sent_alone_to_an_engine_that_adds_it(tiny_model, tmp_path, monkeypatch, command, said):
+    monkeypatch.setattr(checks, "check_engine", lambda *_: None)  # vLLM need not be installed
+    with pytest.raises(ConfigError, match=said):
+        checks.check_config(compose(*short_run(tiny_model, tmp_path, *command)))
+
+
+def test_a_server_takes_an_adapter_and_no_rank():
+    model = ModelConfig(lora_rank=4)
+    with pytest.raises(ConfigError, match=r"model.lora_rank=4 is set, which only training reads.*lora_adapter_path"):
+        check_server(ServerConfig(model=model))
+    config = ServerConfig(model=replace(model, lora_adapter_path="adapter"), rollout=RolloutConfig(name="vllm"))
+    with pytest.raises(ConfigError, match=r"lora_adapter_path=adapter with rollout.name=vllm: .*or serve by"):
+        check_server(config)
