@@ -21,6 +21,7 @@ from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import gather, rank
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
+from workers.sharding import reshard
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -80,6 +81,7 @@ class DataParallelPPOActor:
         with self.engine.at_work():
             for micro in self.micro_batches(batch):
                 self.micro_batch_loss(micro, update, metrics)
+            reshard(self.engine.module)
         return metrics.reduce()
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
