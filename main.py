@@ -59,7 +59,7 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     print(files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents))
     pools = start_pools(config, parts.total_steps, needed_roles(config))
     try:
-        roles = remote_roles(pools, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+        roles = remote_roles(pools, config.actor_rollout_ref)
         roles.rollout.score_early(early_functions(parts.reward))
         validator = Validator(config, parts.tokenizer, roles, parts.reward, parts.val_loader, parts.game)
         trainer = RayPPOTrainer(

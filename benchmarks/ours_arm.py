@@ -60,7 +60,7 @@ class OursArm:
         config = config_of(workload, overrides)
         parts = prepare(config)
         self.group = start_group(config, parts.total_steps)
-        roles = remote_roles(dict.fromkeys(["actor", "rollout"], self.group))
+        roles = remote_roles(dict.fromkeys(["actor", "rollout"], self.group), config.actor_rollout_ref)
         roles.rollout.score_early(early_functions(parts.reward))
         self.trainer = RayPPOTrainer(
             config,

@@ -42,6 +42,7 @@ RENAMED = {
             *((name, name) for name in ("target_modules", "exclude_modules")),
         )
     },
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "actor_rollout_ref.actor.tensor_parallel_size",
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
@@ -235,6 +236,15 @@ ONLY_VALUE = {
             ("optimizer", ("AdamW",)),
             ("optimizer_impl", ("torch.optim",)),
             ("override_optimizer_config", (None,)),
+        )
+    },
+    **{
+        f"actor_rollout_ref.actor.megatron.{name}_parallel_size": ((1,), why)
+        for name, why in (
+            ("pipeline_model", "layers are sharded over the workers (fsdp_config.fsdp_size), and all compute at once."),
+            ("expert_model", "experts are sharded over the workers like other weights (fsdp_config.fsdp_size)."),
+            ("expert_tensor", "experts are sharded over the workers like other weights (fsdp_config.fsdp_size)."),
+            ("context", "a sequence is computed by the workers that share its layers (actor.tensor_parallel_size)."),
         )
     },
     "actor_rollout_ref.rollout.expert_parallel_size": ((1,), "every worker has an engine of its own."),

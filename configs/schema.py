@@ -295,6 +295,12 @@ class ActorConfig(Frozen):
     kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
     kl_loss_type: str = setting("low_var_kl", "Estimator of the KL in the loss.", choices=KL_KINDS)
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.")
+    tensor_parallel_size: int = setting(
+        1,
+        "Workers that compute each layer together, split by heads and columns: neighbours in rank, on one machine. The "
+        "critic's layers too.",
+        ge=1,
+    )
     fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading; the critic's too.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from configs.errors import ConfigError
 from configs.schema import (
@@ -25,12 +34,12 @@ from configs.schema import (
     RewardModelConfig,
     RolloutConfig,
 )
-from custom.tiny_model import save_tiny_model
+from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.ranks import Ranks
-from workers.collectives import gather, group_size, join_group, rank
+from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
@@ -41,9 +50,10 @@ from workers.models import load_causal_lm, load_value_model
 from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
 from workers.sharding import Sharding, class_name, gather_weights, make_mesh, shard_count, sharded_parts, whole
+from workers.tensor_parallel import check_split
 
 CPU = torch.device("cpu")
-MESHES = {"sharded": -1, "replicated": 1, "two replicas": 2}  # by fsdp_size
+MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
 LOSSES = {
     "vanilla, every term": ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OPTIM),
@@ -52,6 +62,7 @@ LOSSES = {
     "clip_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.3), optim=OPTIM),
     "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
 }
+NINE_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2-135M has
 CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
 
 
@@ -66,14 +77,29 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "two_layers"
-    save_tiny_model(folder, seed=0, hidden_size=32, layers=2)
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id},
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
-def sharding(fsdp_size: int = -1) -> Sharding | None:
+def sharding(mesh: str = "sharded") -> Sharding | None:
     """How a run of so many workers spreads a model; in the test's own process it does not."""
-    mesh = make_mesh(fsdp_size, CPU)
-    return None if mesh is None else Sharding(mesh)
+    if group_size() == 1:
+        return None
+    fsdp_size, parts = MESHES[mesh]
+    compute_together(parts)
+    return Sharding(make_mesh(fsdp_size, CPU, parts))
+
+
+def own_share(batch: DataProto) -> DataProto:
+    """This rank's rows, as a run deals them out."""
+    return shares_of(batch, group_size() // Peers.size)[data_rank()]
 
 
 def share(batch: DataProto, first: int) -> DataProto:
@@ -83,9 +109,9 @@ def share(batch: DataProto, first: int) -> DataProto:
     return [batch[:first], batch[first:], batch[:0], batch[:0]][rank()]
 
 
-def trainer(path: Path, config: ActorConfig | CriticConfig, fsdp_size: int, size: MicroBatchSize) -> Any:
+def trainer(path: Path, config: ActorConfig | CriticConfig, mesh: str, size: MicroBatchSize) -> Any:
     """The actor or the critic of a run."""
-    settings = {"sharding": sharding(fsdp_size)}
+    settings = {"sharding": sharding(mesh)}
     if isinstance(config, CriticConfig):
         module = load_value_model(ModelConfig(path=str(path)), seed=0, **settings)
         return DataParallelPPOCritic(config, TrainEngine(module, config.optim, 10, CPU, torch.float32), size)
@@ -94,15 +120,15 @@ def trainer(path: Path, config: ActorConfig | CriticConfig, fsdp_size: int, size
     return DataParallelPPOActor(config, engine, size, CUTS["24 tokens"])
 
 
-def learn(path: Path, batches: dict[str, DataProto], names: list[str], fsdp_size: int) -> dict[str, Recorded]:
+def learn(path: Path, batches: dict[str, DataProto], names: list[str], mesh: str) -> dict[str, Recorded]:
     """An update with this rank's share of each batch, by each loss; "critic" is the critic's."""
     found = {}
     for kind, batch in batches.items():
         for name in names:
             config = LOSSES.get(name, CRITIC)
-            worker = trainer(path, config, fsdp_size, CUTS["3 rows"])
+            worker = trainer(path, config, mesh, CUTS["3 rows"])
             verb = worker.update_critic if name == "critic" else worker.update_policy
-            update = partial(verb, shares_of(batch, group_size())[rank()], update_of(batch, config))
+            update = partial(verb, own_share(batch), update_of(batch, config))
             metrics, gradient, weights = recorded(worker.engine, update)
             found[f"{kind}, {name}"] = metrics, [*map(whole, gradient)], [*map(whole, weights)]
     return found
@@ -111,13 +137,16 @@ def learn(path: Path, batches: dict[str, DataProto], names: list[str], fsdp_size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "names"),
-    [("two replicas", [*LOSSES, "critic"]), ("sharded", ["kl_cov", "critic"]), ("replicated", ["kl_cov", "critic"])],
+    [
+        ("two replicas", [*LOSSES, "critic"]),
+        *((mesh, ["kl_cov", "critic"]) for mesh in ("sharded", "replicated", "split", "split shards")),
+    ],
 )
 def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names: list[str]):
     """…and report its metrics, whatever the loss; with fewer rows than ranks as well."""
     batches = {"9 rows": ragged_batch(), "1 row": ragged_batch()[4:5]}
-    wanted = learn(model, batches, names, 1)
-    found = ranks.run(learn, model, batches, names, MESHES[mesh])
+    wanted = learn(model, batches, names, mesh)
+    found = ranks.run(learn, model, batches, names, mesh)
     for name, (metrics, gradient, weights) in wanted.items():
         assert metrics[f"{'critic' if 'critic' in name else 'actor'}/skipped_updates"] == 0
         for found_metrics, found_gradient, found_weights in (learnt[name] for learnt in found):
@@ -127,10 +156,32 @@ def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names:
             assert all(map(torch.equal, found_weights, found[0][name][2])), f"{name}: the ranks drift apart"
 
 
+@pytest.fixture(scope="module")
+def with_head_norms(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen 3, which normalises each head's queries and keys by weights that all heads share."""
+    folder = tmp_path_factory.mktemp("models") / "head_norms"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    torch.manual_seed(2)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_weights_that_all_heads_share_have_the_gradient_of_all_of_them(ranks: Ranks, with_head_norms: Path):
+    batches, name = {"9 rows": ragged_batch()}, "vanilla, every term"
+    [(_, wanted, _)] = learn(with_head_norms, batches, [name], "sharded").values()
+    for learnt in ranks.run(learn, with_head_norms, batches, [name], "split shards"):
+        [(_, found, _)] = learnt.values()
+        assert relative_distance(found, wanted) < 1e-5
+
+
 def passes_of(path: Path, batch: DataProto, first: int) -> tuple[int, Tensor, dict[str, float], list[Tensor]]:
     """Forward passes of an update with `share`, what was scored before it, its metrics, and the weights after it."""
     config, passes = LOSSES["vanilla, every term"], []
-    worker = trainer(path, config, -1, MicroBatchSize(2, 0))
+    worker = trainer(path, config, "sharded", MicroBatchSize(2, 0))
     scored = worker.compute_log_prob(share(batch, first), TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
     worker.engine.module.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     metrics = worker.update_policy(share(batch, first), update_of(batch, config))
@@ -158,7 +209,7 @@ def gradient_of(path: Path, batch: DataProto, settings: dict[str, Any], reshards
     module = load_causal_lm(ModelConfig(path=str(path), **settings), sharding=spread)
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), CUTS["24 tokens"])
-    own = shares_of(batch, group_size())[rank()]
+    own = own_share(batch)
     scored = actor.compute_log_prob(own, TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
     _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
     return scored, [*map(whole, gradient)]
@@ -196,7 +247,7 @@ def adapted(
     module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), sharding=sharding())
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
     reference = ReferencePolicy(module, size, engine.autocast, engine.at_work_without_lora)
-    own = shares_of(batch, group_size())[rank()]
+    own = own_share(batch)
     scored = reference.compute_log_prob(own, TEMPERATURE, ["ref_log_prob"]).batch["ref_log_prob"]
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), size)
     weights = {name: weight.clone() for name, weight in engine.weights()}
@@ -232,13 +283,13 @@ def test_lora_in_shards_has_the_gradient_the_reference_and_the_weights_of_one_pr
 
 def refuse(path: Path, batch: DataProto) -> list[tuple[dict[str, float], bool]]:
     """An update in which the last row's loss is not finite and one in which all are; whether the weights stayed."""
-    worker, found = trainer(path, ActorConfig(optim=OPTIM), -1, CUTS["1 row"]), []
+    worker, found = trainer(path, ActorConfig(optim=OPTIM), "sharded", CUTS["1 row"]), []
     for bad in (True, False):
         before = [whole(weight).clone() for weight in worker.engine.module.parameters()]
         given = DataProto(batch.batch.clone())
         if bad:
             given.batch["advantages"][-1] = torch.inf
-        metrics = worker.update_policy(shares_of(given, group_size())[rank()], update_of(given, worker.config))
+        metrics = worker.update_policy(own_share(given), update_of(given, worker.config))
         after = [whole(weight) for weight in worker.engine.module.parameters()]
         found.append((metrics, all(map(torch.equal, before, after))))
     return found
@@ -252,11 +303,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is
         assert not same and taken == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-def held(path: Path, fsdp_size: int) -> tuple[int, int, int]:
+def held(path: Path, mesh: str) -> tuple[int, int, int]:
     """Numbers of a whole model, of this rank's weights, and of its moments after a step."""
-    worker = trainer(path, ActorConfig(optim=OPTIM), fsdp_size, CUTS["all rows"])
+    worker = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"])
     batch = ragged_batch()
-    worker.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, worker.config))
+    worker.update_policy(own_share(batch), update_of(batch, worker.config))
     weights = [*worker.engine.module.parameters()]
     moments = [state[name] for state in worker.engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert all(isinstance(tensor, DTensor) for tensor in (*weights, *moments))
@@ -267,7 +318,7 @@ def held(path: Path, fsdp_size: int) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shards"), [("sharded", 4), ("two replicas", 2), ("replicated", 1)])
 def test_a_rank_holds_its_part_of_weights_and_moments(ranks: Ranks, model: Path, mesh: str, shards: int):
-    found = ranks.run(held, model, MESHES[mesh])
+    found = ranks.run(held, model, mesh)
     [total] = {total for total, *_ in found}
     assert sum(weights for _, weights, _ in found[:shards]) == total
     for _, weights, moments in found:
@@ -357,17 +408,18 @@ def test_sampling_from_gathered_weights_is_sampling_from_the_model(ranks: Ranks,
 
 
 @pytest.mark.slow
-def handed_over(path: Path) -> dict[str, Tensor]:
+def handed_over(path: Path, mesh: str) -> dict[str, Tensor]:
     """The weights for an engine, after a step."""
-    worker, batch = trainer(path, ActorConfig(optim=OPTIM), -1, CUTS["all rows"]), ragged_batch()
-    worker.update_policy(shares_of(batch, group_size())[rank()], update_of(batch, worker.config))
+    worker, batch = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"]), ragged_batch()
+    worker.update_policy(own_share(batch), update_of(batch, worker.config))
     return {name: weight.clone() for name, weight in worker.engine.weights()}
 
 
-def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks: Ranks, model: Path):
-    wanted = handed_over(model)
+@pytest.mark.parametrize("mesh", ["sharded", "split shards"])
+def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks: Ranks, model: Path, mesh: str):
+    wanted = handed_over(model, mesh)
     assert "lm_head.weight" in wanted
-    for found in ranks.run(handed_over, model):
+    for found in ranks.run(handed_over, model, mesh):
         assert found.keys() == wanted.keys()
         for name, weight in wanted.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
@@ -401,6 +453,33 @@ def test_workers_are_dealt_out_to_shards(asked: int, workers: int, shards: int):
 def test_workers_that_do_not_make_whole_groups_are_refused(asked: int, workers: int):
     with pytest.raises(ConfigError, match=rf"fsdp_size={asked}: .* and {workers} cannot be dealt out"):
         shard_count(asked, workers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "size", "said"),
+    [
+        (
+            {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
+            2,
+            "9 heads, 3 key heads, 1536 hidden columns",
+        ),
+        ({"num_attention_heads": 4, "intermediate_size": 341}, 2, "4 heads, 4 key heads, 341 hidden columns"),
+        (
+            {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
+            3,
+            "2 a machine cannot be dealt out in groups of 3",
+        ),
+    ],
+)
+def test_a_model_that_does_not_split_is_refused_with_its_numbers(numbers: dict[str, int], size: int, said: str):
+    config = LlamaConfig(**{"intermediate_size": 1536} | numbers)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: .*{said}"):
+        check_split(config, size, workers_a_node=2)
+
+
+def test_a_family_without_a_plan_to_split_it_is_refused_by_name():
+    with pytest.raises(ConfigError, match="the layers of phi3 cannot be split"):
+        check_split(Phi3Config(), 2, workers_a_node=2)
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_asked():

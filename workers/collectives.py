@@ -32,6 +32,35 @@ def join_group(store: dist.TCPStore, rank: int, size: int, timeout: int = TIMEOU
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
+class Peers:
+    """Says which ranks have the same rows, as they compute them together: `size` neighbours each."""
+
+    size = 1
+    group: dist.ProcessGroup | None = None  # the ranks at this one's place among its peers; None: all ranks
+
+
+def compute_together(size: int) -> None:
+    """Makes `size` neighbours in rank peers, which are given the same rows; every rank calls it at the same time."""
+    Peers.size, Peers.group = size, None
+    for place in range(size) if size > 1 else ():
+        group = dist.new_group(range(place, group_size(), size), backend="gloo")
+        if rank() % size == place:
+            Peers.group = group
+
+
+def data_rank() -> int:
+    """Returns the place of this rank's rows among the shares of a batch."""
+    return rank() // Peers.size
+
+
+def gather_shares(value: Any) -> list[Any]:
+    """Collects `value` for every share of a batch, in their order, on every rank; peers have the same."""
+    values = [value] * (group_size() // Peers.size)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=Peers.group)
+    return values
+
+
 def group_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -18,7 +18,7 @@ from training.mini_batches import Update
 from training.policy_loss import LossConfig, call_policy_loss
 from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
-from workers.collectives import gather, rank
+from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.sharding import reshard
@@ -110,15 +110,15 @@ class DataParallelPPOActor:
         with self.engine.autocast():
             scores = score(self.engine.module, batch, self.log_prob_size, update.temperature)
         columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
-        shares = gather({"log_probs": scores.log_probs, **columns})
+        shares = gather_shares({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         log_probs = whole.pop("log_probs").requires_grad_()
-        counted_once = metrics if rank() == 0 else PooledMetrics()  # all ranks compute the same
+        counted_once = metrics if data_rank() == 0 else PooledMetrics()  # all ranks compute the same
         tokens = int(whole["response_mask"].sum())
         loss = self.policy_term(whole, log_probs, tokens, update.counts, counted_once)
         counted_once.add_sum("actor/loss", loss)
         [gradient] = torch.autograd.grad(loss, log_probs)
-        own = gradient.split([len(share["log_probs"]) for share in shares])[rank()]
+        own = gradient.split([len(share["log_probs"]) for share in shares])[data_rank()]
         return DataProto.from_dict({"policy_gradient": own})
 
     def policy_term(

@@ -27,10 +27,11 @@ from training.torch_functional import (
     cosine_schedule_multiplier,
     wsd_schedule_multiplier,
 )
-from workers.collectives import gather, rank
+from workers.collectives import Peers, gather, rank
 from workers.lora import plain_weights, save_pretrained, without_lora
 from workers.offload import Offload, Residence, make_optimizer
 from workers.sharding import part_of, whole
+from workers.tensor_parallel import by_mesh, sum_partial_gradients
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
 NOTHING = Offload()
@@ -111,6 +112,8 @@ class TrainEngine:
         if not all(gather(self.accumulate(losses))):
             self.optimizer.zero_grad(set_to_none=True)
             return {"skipped_updates": 1.0}
+        if Peers.size > 1:
+            sum_partial_gradients(self.module)
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
@@ -134,11 +137,13 @@ class TrainEngine:
         lr = self.optim.lr * self.multiplier(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        total_norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        groups = by_mesh([parameter for parameter in self.module.parameters() if parameter.grad is not None]) or [[]]
+        norms = [whole(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
+        total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         grad_norm = total_norm.item()
         if grad_norm > self.optim.clip_grad:  # clip_grad_norm_ would multiply by 1 where it is not
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_grad, total_norm)
+            for group in groups:
+                torch.nn.utils.clip_grads_with_norm_(group, self.optim.clip_grad, total_norm)
         finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()

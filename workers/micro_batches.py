@@ -20,7 +20,7 @@ from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from training.torch_functional import to_device
-from workers.collectives import gather
+from workers.collectives import gather_shares
 from workers.sharding import reshard
 
 
@@ -102,7 +102,7 @@ def cut_share(
     """Cuts this rank's share of a batch into micro-batches, with dummies up to as many as any rank has: all run the
     same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
     parts = micro_batch_rows(batch, size, model.shares_prompts)
-    missing = max(gather(len(parts))) - len(parts)
+    missing = max(gather_shares(len(parts))) - len(parts)
     return chain(micro_batches(batch, parts, columns, model.device), (dummy(model.device) for _ in range(missing)))
 
 
@@ -217,7 +217,7 @@ class PooledMetrics:
             if kind == "mean":
                 own[1][name] += weight
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        for part_totals, part_weights, part_maxima in gather(own):
+        for part_totals, part_weights, part_maxima in gather_shares(own):
             for into, part in ((totals, part_totals), (weights, part_weights)):
                 for name, value in part.items():
                     into[name] += value

@@ -32,7 +32,7 @@ from training.environment import are_episodes, worker_env_setup
 from training.mini_batches import first_policy_step
 from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
-from workers.collectives import rank
+from workers.collectives import compute_together, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
@@ -77,7 +77,8 @@ class ModelWorker:
             print(memory)
         self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
-        self.mesh = make_mesh(policy.actor.fsdp_config.fsdp_size, self.device)
+        compute_together(policy.actor.tensor_parallel_size)
+        self.mesh = make_mesh(policy.actor.fsdp_config.fsdp_size, self.device, policy.actor.tensor_parallel_size)
         fsdp = policy.actor.fsdp_config
         self.offload = Offload(self._offloads(fsdp.optimizer_offload), self._offloads(fsdp.param_offload))
         module = self._load_policy(self.offload.any)
@@ -157,7 +158,9 @@ class ModelWorker:
     def _build_rm(self) -> LearnedReward:
         config = self.config.reward.reward_model
         offload = self._offloads(config.fsdp_config.param_offload)
-        return LearnedReward(config, self.tokenizer, self.device, offload, self._sharding(offload))
+        mesh = make_mesh(-1, self.device)  # its layers are whole
+        sharding = None if mesh is None else Sharding(mesh, offload=offload)
+        return LearnedReward(config, self.tokenizer, self.device, offload, sharding)
 
     def _build_rollout(self) -> "ColocatedRollout":
         config = self.config.actor_rollout_ref.rollout

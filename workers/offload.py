@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from configs.schema import OptimConfig
+from workers.tensor_parallel import by_mesh
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -37,10 +38,10 @@ class Offload:
 def make_optimizer(parameters: Iterator[nn.Parameter], optim: OptimConfig, in_main_memory: bool) -> torch.optim.AdamW:
     """Makes AdamW by its settings, the moments `in_main_memory` or beside the weights."""
     settings = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay, "fused": True}
-    dtype = getattr(torch, optim.moments_dtype)
+    dtype, groups = getattr(torch, optim.moments_dtype), [{"params": group} for group in by_mesh([*parameters])]
     if dtype == torch.float32 and not in_main_memory:
-        return torch.optim.AdamW(parameters, **settings)
-    return ChunkedAdamW(parameters, in_main_memory, dtype, **settings)
+        return torch.optim.AdamW(groups, **settings)
+    return ChunkedAdamW(groups, in_main_memory, dtype, **settings)
 
 
 class ChunkedAdamW(torch.optim.AdamW):
@@ -61,7 +62,7 @@ class ChunkedAdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, parameters: Iterator[nn.Parameter], in_main_memory: bool, dtype: torch.dtype, **settings: Any
+        self, parameters: list[dict[str, Any]], in_main_memory: bool, dtype: torch.dtype, **settings: Any
     ) -> None:
         super().__init__(parameters, **settings)
         self.in_main_memory, self.dtype = in_main_memory, dtype

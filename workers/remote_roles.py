@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from configs.schema import ActorRolloutRefConfig
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload, neighbour_shares
@@ -22,13 +23,15 @@ from training.roles import Roles
 from workers.local_group import WorkerGroup, distinct_groups
 
 
-def remote_roles(pools: Mapping[str, WorkerGroup], workers_per_engine: int = 1) -> Roles:
+def remote_roles(pools: Mapping[str, WorkerGroup], policy: ActorRolloutRefConfig) -> Roles:
     """Makes the roles that the loop calls, one for each of `pools`, which names the group that plays it."""
+    peers, per_engine = policy.actor.tensor_parallel_size, policy.rollout.tensor_model_parallel_size
+    samples_together = peers if policy.rollout.name == "hf" else 1  # by the layers that are split
     return Roles(
-        rollout=RemoteRollout(pools["rollout"], "rollout", workers_per_engine),
-        actor=RemoteActor(pools["actor"], "actor"),
-        ref=RemoteScorer(pools["ref"], "ref") if "ref" in pools else None,
-        critic=RemoteCritic(pools["critic"], "critic") if "critic" in pools else None,
+        rollout=RemoteRollout(pools["rollout"], "rollout", samples_together, per_engine),
+        actor=RemoteActor(pools["actor"], "actor", peers),
+        ref=RemoteScorer(pools["ref"], "ref", peers) if "ref" in pools else None,
+        critic=RemoteCritic(pools["critic"], "critic", peers) if "critic" in pools else None,
         rm=RemoteRewardModel(pools["rm"], "rm") if "rm" in pools else None,
         num_workers=sum(group.size for group in distinct_groups(pools)),
     )
@@ -36,19 +39,21 @@ def remote_roles(pools: Mapping[str, WorkerGroup], workers_per_engine: int = 1) 
 
 @dataclass
 class RemoteRole:
-    """A role of `group`'s workers, under the name that it has there."""
+    """A role of `group`'s workers, under the name that it has there; `peers` neighbours in rank get the same rows."""
 
     group: WorkerGroup
     name: str
+    peers: int = 1
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Makes the same call to all workers. Returns their answers by rank."""
         return self.group.submit(self.name, method, [arguments] * self.group.size).result()
 
     def share_out(self, method: str, batch: DataProto, *arguments: Any) -> list[Any]:
-        """Calls all workers with their rows of `batch`. Returns their answers by rank."""
-        shares = [(share, *arguments) for share in shares_of(batch, self.group.size)]
-        return self.group.submit(self.name, method, shares).result()
+        """Calls all workers with their rows of `batch`. Returns the answers by share."""
+        shares = shares_of(batch, self.group.size // self.peers)
+        calls = [(share, *arguments) for share in shares for _ in range(self.peers)]
+        return self.group.submit(self.name, method, calls).result()[:: self.peers]
 
 
 @dataclass
@@ -58,12 +63,13 @@ class RemoteRollout(RemoteRole):
     workers_per_engine: int = 1
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine)
+        parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         none = [prompts[0:0]] * (self.workers_per_engine - 1)
         parts = [share for part in parts for share in (part, *none)]
         first_rows = accumulate(map(len, parts), initial=0)
         shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
-        answers = self.group.submit(self.name, "generate_sequences", shares).result()
+        calls = [share for share in shares for _ in range(self.peers)]
+        answers = self.group.submit(self.name, "generate_sequences", calls).result()[:: self.peers]
         return DataProto.concat([*filter(len, answers)] or answers[:1])
 
     def update_weights(self, version: int) -> None:

@@ -27,12 +27,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.errors import ConfigError
 from workers.collectives import gather, group_size, rank
+from workers.tensor_parallel import split_layers
 
 SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 # Scores are such views, and nobody writes into them.
@@ -54,15 +56,20 @@ def shard_count(fsdp_size: int, workers: int) -> int:
     return count
 
 
-def make_mesh(fsdp_size: int, device: torch.device) -> DeviceMesh | None:
-    """Arranges the ranks as replicas × shards, neighbours in rank within one replica; None: there is one worker."""
+def make_mesh(fsdp_size: int, device: torch.device, tensor_parallel_size: int = 1) -> DeviceMesh | None:
+    """Arranges the ranks as replicas × shards × parts of a layer; None: there is one worker.
+
+    Neighbours in rank have the parts of a layer, and the next such groups the shards of one replica. A dimension of
+    replicas or of parts is only there if it has more than one.
+    """
     workers = group_size()
     if workers == 1:
         return None
-    shards = shard_count(fsdp_size, workers)
-    if shards == workers:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (workers // shards, shards), mesh_dim_names=("replicate", "shard"))
+    groups = workers // tensor_parallel_size
+    shards = shard_count(fsdp_size, groups)
+    sizes = {"replicate": groups // shards, "shard": shards, "part": tensor_parallel_size}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,9 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
     Gradients are plain sums over ranks, as a loss is divided by the counts of the whole mini-batch.
     """
     mesh, reshards = sharding.mesh, sharding.reshard_after_forward
+    if "part" in mesh.mesh_dim_names:
+        split_layers(model, mesh["part"])
+        mesh = mesh[mesh.mesh_dim_names[:-1]]
     on_gpu = mesh.device_type != "cpu"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy()
     for layer in [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]:
@@ -151,8 +161,11 @@ def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
     """Returns this rank's part of a `tensor` that every rank has whole, cut as `target` is."""
     if not isinstance(target, DTensor):
         return tensor
-    on_device = tensor.to(target.to_local().device)
-    return distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None)
+    mesh, placements = target.device_mesh, target.placements
+    sizes, starts = compute_local_shape_and_global_offset(target.shape, mesh, placements)
+    part = tensor[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    part = part.to(target.to_local().device).contiguous()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
 
 
 def class_name(model: nn.Module) -> str:

@@ -20,6 +20,8 @@ from configs.errors import ConfigError, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, RunConfig
 from configs.threads import Threads, worker_threads
+from data.pretrained import load_model_config
+from training.preparation import needs_critic
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
@@ -27,6 +29,8 @@ from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.openai.weight_transfer import check_weight_transfer
 from workers.sharding import shard_count
+from workers.tensor_parallel import KEY as PARTS_KEY
+from workers.tensor_parallel import check_split
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
@@ -197,7 +201,7 @@ def check_machine(config: Config) -> None:
     for a way to hand weights over that needs one, or workers that do not make whole groups of shards. A notice tells
     of a GPU that is here and that torch cannot use."""
     resources = Resources.from_config(config.trainer)
-    shard_count(config.actor_rollout_ref.actor.fsdp_config.fsdp_size, resources.workers)
+    check_layout(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
         notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
@@ -212,6 +216,25 @@ def start_command(config: Config) -> None:
 
 def uses_ray(trainer: RunConfig) -> bool:
     return trainer.executor == "ray" or Resources.from_config(trainer).workers > 1
+
+
+def check_layout(config: Config, workers: int) -> None:
+    """Raises ConfigError where models cannot be split and sharded over so many workers as `config` says."""
+    policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
+    if parts > 1:
+        paths = {"actor_rollout_ref.model.path": policy.model.path}
+        if needs_critic(config):
+            paths["critic.model.path"] = config.critic.model.path
+        for key, path in paths.items():
+            check_split(load_model_config(policy.model, path, key), parts, workers // config.trainer.nnodes)
+        if policy.model.lora_rank or policy.model.lora_adapter_path:
+            raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")
+        if policy.rollout.name == "hf" and (config.env.id or policy.rollout.multi_turn.enable):
+            raise ConfigError(
+                f"{PARTS_KEY}={parts}: workers that compute a layer together would have to play each episode in the "
+                "same order of time, which nobody can promise. Set actor_rollout_ref.rollout.name=vllm."
+            )
+    shard_count(policy.actor.fsdp_config.fsdp_size, workers // parts)
 
 
 def worker_summary(trainer: RunConfig) -> str:

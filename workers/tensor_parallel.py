@@ -1,0 +1,77 @@
+"""Splits the layers of a model over neighbours in rank, which compute rows together, by torch's tensor parallelism.
+
+Attention is split by heads and the network after it by columns, as transformers' plan for a family says; embeddings,
+norms and the head stay whole on each. So a rank's activations between two sums of a layer are its part alone.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PretrainedConfig, PreTrainedModel
+
+from configs.errors import ConfigError
+
+KEY = "actor_rollout_ref.actor.tensor_parallel_size"
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+PARTIAL = "replicated_with_grad_allreduce"  # norms of heads: each rank has the gradient of its own heads
+
+
+def check_split(config: PretrainedConfig, size: int, workers_a_node: int) -> None:
+    """Checks that the layers of a model can be split over `size` neighbours.
+
+    Raises:
+        ConfigError: its numbers do not divide, its family has no such plan, or neighbours would be on two machines;
+            names the numbers.
+    """
+    text = config.get_text_config()
+    plan = text.base_model_tp_plan or {}
+    if not plan or set(plan.values()) - {*STYLES, PARTIAL}:
+        raise ConfigError(
+            f"{KEY}={size}: the layers of {text.model_type} cannot be split. Set it to 1, and shard the model instead, "
+            "which any family can be (actor_rollout_ref.actor.fsdp_config.fsdp_size)."
+        )
+    names = {"heads": "num_attention_heads", "key heads": "num_key_value_heads", "hidden columns": "intermediate_size"}
+    numbers = {words: getattr(text, name) for words, name in names.items()}
+    if any(number % size for number in numbers.values()):
+        found = ", ".join(f"{number} {words}" for words, number in numbers.items())
+        raise ConfigError(
+            f"{KEY}={size}: a model is split evenly, and this one has {found}. Take a divisor of all of them, or 1 and "
+            "shard the model instead (actor_rollout_ref.actor.fsdp_config.fsdp_size)."
+        )
+    if workers_a_node % size:
+        raise ConfigError(
+            f"{KEY}={size}: workers that compute a layer together are on one machine, and {workers_a_node} a machine "
+            f"cannot be dealt out in groups of {size}. Take a divisor of {workers_a_node}."
+        )
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Splits the layers of `model` over the ranks of `mesh`, [size]; before they are sharded, and have weights."""
+    plan = model.config.get_text_config().base_model_tp_plan
+    styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
+    parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
+    names = [name.removeprefix("layers.*.") for name, style in plan.items() if style == PARTIAL]
+    model.partial_layers = [layer.get_submodule(name) for layer in model.base_model.layers for name in names]
+    model.split_over = mesh.get_group()
+
+
+@torch.no_grad()
+def sum_partial_gradients(model: PreTrainedModel) -> None:
+    """Adds up the gradients of weights that each rank has whole, and uses for its own heads alone."""
+    for weight in (weight for layer in model.partial_layers for weight in layer.parameters()):
+        dist.all_reduce(weight.grad.to_local(), group=model.split_over)
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups `tensors` by the ranks that they are spread over, as torch takes together what is spread alike."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
