@@ -44,7 +44,7 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
-from workers.lora import is_lora, save_pretrained
+from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm, load_value_model
 from workers.remote_roles import shares_of
@@ -256,8 +256,13 @@ def adapted(
     return scored, [*map(whole, gradient)], weights
 
 
+def fresh_adapter(path: Path) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return dict(adapter_weights(load_causal_lm(ModelConfig(path=str(path), lora_rank=4), sharding=sharding())))
+
+
 @pytest.mark.slow
-def test_lora_in_shards_has_the_gradient_the_reference_and_the_weights_of_one_process(
+def test_lora_in_shards_has_the_start_the_gradient_the_reference_and_the_weights_of_one_process(
     ranks: Ranks, model: Path, tmp_path: Path
 ):
     torch.manual_seed(0)
@@ -276,6 +281,8 @@ def test_lora_in_shards_has_the_gradient_the_reference_and_the_weights_of_one_pr
         assert handed.keys() == weights.keys()
         assert relative_distance([handed[name] for name in weights], [*weights.values()]) < 1e-6
     saved = log_probs_of(batch, path=str(model), lora_adapter_path=str(together / "lora_adapter"))
+    start, started = fresh_adapter(model), ranks.run(fresh_adapter, model)
+    assert all(torch.equal(found[name], value) for found in started for name, value in start.items())
     for folder, tolerance in ((together, 1e-5), (alone, 1e-4)):
         merged = log_probs_of(batch, path=str(folder / "huggingface"))
         torch.testing.assert_close(merged, saved, rtol=0, atol=tolerance)

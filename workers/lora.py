@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig
+from data.seeding import torch_generator
 from workers.collectives import rank
-from workers.sharding import part_of, whole, write
+from workers.sharding import part_of, whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -106,13 +107,16 @@ def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> ValueE
 
 @torch.no_grad()
 def reset_adapters(model: PreTrainedModel) -> None:
-    """Draws the matrices of a sharded model's adapters, as peft draws those of a whole one: they have no effect yet."""
-    for name, parameter in model.named_parameters():
+    """Draws LoRA's matrices as peft does, so that they have no effect yet: by the global generator's seed and their
+    names, and so the same ones however many workers hold them."""
+    for name, weight in model.named_parameters():
         if is_lora(name):
-            start = torch.zeros(parameter.shape)
+            start, generator = torch.zeros(weight.shape), torch_generator(torch.initial_seed(), name)
             if ".lora_A." in name:
-                torch.nn.init.kaiming_uniform_(start, a=math.sqrt(5))
-            write(parameter.detach(), start)
+                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+            elif ".lora_embedding_B." in name:
+                nn.init.normal_(start, generator=generator)
+            weight.copy_(part_of(start, weight))
 
 
 @torch.no_grad()

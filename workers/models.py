@@ -127,10 +127,10 @@ def _load(
             add_lora(made, model)
 
     loaded = load_pretrained(auto_class, model, config, report_weights, sharding, prepare)
-    if asks_for_lora and sharding is not None:
-        reset_adapters(loaded)
     if asks_for_lora and model.lora_adapter_path:
         load_adapter(loaded, model)
+    elif asks_for_lora:
+        reset_adapters(loaded)
     if loaded.can_generate():
         loaded.generation_config = savable(loaded.generation_config, model.path)
     return loaded
