@@ -133,7 +133,6 @@ _NO_EFFECT = {
     "{actor_rollout_ref.actor,critic}.optim.total_training_steps": "a schedule is as long as the run",
     "actor_rollout_ref.actor.use_prefix_grouper": "prompts are shared wherever sequences are packed",
     "actor_rollout_ref.actor.calculate_sum_pi_squared": ("it is computed where the estimator asks for sum_pi_squared"),
-    "actor_rollout_ref.actor.checkpoint.async_save": "a step begins when the last checkpoint is whole",
     "actor_rollout_ref.{ref,rollout}.log_prob_use_dynamic_bsz": (
         "log-probs are cut by tokens, unless log_prob_micro_batch_size_per_gpu is set"
     ),
@@ -159,7 +158,7 @@ _NO_EFFECT = {
     "critic.{forward_micro_batch_size,forward_micro_batch_size_per_gpu,forward_max_token_len_per_gpu}": (
         "values are computed in forward passes of the size of the critic's updates"
     ),
-    "critic.checkpoint.save_contents": "the critic's checkpoint holds what the actor's does",
+    "critic.checkpoint.{save_contents,async_save}": "the critic's checkpoint is written as the actor's is",
     "data.validation_shuffle": "validation sees every row, so their order does not matter",
     "data.dataloader_num_workers": "rows are read in the driver, whose position in the data is part of a checkpoint",
     "data.filter_overlong_prompts_workers": "prompts are measured in this process",

@@ -258,6 +258,7 @@ class CheckpointConfig(Frozen):
     save_contents: list[str] = setting(
         ["model", "optimizer", "extra", "hf_model"], "What a checkpoint holds; hf_model loads with from_pretrained."
     )
+    async_save: bool = setting(False, "Train on while a checkpoint is written, from a copy in main memory.")
 
 
 @dataclass

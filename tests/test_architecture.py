@@ -62,6 +62,7 @@ EXEMPT = {
         "training/dry_run.py": "says that nothing has changed",
         "training/main_generation.py": "says what it answers, and where the answers are",
         "training/main_server.py": "says where it serves",
+        "training/model_merger.py": "says where the model is",
         "training/ray_trainer.py": "says what a validation found",
         "training/reports.py": "all metrics of a run that only validates",
         "training/run.py": "says that nothing is left to do, and what a run leaves",

@@ -46,7 +46,7 @@ entry.train = lambda *_: None
 entry.main(sys.argv[1:])
 """
 TRAINS = {("main.py",): "main", ("-m", "training.sft_trainer"): "training.sft_trainer"}
-READS_A_RUN = ("training.show_episodes",)  # commands that show what training has left
+READS_A_RUN = ("training.show_episodes", "training.model_merger")  # commands that show what training has left
 
 
 @pytest.fixture

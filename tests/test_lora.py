@@ -22,7 +22,7 @@ from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
 from workers.dp_actor import ReferencePolicy
 from workers.engine import TrainEngine
-from workers.lora import save_pretrained
+from workers.lora import adapter_weights, save_pretrained
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm
 
@@ -104,7 +104,8 @@ def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back
 )
 def test_what_does_not_fit_the_model_is_refused_by_its_key(tiny_model, tmp_path, monkeypatch, settings, said):
     monkeypatch.chdir(tmp_path)
-    save_pretrained(load(tiny_model, lora_rank=4), tmp_path, with_weights=False)
+    model = load(tiny_model, lora_rank=4)
+    save_pretrained(model, dict(adapter_weights(model)), tmp_path)
     for name, change in (("saved", {}), ("dora", {"use_dora": True}), ("other", {"target_modules": ["q_proj"]})):
         file = shutil.copytree(tmp_path / "lora_adapter", tmp_path / name) / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -42,7 +42,7 @@ def moments(engine: TrainEngine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [offload.CHUNK, 4096])
-def test_steps_in_main_memory_are_adamws(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+def test_steps_in_main_memory_are_adamws(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
     """Whole tensors at once, and by rows; a checkpoint of one optimiser continues in the other."""
     monkeypatch.setattr(offload, "CHUNK", chunk)
     plain, away = make_engine(tiny_model), make_engine(tiny_model, moments=True, module=True)
@@ -52,14 +52,15 @@ def test_steps_in_main_memory_are_adamws(tiny_model: Path, monkeypatch: pytest.M
             [*engine.module.parameters(), *moments(engine)], [*other.module.parameters(), *moments(other)], strict=True
         ):
             assert torch.equal(mine, others)
-    states = [engine.optimizer.state_dict() for engine in (plain, away)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    plain.load_moments(states[1]), away.load_moments(states[0])
+    assert plain.optimizer.state_dict()["param_groups"] == away.optimizer.state_dict()["param_groups"]
+    for engine, name in ((plain, "plain"), (away, "away")):
+        engine.save(tmp_path / name, ["model", "optimizer", "extra"])
+    plain.load(tmp_path / "away"), away.load(tmp_path / "plain")
     train(plain, 2), train(away, 2)
     assert all(map(torch.equal, moments(plain), moments(away)))
 
 
-def test_moments_in_bfloat16(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_moments_in_bfloat16(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Half the bytes for about the same weights, wherever they are and however they are cut; a resumed run goes on to
     the last bit, and one that had them in float32 does, too."""
     plain, here = make_engine(tiny_model), make_engine(tiny_model, "bfloat16")
@@ -76,9 +77,9 @@ def test_moments_in_bfloat16(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     steps = [[now - before for now, before in zip(engine.module.parameters(), start, strict=True)]
              for engine in (here, plain)]  # fmt: skip
     assert 1e-4 < relative_distance(*steps) < 1e-2
-    for engine, before in ((resumed, here), (changed, plain)):
-        engine.module.load_state_dict(before.module.state_dict())
-        engine.load_moments(before.optimizer.state_dict())
+    for engine, before, name in ((resumed, here, "here"), (changed, plain, "plain")):
+        before.save(tmp_path / name, ["model", "optimizer", "extra"])
+        engine.load(tmp_path / name)
         assert {value.dtype for value in moments(engine) if value.ndim} == {torch.bfloat16}
     train(here, 2), train(resumed, 2)
     assert all(map(torch.equal, here.module.parameters(), resumed.module.parameters()))

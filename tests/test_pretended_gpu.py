@@ -160,7 +160,7 @@ def counted_steps(gpu: PretendedGPU, batch_class: type[RunningBatch]) -> Iterato
 
 
 def check_checkpoint(engine: TrainEngine, folder: Path) -> None:
-    """Saves, loads, and compares: the file has plain tensors, and the device the same weights as before."""
+    """Saves, loads, and compares: the device has the same weights as before."""
     before = [parameter.detach().cpu() for parameter in engine.module.parameters()]
     engine.save(folder, ["model", "optimizer", "extra", "hf_model"])
     with torch.no_grad():
@@ -168,7 +168,6 @@ def check_checkpoint(engine: TrainEngine, folder: Path) -> None:
     engine.load(folder)
     for old, new in zip(before, engine.module.parameters(), strict=True):
         assert new.device == engine.device and torch.equal(old, new.detach().cpu())
-    assert all(type(weight) is torch.Tensor for weight in torch.load(folder / "model_world_size_1_rank_0.pt").values())
 
 
 @pytest.fixture(scope="module", params=SETTINGS)

@@ -252,7 +252,7 @@ def adapted(
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), size)
     weights = {name: weight.clone() for name, weight in engine.weights()}
     _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
-    save_pretrained(module, folder, with_weights=True)
+    engine.save(folder, ["hf_model"])
     return scored, [*map(whole, gradient)], weights
 
 
@@ -270,7 +270,7 @@ def test_lora_in_shards_has_the_start_the_gradient_the_reference_and_the_weights
     for name, weight in start.named_parameters():
         if is_lora(name):
             torch.nn.init.normal_(weight, std=0.2)
-    save_pretrained(start, tmp_path, with_weights=False)
+    save_pretrained(start, dict(adapter_weights(start)), tmp_path)
     batch, adapter, alone, together = ragged_batch(), tmp_path / "lora_adapter", tmp_path / "1", tmp_path / "4"
     scored, wanted, weights = adapted(model, adapter, batch, alone)
     assert torch.equal(scored, log_probs_of(batch, path=str(model)))

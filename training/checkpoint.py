@@ -2,9 +2,10 @@
 
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
 latest_checkpointed_iteration.txt; only after that are older ones removed. So a folder called global_step_N is whole at
-any moment, and so is the one that file names. Layout: actor/, critic/ (verl's file names, with huggingface/ inside for
-from_pretrained; supervised training has the one model's files beside the others), data.pt (position in the data),
-trainer_state.pt (step, its metrics, KL coefficient, random generators), config.yaml.
+any moment, and so is the one that file names. Layout: actor/, critic/ (supervised training has the one model's files
+beside the others), data.pt (position in the data), trainer_state.pt (step, its metrics, KL coefficient, random
+generators), config.yaml. A model has model/ and optim/ (weights and moments, in shards: training/model_shards.py), a
+file of random generators a worker (extra_state_world_size_N_rank_i.pt), and huggingface/ for from_pretrained.
 """
 
 import json
@@ -13,7 +14,9 @@ import os
 import pickle
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from configs.schema import Config, SFTConfig
 from data.files import DISK_FULL, replacing
 from training.metric_utils import timer
 
+LOOKS = 0.05  # seconds between two, for whether a checkpoint is whole
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
@@ -39,7 +43,10 @@ FILE_ERRORS = (  # what writing or reading a part of a checkpoint may raise, a p
     *(*WRITE_ERRORS, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError),
     *(pickle.PickleError, YAMLError),
 )
-DISK_FULL_WORDS = ("inline_container", "PytorchStreamWriter", *(f"os error {number})" for number in DISK_FULL))
+DISK_FULL_WORDS = (  # of torch, of safetensors, and of Python behind Ray
+    *("inline_container", "PytorchStreamWriter"),
+    *(f"{says} {number}{ends}" for number in DISK_FULL for says, ends in (("os error", ")"), ("[Errno", "]"))),
+)
 PLAIN = [  # what a file without code may hold beside tensors
     *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
@@ -57,10 +64,12 @@ class Saver:
 
     Args:
         root: the run's folder.
-        write: `write(folder, contents)` fills a checkpoint with the parts in `contents`, and with all that is small.
+        write: `write(folder, contents)` fills a checkpoint with the parts in `contents`, and with all that is small; it
+            may go on in the background, until `written()`.
         contents: what a checkpoint holds.
         keep: that many of the newest stay; None: all.
         trusted: whether a run that resumes reads Python objects.
+        written: says whether what `write` began is whole; raises what went wrong with it.
 
     Attributes:
         newest: the last step of this run that is saved; 0: none.
@@ -73,9 +82,12 @@ class Saver:
         contents: Sequence[str],
         keep: int | None = None,
         trusted: bool = False,
+        written: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.root, self.write, self.contents, self.keep, self.trusted = root, write, contents, keep, trusted
+        self.root, self.write, self.written, self.contents = root, write, written, contents
+        self.keep, self.trusted = keep, trusted
         self.newest = 0
+        self.unnamed: int | None = None  # the step of the checkpoint that is being written
         self.error: Exception | None = None  # of the last save
 
     def check_room(self, size: int, saves: int, way_out: str = "") -> None:
@@ -118,18 +130,45 @@ class Saver:
             clear_leftovers(self.root)
 
     def save(self, step: int) -> dict[str, float]:
-        """Writes the checkpoint of `step`; returns metrics. If the disk is full, warns: the run goes on."""
+        """Writes the checkpoint of `step`, when the one before it is whole; returns metrics. What goes on in the
+        background is left to `finish`. If the disk is full, warns: the run goes on."""
         timing: dict[str, float] = {}
+        metrics = self.finish()
         self.error = None
+        with timer("save_checkpoint", timing):
+            try:
+                write_checkpoint(self.root, step, lambda folder: self.write(folder, self.contents))
+            except WRITE_ERRORS as error:
+                return metrics | self._failed(step, error)
+            self.unnamed = step
+            metrics |= self.finish(wait=False)
+        return metrics | {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+
+    def finish(self, wait: bool = True) -> dict[str, float]:
+        """Names the checkpoint that is being written, if there is one and as soon as it is whole; returns metrics.
+
+        Args:
+            wait: until it is whole; otherwise this is for a later call.
+        """
+        if self.unnamed is None:
+            return {}
+        step = self.unnamed
         try:
-            with timer("save_checkpoint", timing):
-                save_checkpoint(self.root, step, lambda folder: self.write(folder, self.contents), self.keep)
+            while not self.written():
+                if not wait:
+                    return {}
+                time.sleep(LOOKS)
+            name_checkpoint(self.root, step, self.keep)
         except WRITE_ERRORS as error:
-            self.error = error
-            logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, reason_of(error))
-            return {"training/failed_saves": 1.0}
-        self.newest = step
-        return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+            return self._failed(step, error)
+        self.unnamed, self.newest = None, step
+        return {}
+
+    def _failed(self, step: int, error: Exception) -> dict[str, float]:
+        self.unnamed, self.error = None, error
+        clear_leftovers(self.root)
+        logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, reason_of(error))
+        return {"training/failed_saves": 1.0}
 
     def check(self, step: int) -> None:
         """Raises RuntimeError if the save of `step`, the last, failed: what was learnt since is lost."""
@@ -155,12 +194,26 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: 
     Raises:
         WRITE_ERRORS: the disk is full or unwritable; older checkpoints are untouched.
     """
+    write_checkpoint(root, step, write)
+    name_checkpoint(root, step, keep)
+
+
+def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> None:
+    """Writes the checkpoint of `step` by `write(folder)`, aside."""
     clear_leftovers(root)
+    temporary = root / f"{WRITING}global_step_{step}"
+    with ExitStack() as undone:
+        undone.callback(clear_leftovers, root)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        undone.pop_all()
+
+
+def name_checkpoint(root: Path, step: int, keep: int | None) -> None:
+    """Gives a whole checkpoint its name, and removes all but the newest `keep` up to it."""
     final = root / f"global_step_{step}"
     temporary, replaced = final.with_name(WRITING + final.name), final.with_name(REPLACED + final.name)
     try:
-        temporary.mkdir(parents=True)
-        write(temporary)
         flush_tree(temporary)
         if final.exists():  # from an earlier life of the run, or from another run
             final.rename(replaced)
@@ -234,15 +287,22 @@ def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
 
     Raises:
         ValueError: as `find_checkpoint`.
-        ConfigError: the newest checkpoint is of another model than the run is to train.
+        ConfigError: the newest checkpoint is of another model than the run is to train; or a named one has LoRA's
+            matrices of another.
     """
-    trainer = config.trainer
+    trainer, model = config.trainer, (config if isinstance(config, SFTConfig) else config.actor_rollout_ref).model
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    if folder is None or trainer.resume_mode == "resume_path":
+    named, with_lora = trainer.resume_mode == "resume_path", model.lora_rank or model.lora_adapter_path
+    if folder is None or (named and not (with_lora and (folder / CONFIG_FILE).exists())):
         return folder
     before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
     key = model_key(config)
     if key in before and os.path.abspath(before[key]) != os.path.abspath(now[key]):
+        if named:
+            raise ConfigError(
+                f"{key}={now[key]}: {folder} has LoRA's matrices alone, without the weights that they were trained "
+                f"beside. Those are {before[key]}: set {key} to it."
+            )
         raise ConfigError(
             f"{key}={now[key]}: the run in trainer.default_local_dir={trainer.default_local_dir} trains another model, "
             f"{before[key]}, and would go on from its {folder.name}. Give this run a folder of its own "
@@ -263,8 +323,9 @@ def find_whole(folder: Path) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) -> None:
-    """Calls `restore` with the content of a torch.save file; `trusted` files may hold any Python object.
+def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False, mapped: bool = False) -> None:
+    """Calls `restore` with the content of a torch.save file. `trusted` files may hold any Python object; the tensors of
+    `mapped` ones are read when they are used.
 
     Raises:
         ValueError: unreadable, or of another shape than the run; names the file and the remedy.
@@ -273,7 +334,7 @@ def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False) 
         if not trusted:
             check_holds_no_code(path)
         with torch.serialization.safe_globals(PLAIN):
-            restore(torch.load(path, map_location="cpu", weights_only=not trusted))
+            restore(torch.load(path, map_location="cpu", weights_only=not trusted, mmap=mapped))
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
 

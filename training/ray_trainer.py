@@ -63,6 +63,7 @@ class RayPPOTrainer(Run):
             total_steps=total_steps,
             models=trained,
             contents=config.actor_rollout_ref.actor.checkpoint.save_contents,
+            in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
             can_validate=validator is not None,
         )
         self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic

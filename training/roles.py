@@ -41,8 +41,12 @@ class Scorer(Protocol):
 class Trained(Protocol):
     """A model in training, which is part of every checkpoint."""
 
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Writes the parts named in `contents` (model, optimizer, extra, hf_model) into `folder`."""
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
+        """Writes the parts named in `contents` (model, optimizer, extra, hf_model) into `folder`; in the background it
+        returns when they are copied."""
+
+    def is_saved(self) -> bool:
+        """Says whether all that `save` was told is written; raises what went wrong with it."""
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote; raises ValueError if a part is missing or unreadable."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import notice
 from configs.process import Requests, end_by, in_words
 from configs.schema import Config, SFTConfig
 from data.files import rewrite
@@ -44,6 +45,7 @@ class Run:
         total_steps: the last step's number.
         models: what is trained, by its folder in a checkpoint ("." is the checkpoint itself).
         contents: the parts of a model that a checkpoint holds.
+        in_background: whether training goes on while a checkpoint is written.
         can_validate: whether there is anything to validate on.
 
     Attributes:
@@ -62,6 +64,7 @@ class Run:
         total_steps: int,
         models: Mapping[str, Trained],
         contents: Sequence[str],
+        in_background: bool,
         can_validate: bool,
     ) -> None:
         self.config = config
@@ -75,7 +78,8 @@ class Run:
         self.validation: Metrics = {}
         self.folder = Path(config.trainer.default_local_dir)
         trusted, keep = config.trainer.trust_checkpoint, config.trainer.max_ckpt_to_keep
-        self.saver = Saver(self.folder, self.write_state, contents, keep, trusted)
+        self.saver = Saver(self.folder, self.write_state, contents, keep, trusted, self.is_written)
+        self.in_background = in_background
         self.watches: list[Watch] = []
 
     def step(self) -> tuple[DataProto, Metrics]:
@@ -143,12 +147,23 @@ class Run:
                     self.metrics |= self.validate()
                 self.after_step(batch)
                 asked, ending = requests.take()
+                self.metrics |= self.saver.finish(wait=False)
                 if asked or self.is_due(settings.save_freq):
                     self.metrics |= self.save()
+                if ending is not None or self.global_step == self.total_steps:
+                    self.metrics |= self.saver.finish()
                 tracking.log(self.global_step, self.metrics)
-                for watch in self.watches:
-                    watch.check(self.metrics, batch)
+                self.watch(batch)
         return ending
+
+    def watch(self, batch: DataProto) -> None:
+        """Raises RuntimeError if it makes no sense to go on; what is being saved is whole by then."""
+        try:
+            for watch in self.watches:
+                watch.check(self.metrics, batch)
+        except RuntimeError:
+            self.saver.finish()
+            raise
 
     def outlook(self) -> tuple[str, str]:
         """Says when what a signal asks for will be done, and what a second one would lose."""
@@ -167,12 +182,16 @@ class Run:
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
         for name, model in self.models.items():
-            model.save(folder.resolve() / name, contents)
+            model.save(folder.resolve() / name, contents, self.in_background)
             self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state(), **self.state()}
         torch.save(state, folder / "trainer_state.pt")
         (folder / CONFIG_FILE).write_text(config_yaml(self.config))
+
+    def is_written(self) -> bool:
+        """Says whether what `write_state` began is whole."""
+        return all([model.is_saved() for model in self.models.values()])  # each is asked
 
     def resume(self) -> None:
         """Continues from the newest (or the named) checkpoint, if there is one."""
@@ -180,13 +199,18 @@ class Run:
         if folder is None:
             return
         print(f"resuming from {folder}: training goes on from its weights, not from those of {model_key(self.config)}")
-        for line in config_drift(folder / CONFIG_FILE, self.config):
+        trusted, state = self.config.trainer.trust_checkpoint, folder / "trainer_state.pt"
+        of_verl = not state.exists() and not (folder / CONFIG_FILE).exists()
+        for line in [] if of_verl else config_drift(folder / CONFIG_FILE, self.config):
             print(f"  config changed since: {line}")
-        trusted = self.config.trainer.trust_checkpoint
         for name, model in self.models.items():
             model.load(folder.resolve() / name)
-        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
-        read_part(folder / "trainer_state.pt", self.restore, trusted)
+        if of_verl:
+            self.global_step = int(folder.name.rpartition("_")[2])
+            notice(f"{folder} is verl's: its models and its step are taken over, and the data begins anew.")
+        else:
+            read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
+            read_part(state, self.restore, trusted)
         self.saver.newest = self.global_step
 
     def restore(self, state: dict[str, Any]) -> None:

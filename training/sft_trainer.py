@@ -167,6 +167,7 @@ class SFTTrainer(Run):
             total_steps=parts.total_steps,
             models={".": actor},
             contents=config.checkpoint.save_contents,
+            in_background=config.checkpoint.async_save,
             can_validate=parts.val_loader is not None,
         )
         self.val_loader = parts.val_loader

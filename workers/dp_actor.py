@@ -89,9 +89,13 @@ class DataParallelPPOActor:
         columns = [name for name in wanted if name in batch.batch]
         return cut_share(batch, self.update_size, columns, self.engine.module)
 
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
         """Writes the parts of the policy named in `contents`."""
-        self.engine.save(folder, contents)
+        self.engine.save(folder, contents, background)
+
+    def is_saved(self) -> bool:
+        """Says whether all that `save` was told is written."""
+        return self.engine.is_saved()
 
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
         """`TrainEngine.checkpoint_bytes`."""

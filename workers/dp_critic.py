@@ -42,9 +42,13 @@ class DataParallelPPOCritic:
             stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"critic/{name}": value for name, value in stepped.items()}
 
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
         """Writes the parts of the critic named in `contents`."""
-        self.engine.save(folder, contents)
+        self.engine.save(folder, contents, background)
+
+    def is_saved(self) -> bool:
+        """Says whether all that `save` was told is written."""
+        return self.engine.is_saved()
 
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
         """`TrainEngine.checkpoint_bytes`."""

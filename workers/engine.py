@@ -5,32 +5,28 @@ Actor, critic and supervised training all stand on `TrainEngine`. It knows nothi
 micro-batches, the gradients are summed over all (workers/sharding.py), and each steps its part of the weights.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import OptimConfig
-from data.seeding import rng_state, set_rng_state
-from training.checkpoint import read_part
 from training.torch_functional import (
     constant_schedule_multiplier,
     cosine_schedule_multiplier,
     wsd_schedule_multiplier,
 )
-from workers.collectives import Peers, gather, rank
-from workers.lora import plain_weights, save_pretrained, without_lora
+from workers.collectives import Peers, gather
+from workers.lora import plain_weights, without_lora
+from workers.model_checkpoint import ModelCheckpoint
 from workers.offload import Offload, Residence, make_optimizer
-from workers.sharding import part_of, whole
+from workers.sharding import whole
 from workers.tensor_parallel import by_mesh, sum_partial_gradients
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
@@ -82,6 +78,7 @@ class TrainEngine:
         trained = (weight for weight in self.module.parameters() if weight.requires_grad)
         self.optimizer = make_optimizer(trained, optim, offload.moments)
         self.at_work = Residence(self.module, offload.module).at_work
+        self.checkpoint = ModelCheckpoint(self.module, self.optimizer, self.weights)
 
     @contextmanager
     def at_work_without_lora(self) -> Iterator[None]:
@@ -160,69 +157,23 @@ class TrainEngine:
         for name, weight in revert_weight_conversion(self.module, dict(plain_weights(self.module, merged))).items():
             yield name, whole(weight)
 
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Writes the parts named in `contents` into `folder`, in verl's layout, for a world of one rank: all hold the
-        same, and the first writes it. The configs of huggingface/ are always there; hf_model adds the weights. The
-        tokenizer beside them is the caller's."""
-        first = rank() == 0
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
+    def save(self, folder: Path, contents: Sequence[str], background: bool = False) -> None:
+        """`ModelCheckpoint.save`. The tokenizer beside the configs is the caller's."""
         with self.at_work():
-            for name, (read, _) in self.checkpoint_parts().items():
-                if name in contents:
-                    part = tree_map(whole, read())
-                    if first:
-                        torch.save(part, folder / part_file(name))
-            save_pretrained(self.module, folder, with_weights="hf_model" in contents)
+            self.checkpoint.save(folder, contents, background)
+
+    def is_saved(self) -> bool:
+        """`ModelCheckpoint.is_saved`."""
+        return self.checkpoint.is_saved()
 
     def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """Returns the size of what `save` writes of `contents`, the optimiser's moments after a step included."""
-        weights = {weight.data_ptr(): weight.nbytes for weight in self.module.state_dict().values()}  # tied ones once
-        trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
-        moments = 2 * trained * getattr(torch, self.optim.moments_dtype).itemsize
-        sizes = {"model": sum(weights.values()), "hf_model": sum(weights.values()), "optimizer": moments}
-        return sum(sizes.get(part, 0) for part in contents)
+        """`ModelCheckpoint.bytes`."""
+        return self.checkpoint.bytes(contents, getattr(torch, self.optim.moments_dtype))
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote.
-
-        Raises:
-            ValueError: a part is missing or unreadable; names the file and the remedy.
-        """
+        """`ModelCheckpoint.load`."""
         with self.at_work():  # moments go where the weights are
-            for name, (_, restore) in self.checkpoint_parts().items():
-                read_part(folder / part_file(name), restore)
-
-    def checkpoint_parts(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Maps each part of a checkpoint to the functions that read it off and put it back."""
-        return {
-            "model": (self.module.state_dict, self.load_weights),
-            "optimizer": (self.optimizer.state_dict, self.load_moments),
-            "extra": (rng_state, set_rng_state),  # the worker's: behind Ray it has generators of its own
-        }
-
-    def load_weights(self, state: dict[str, Tensor]) -> None:
-        """Restores the weights, of which every rank is given all."""
-        own = self.module.state_dict()
-        self.module.load_state_dict({name: part_of(value, own.get(name)) for name, value in state.items()})
-
-    def load_moments(self, state: dict[str, Any]) -> None:
-        """Restores AdamW's moments, of which every rank is given all; betas, weight decay and the like stay as this
-        run's config says."""
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        for place, moments in state["state"].items():
-            parts = {name: part_of(value, weights[place] if value.ndim else None) for name, value in moments.items()}
-            state["state"][place] = parts
-        own = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state)
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)
-
-
-def part_file(name: str) -> str:
-    short = {"model": "model", "optimizer": "optim", "extra": "extra_state"}[name]
-    return f"{short}_world_size_1_rank_0.pt"
+            self.checkpoint.load(folder)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

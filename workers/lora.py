@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
-from workers.collectives import rank
 from workers.sharding import part_of, whole
 
 if TYPE_CHECKING:
@@ -202,19 +201,14 @@ def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / "adapter_model.safetensors")
 
 
-def save_pretrained(model: PreTrainedModel, folder: Path, with_weights: bool) -> None:
-    """Writes `folder`/huggingface, for from_pretrained: the configs, and the weights if asked for, LoRA's added to
-    them. Its matrices are besides by themselves in `folder`/lora_adapter, for peft. All ranks have to ask for it; the
-    first writes."""
+def save_pretrained(model: PreTrainedModel, adapter: dict[str, Tensor], folder: Path) -> None:
+    """Writes the configs of `folder`/huggingface, for from_pretrained; of a model with LoRA also `adapter`, which are
+    its `adapter_weights`, into `folder`/lora_adapter, for peft."""
     with_adapter = has_lora(model)
-    adapter = dict(adapter_weights(model)) if with_adapter else {}
-    weights = {name: whole(weight) for name, weight in plain_weights(model)} if with_weights else {}
-    if rank() > 0:
-        return
     if with_adapter:
         save_adapter(model, adapter, folder / "lora_adapter")
-    model._hf_peft_config_loaded = False  # so that it saves a whole model
+    model._hf_peft_config_loaded = False  # so that it saves the config of a whole model
     try:
-        model.save_pretrained(folder / "huggingface", state_dict=weights)
+        model.save_pretrained(folder / "huggingface", state_dict={})
     finally:
         model._hf_peft_config_loaded = with_adapter

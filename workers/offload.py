@@ -121,16 +121,6 @@ class ChunkedAdamW(torch.optim.AdamW):
             buffer.copy_(tensor)
         return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state dict of AdamW's; the moments come where they are kept, and as they are kept, where torch
-        would put them on the GPU, in the weights' type."""
-        super().load_state_dict({**state_dict, "state": {}})
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for place, state in state_dict["state"].items():
-            home = self._home(weights[place])
-            kept = {name: state[name].to(home, self.dtype, copy=True) for name in MOMENTS}
-            self.state[weights[place]] = {"step": state["step"].to("cpu", copy=True), **kept}
-
 
 def rounded_at_random(numbers: Tensor, first: int, seed: int) -> Tensor:
     """Rounds float32 `numbers`, none of them below 0, to bfloat16: down or up, such that the mean is kept.

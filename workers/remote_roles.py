@@ -92,8 +92,11 @@ class RemoteRewardModel(RemoteRole):
 
 
 class RemoteTrained(RemoteRole):
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        self.call("save", folder, contents)
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
+        self.call("save", folder, contents, background)
+
+    def is_saved(self) -> bool:
+        return all(self.call("is_saved"))
 
     def load(self, folder: Path) -> None:
         self.call("load", folder)

@@ -1,0 +1,245 @@
+"""Reads and writes the tensors of a model in a checkpoint, of any number of workers, without running code.
+
+`model/` and `optim/` are written by torch.distributed.checkpoint as safetensors: each file has one worker's shards, and
+their places in the whole. Older checkpoints of ours, and verl's, have files by torch.save: model_world_size_N_rank_i.pt
+and optim_world_size_N_rank_i.pt, whose tensors are whole (ours, N = 1) or DTensors (verl's FSDP2).
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor, Shard
+
+from training.checkpoint import FILE_ERRORS, read_part, unreadable
+
+MODEL, MOMENTS = "model", "optim"  # the folders, and the beginnings of the older files' names
+FILE_BYTES = 2 << 30  # of a worker's shards in one file, which is put together in memory
+PRETRAINED_BYTES = 5 * 10**9  # of a file for from_pretrained
+SHOWN = 3  # names in an error
+
+
+def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Writes `tensors`, of which each rank may have a part, into `folder`; all ranks of `group` take part.
+
+    Raises:
+        WRITE_ERRORS: on all ranks, where one of them could not write.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks), save_distributed=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with plain_errors():
+        dcp.save(contiguous, storage_writer=writer, process_group=group)
+
+
+def files_of(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """Deals out names to files, from 1, whose parts on each rank are of about FILE_BYTES."""
+    files, number, size = {}, 1, 0
+    for name, tensor in tensors.items():
+        if size > FILE_BYTES * ranks:
+            number, size = number + 1, 0
+        files[name], size = number, size + tensor.nbytes
+    return files
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Has torch.distributed.checkpoint raise what went wrong, on the first rank that it did, as it was."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is as good
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
+
+
+class Shards(HuggingFaceStorageReader):
+    """The tensors that `save_shards` wrote into `folder`.
+
+    Attributes:
+        shapes: of the whole tensors, by name.
+
+    Raises:
+        ValueError: a file is missing, cut short or no safetensors; names it and the remedy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+        self.metadata = self._read_metadata()
+        self.shapes = {name: tensor.size for name, tensor in self.metadata.state_dict_metadata.items()}
+
+    def read_metadata(self) -> Metadata:
+        """Returns what the files hold, as torch asks for it."""
+        return self.metadata
+
+    def _read_metadata(self) -> Metadata:
+        path = self.folder
+        try:
+            for path in sorted(self.folder.iterdir()):
+                with safe_open(path, framework="pt"):
+                    pass
+            path = self.folder
+            metadata = super().read_metadata()
+            for name, tensor in metadata.state_dict_metadata.items():
+                if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.size):
+                    raise ValueError(f"parts of {name} are missing: not all files of its shards are there")
+        except FILE_ERRORS as error:
+            raise unreadable(path, error) from error
+        return metadata
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sets `tensors`, of which each rank may have a part, to what the files hold; each rank reads its own.
+
+        Raises:
+            ValueError: the files hold others, or of other shapes.
+        """
+        try:
+            check_names(self.shapes.keys(), tensors.keys(), tensors.keys())
+            for name, tensor in tensors.items():
+                check_shape(name, self.shapes[name], tensor.shape)
+            with plain_errors():
+                dcp.load(dict(tensors), storage_reader=self, no_dist=True)
+        except FILE_ERRORS as error:
+            raise unreadable(self.folder, error) from error
+
+    def whole(self) -> dict[str, Tensor]:
+        """Reads all tensors, whole."""
+        found = self.metadata.state_dict_metadata.items()
+        tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in found}
+        self.fill(tensors)
+        return tensors
+
+
+def once(module: nn.Module) -> dict[str, Tensor]:
+    """Maps names to the weights and kept buffers of a model, of which each rank may have a part; tied ones once."""
+    named = {name for name, _ in module.named_parameters()}
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - named
+    return {name: value for name, value in module.state_dict().items() if name not in tied}
+
+
+def check_names(found: Iterable[str], wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError unless all `wanted` names are found, and all that are found are known."""
+    for names, problem in (({*wanted} - {*found}, "it lacks"), ({*found} - {*known}, "the run's model has no")):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ValueError(f"{problem} {', '.join(sorted(names)[:SHOWN])}{more}")
+
+
+def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raises ValueError where a tensor is of another shape than that of the run."""
+    if tuple(found) != tuple(wanted):
+        raise ValueError(f"{name} is of shape {tuple(found)} there, and of {tuple(wanted)} in this run")
+
+
+def rank_files(folder: Path, part: str) -> list[Path]:
+    """Lists the files by torch.save that the ranks of a run wrote of a `part`, by rank; [] where there are none."""
+    names = (re.fullmatch(rf"{part}_world_size_(\d+)_rank_\d+\.pt", path.name) for path in folder.glob(f"{part}_*.pt"))
+    size = max((int(name[1]) for name in names if name), default=0)
+    return [folder / f"{part}_world_size_{size}_rank_{place}.pt" for place in range(size)]
+
+
+def read_ranks(folder: Path, part: str) -> tuple[Path, list[Any]]:
+    """Reads the files of `rank_files`; also returns the first one's path, for errors.
+
+    Raises:
+        ValueError: there are none, or one is missing or unreadable; names it and the remedy.
+    """
+    files, states = rank_files(folder, part), []
+    if not files:
+        missing = FileNotFoundError(f"there is neither this folder nor {part}_world_size_N_rank_0.pt")
+        raise unreadable(folder / part, missing) from None
+    for file in files:
+        read_part(file, states.append, mapped=True)
+    return files[0], states
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Puts a tensor together from what each rank, in their order, has of it; neighbours have its neighbouring parts."""
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        return first
+    cuts = [placement for placement in first._spec.placements if not placement.is_replicate()]
+    if not cuts:
+        return first._local_tensor
+    if len(cuts) > 1 or type(cuts[0]) is not Shard:
+        raise ValueError(f"a tensor is cut as {first._spec.placements}: only those of one cut can be put together")
+    held, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
+    for part in parts:
+        if left > 0:  # else the ranks of another replica are left
+            held.append(part._local_tensor)
+            left -= part._local_tensor.shape[dim]
+    if left:
+        raise ValueError(f"the parts of a tensor of shape {tuple(first.shape)} do not make it up")
+    return torch.cat(held, dim)
+
+
+def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Reads the whole weights of a checkpoint's model, of any layout, and the path that an error would name.
+
+    Raises:
+        ValueError: they cannot be read; names the file.
+    """
+    if (folder / MODEL).is_dir():
+        return folder / MODEL, Shards(folder / MODEL).whole()
+    path, states = read_ranks(folder, MODEL)
+    try:
+        return path, {name: join([state[name] for state in states]) for name in states[0]}
+    except FILE_ERRORS as error:
+        raise unreadable(path, error) from error
+
+
+def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Writes `weights` into files that from_pretrained reads, holding a file's or two at a time.
+
+    `weights` is read to its end, also where a file cannot be written: other ranks may wait for this one in it.
+    """
+    places: dict[str, int] = {}
+    count = total = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for count, part in enumerate(files_full(weights), start=1):
+            save_file(part, folder / part_name(count), metadata={"format": "pt"})
+            places |= dict.fromkeys(part, count)
+            total += sum(weight.nbytes for weight in part.values())
+    finally:
+        for _ in weights:
+            pass
+    for number in range(1, count + 1):
+        (folder / part_name(number)).rename(folder / part_name(number, count))
+    if count > 1:
+        files = {name: part_name(number, count) for name, number in sorted(places.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def files_full(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Groups neighbours of up to PRETRAINED_BYTES, in main memory."""
+    held: dict[str, Tensor] = {}
+    for name, weight in weights:
+        if held and sum(part.nbytes for part in held.values()) + weight.nbytes > PRETRAINED_BYTES:
+            yield held
+            held = {}
+        held[name] = weight.detach().cpu().contiguous()
+    yield held
+
+
+def part_name(number: int, count: int = 0) -> str:
+    """Names a file of weights as transformers does; `count` 0: it is not known yet."""
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number:05}-of-{count:05}.safetensors"

@@ -1,0 +1,216 @@
+"""One model's part of a checkpoint: its weights, AdamW's moments, its process's random generators, and a folder for
+from_pretrained. Whatever layout of workers wrote it, any other reads it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from data.seeding import rng_state, set_rng_state
+from training.checkpoint import FILE_ERRORS, read_part, unreadable
+from training.model_shards import (
+    MODEL,
+    MOMENTS,
+    Shards,
+    check_names,
+    check_shape,
+    join,
+    once,
+    rank_files,
+    read_ranks,
+    save_shards,
+    write_pretrained,
+)
+from workers.collectives import group_size, rank
+from workers.lora import adapter_weights, is_lora, save_pretrained
+from workers.sharding import part_of, reshard
+
+GENERATORS = "extra_state"
+IN_MEMORY = StagingOptions(*[False] * 4)  # a plain copy
+
+
+class ModelCheckpoint:
+    """Saves and loads a model in training.
+
+    Args:
+        module: the model, of which each rank may have a part.
+        optimizer: steps its weights.
+        weights: yields name and whole value of every weight as from_pretrained has them; all ranks go through them.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, optimizer: Optimizer, weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    ) -> None:
+        self.module, self.optimizer, self.weights = module, optimizer, weights
+        self.pending: Future | None = None  # what is being written in the background
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.group: dist.ProcessGroup | None = None  # of all ranks, for the background alone
+
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
+        """Writes the parts named in `contents` into `folder`: model/, optim/, a file of generators a rank, and the
+        weights of huggingface/. Its configs are always there, and lora_adapter/ where the model has LoRA.
+
+        In the background: returns when all is copied; the copies are written while training goes on, until `is_saved`.
+
+        Raises:
+            WRITE_ERRORS: no rank waits for another then.
+        """
+        if self.pending:
+            wait([self.pending])  # of a checkpoint that was given up elsewhere
+            self.pending = None
+        reshard(self.module)  # the moments are those of its parts
+        parts = {}
+        if "model" in contents:
+            parts[MODEL] = weights_of(self.module)
+        if "optimizer" in contents:
+            parts[MOMENTS] = moments_of(self.module, self.optimizer)
+        adapter = dict(adapter_weights(self.module))
+        exported = self._exported() if "hf_model" in contents else iter(())
+        if background and contents:
+            if group_size() > 1 and self.group is None:
+                self.group = dist.new_group(backend="gloo")
+            stager = DefaultStager(IN_MEMORY)
+            copies, weights = stager.stage(parts), [(name, weight.to("cpu", copy=True)) for name, weight in exported]
+            stager.close()
+            self.pending = self.thread.submit(write, folder, copies, iter(weights), self.group)
+        else:
+            write(folder, parts, exported)
+        if rank() == 0:
+            save_pretrained(self.module, adapter, folder)
+        if "extra" in contents:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(rng_state(), folder / f"{GENERATORS}_world_size_{group_size()}_rank_{rank()}.pt")
+
+    def is_saved(self) -> bool:
+        """Says whether all that `save` was told is written; raises what went wrong with it."""
+        if self.pending is None:
+            return True
+        if not self.pending.done():
+            return False
+        pending, self.pending = self.pending, None
+        pending.result()
+        return True
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of huggingface/ on the first rank, tied ones once, and nothing on others, which gather."""
+        tied = {*self.module.state_dict()} - {*once(self.module)}
+        for name, weight in self.weights():
+            if rank() == 0 and name not in tied:
+                yield name, weight
+
+    def bytes(self, contents: Sequence[str], moments: torch.dtype) -> int:
+        """Returns the size of what `save` writes of `contents`, AdamW's moments after a step included."""
+        trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
+        model = sum(weight.nbytes for weight in weights_of(self.module).values())
+        adapter = sum(weight.nbytes for name, weight in once(self.module).items() if is_lora(name))
+        plain = sum(weight.nbytes for name, weight in once(self.module).items() if not is_lora(name))
+        sizes = {"model": model, "hf_model": plain, "optimizer": 2 * trained * moments.itemsize}
+        return adapter + sum(sizes.get(part, 0) for part in contents)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, or the code before it, or verl's FSDP2.
+
+        Raises:
+            ValueError: a part is missing, unreadable or of another model; names the file and the remedy.
+        """
+        reshard(self.module)  # what is gathered now would go on being used
+        if (folder / MODEL).is_dir():
+            Shards(folder / MODEL).fill(weights_of(self.module))
+            self._load_moments(Shards(folder / MOMENTS))
+        else:
+            self._load_whole_weights(folder)
+            self._load_whole_moments(folder)
+        files = rank_files(folder, GENERATORS)
+        read_part(files[rank() % len(files)] if files else folder / f"{GENERATORS}_world_size_1_rank_0.pt", restore)
+
+    def _load_moments(self, shards: Shards) -> None:
+        names = {name.rpartition(".")[0] for name in shards.shapes}
+        weights = dict(self.module.named_parameters())
+        self._make_moments([weight for name, weight in weights.items() if name in names])
+        shards.fill(moments_of(self.module, self.optimizer))
+
+    def _load_whole_weights(self, folder: Path) -> None:
+        path, states = read_ranks(folder, MODEL)
+        try:
+            wanted = weights_of(self.module)
+            check_names(states[0], wanted, self.module.state_dict())
+            for name, target in wanted.items():
+                value = join([state[name] for state in states])
+                check_shape(name, value.shape, target.shape)
+                target.copy_(part_of(value, target))
+        except FILE_ERRORS as error:
+            raise unreadable(path, error) from error
+
+    def _load_whole_moments(self, folder: Path) -> None:
+        path, states = read_ranks(folder, MOMENTS)
+        try:
+            saved = [place for group in states[0]["param_groups"] for place in group["params"]]
+            everything = [*self.module.parameters()]
+            trained = [weight for weight in everything if weight.requires_grad]
+            order = trained if len(saved) == len(trained) else everything  # once frozen ones were numbered as well
+            if len(saved) != len(order):
+                raise ValueError(f"it numbers {len(saved)} weights, and the run's model has {len(order)}")
+            moments = states[0]["state"]
+            self._make_moments([order[place] for place in moments])
+            for place in moments:
+                for name, target in self.optimizer.state[order[place]].items():
+                    value = join([state["state"][place][name] for state in states])
+                    check_shape(f"{name} of weight {place}", value.shape, target.shape)
+                    target.copy_(part_of(value, target))
+        except FILE_ERRORS as error:
+            raise unreadable(path, error) from error
+
+    def _make_moments(self, weights: Sequence[nn.Parameter]) -> None:
+        """Has the optimiser make moments of `weights` alone: by a step of zeros, at a learning rate of zero."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.state.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def write(
+    folder: Path,
+    parts: dict[str, dict[str, Tensor]],
+    exported: Iterator[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a model's `parts`, by folder, and what is `exported` for from_pretrained; all ranks take part."""
+    for name, tensors in parts.items():
+        save_shards(folder / name, tensors, group)
+    first = next(exported, None)
+    if first:
+        write_pretrained(folder / "huggingface", chain([first], exported))
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Maps names to what a checkpoint holds of a model: `once` but for frozen weights, which the model's folder has."""
+    frozen = {name for name, weight in module.named_parameters() if not weight.requires_grad}
+    return {name: value for name, value in once(module).items() if name not in frozen}
+
+
+def moments_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Maps WEIGHT.MOMENT to the state of the optimiser, as far as there is any."""
+    weights = [(name, weight) for name, weight in module.named_parameters() if weight in optimizer.state]
+    return {f"{name}.{key}": value for name, weight in weights for key, value in optimizer.state[weight].items()}
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Puts the generators into a state of `rng_state`; verl's, which are of other draws, are left alone."""
+    if "rng" not in state:
+        set_rng_state(state)
