@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from training.model_shards import once
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
 from workers.sharding import whole
@@ -78,8 +79,8 @@ class Inspector:
         self.worker = worker
 
     def weight_sum(self) -> float:
-        return weight_sum(self.worker.policy.module.state_dict())
+        return weight_sum(once(self.worker.policy.module))
 
 
 def weight_sum(weights: dict[str, Tensor]) -> float:
-    return sum(whole(tensor).double().sum().item() for tensor in weights.values())
+    return sum(whole(weights[name]).double().sum().item() for name in sorted(weights))

@@ -20,6 +20,7 @@ from tests.runs import compose, learning_metrics, short_run
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
+from training.model_shards import read_weights
 from workers import worker_group
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import load_rollout_class
@@ -147,23 +148,22 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert local[5]["own/scale"] == 2.0 and local[5]["own/ratio"] != 1.0
     assert "critic/vf_loss" in local[5], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
-        one, other = (
-            torch.load(tmp_path / executor / "global_step_5" / role / "model_world_size_1_rank_0.pt")
-            for executor in ("local", "ray")
-        )
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        one, other = (read_weights(tmp_path / executor / "global_step_5" / role)[1] for executor in ("local", "ray"))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
 def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, reward_model: Path, tmp_path: Path):
     """All metrics to rounding, with three mini-batches a step, the last of them smaller, and a reward model beside the
-    environment. Both hold the same weights to the last bit, and one worker goes on from their checkpoint."""
+    environment. Both hold the same weights to the last bit, and one worker goes on from the checkpoint that they write
+    while they train."""
     options = ["data.train_batch_size=5", "trainer.save_freq=3", "actor_rollout_ref.actor.optim.lr=1e-3"]
     options += ["reward_model.enable=true", f"reward_model.model.path={reward_model}"]
     options += ["reward.reward_model.function_weight=1"]
     folders = {name: tmp_path / name for name in ("one", "two", "resumed")}
     run(full_run(tiny_model, folders["one"], *options))
-    two = full_run(tiny_model, folders["two"], *options, "trainer.n_workers_per_node=2")
+    background = "actor_rollout_ref.actor.checkpoint.async_save=true"
+    two = full_run(tiny_model, folders["two"], *options, background, "trainer.n_workers_per_node=2")
     run(two)
     saved = folders["two"] / "global_step_3"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
@@ -178,7 +178,7 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, rewa
     group = RayWorkerGroup(Resources.from_config(two.trainer), InspectedWorker, two, 5, ["actor"])
     try:
         group.submit("actor", "load", [(saved / "actor",)] * 2).result()
-        saved_sum = weight_sum(torch.load(saved / "actor" / "model_world_size_1_rank_0.pt"))
+        saved_sum = weight_sum(read_weights(saved / "actor")[1])
         assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()
