@@ -1,19 +1,15 @@
 """Short real runs for tests: FrozenLake with a tiny model, in this process or in one of its own."""
 
-import ctypes
 import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
 from subprocess import CompletedProcess
-from tempfile import TemporaryFile
 from time import sleep
 from urllib.request import urlopen
 
@@ -21,7 +17,7 @@ import pytest
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
-from tests.forked import python
+from tests.forked import Run, python
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,21 +74,17 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
         port = free.getsockname()[1]
     settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}", *more]
     settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
-    command, url = [sys.executable, "-m", "training.main_server", *settings], f"http://127.0.0.1:{port}"
-    with TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
-        )
-        try:
-            while not answers(f"{url}/health"):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(f"vLLM's server ended: {log.read()[-3000:]}")
-                sleep(0.2)
-            yield f"{url}/v1"
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)  # its engine is another process
-            process.wait()
+    server, url = Run("-m", "training.main_server", *settings), f"http://127.0.0.1:{port}"
+    try:
+        while not answers(f"{url}/health"):
+            if server.is_over():
+                raise RuntimeError(f"vLLM's server ended: {server.said()[1][-3000:]}")
+            sleep(0.2)
+        yield f"{url}/v1"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)  # its engine is another process
+        server.wait()
 
 
 def signalled(step: Callable, number: int, sent: int) -> Callable:
@@ -104,12 +96,6 @@ def signalled(step: Callable, number: int, sent: int) -> Callable:
         return step(self)
 
     return sending
-
-
-def end_with_parent() -> None:
-    """Has this process stopped when its parent is gone, however that ended."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def answers(url: str) -> bool:

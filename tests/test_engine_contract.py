@@ -76,7 +76,7 @@ class Bench:
     @property
     def many(self) -> int:
         """Requests that are many, and do not take long: a server takes some milliseconds for each."""
-        return 200 if self.engine.elsewhere else 1000
+        return 100 if self.engine.elsewhere else 1000
 
     def sync(self) -> None:
         self.version += 1
