@@ -26,6 +26,7 @@ from training.model_merger import main as merge
 from training.model_shards import Shards, save_shards, write_pretrained
 from workers.collectives import Peers, compute_together, group_size, rank
 from workers.engine import TrainEngine
+from workers.lora import is_lora
 from workers.model_checkpoint import moments_of
 from workers.models import load_causal_lm
 from workers.sharding import Sharding, make_mesh, whole
@@ -235,6 +236,18 @@ def test_an_optimiser_without_moments_yet_is_restored_as_it_was(tiny_model, tmp_
     train(engine, 0)
     engine.load(tmp_path)
     assert not engine.optimizer.state
+
+
+def test_with_lora_the_frozen_weights_are_not_saved_nor_merged_without_them(tiny_model, tmp_path, capsys):
+    module = load_causal_lm(ModelConfig(path=str(tiny_model), lora_rank=2))
+    engine = TrainEngine(module, OptimConfig(lr=0.01), 10, CPU, torch.float32)
+    engine.save(tmp_path, EVERYTHING)
+    assert all(is_lora(name) for name in Shards(tmp_path / "model").shapes)
+    taken = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors") if path.parent.name != "optim")
+    assert engine.checkpoint_bytes(["model", "hf_model"]) < taken
+    with pytest.raises(SystemExit):
+        merge(f"merge --backend fsdp --local_dir {tmp_path} --target_dir {tmp_path}/merged".split())
+    assert "holds LoRA's matrices alone: peft loads" in capsys.readouterr().err
 
 
 def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from data.types import SamplingParams
 from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled
+from training.model_shards import MODEL, MOMENTS, Shards, read_weights
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Tracking
 from training.validation import Validator
@@ -230,6 +231,27 @@ def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, t
     assert last["actor/reward_kl_penalty_coeff"] == 0.7
     policys = [group for group in groups if group["weight_decay"] == 0.5]
     assert policys and all(group["lr"] <= 1e-5 for group in policys)
+
+
+def test_a_folder_of_verls_is_gone_on_with(settings, unbroken, tmp_path, capsys):
+    """Its files are those of FSDP2 with one worker; the step is its name's, and the data begins anew."""
+    ours, step = unbroken("grpo") / "global_step_3/actor", tmp_path / "verl/global_step_3"
+    (step / "actor").mkdir(parents=True)
+    weights, moments = (Shards(ours / name).whole() for name in (MODEL, MOMENTS))
+    order = [name for name, _ in AutoModelForCausalLM.from_pretrained(ours / "huggingface").named_parameters()]
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    state = {place: {kind: moments[f"{name}.{kind}"] for kind in kinds} for place, name in enumerate(order)}
+    torch.save(weights, step / "actor/model_world_size_1_rank_0.pt")
+    optimizer = {"state": state, "param_groups": [{"params": [*range(len(order))]}]}
+    torch.save(optimizer, step / "actor/optim_world_size_1_rank_0.pt")
+    torch.save({"lr_scheduler": {}, "rng": {}}, step / "actor/extra_state_world_size_1_rank_0.pt")
+    torch.save({"_snapshot": {}}, step / "data.pt")
+    resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"
+    main.run(compose(*settings(tmp_path / "run", "grpo", *resume)))
+    assert f"{step} is verl's: its models and its step are taken over" in capsys.readouterr().err
+    assert sorted(learning_metrics(tmp_path / "run")) == [4, 5]
+    moved = read_weights(tmp_path / "run/global_step_4/actor")[1]
+    assert all(0 < (moved[name] - weights[name]).abs().max() < 1e-3 for name in weights)
 
 
 @pytest.mark.parametrize("contents", ["[model]", "[hf_model]"])  # torch and safetensors say "disk full" in their ways

@@ -156,7 +156,10 @@ def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tm
     assert "trainer.experiment_name=NAME" in said and "trainer.resume_mode=disable" in said
     assert {**tree_of(tmp_path / "run"), ".": 0, "run.lock": 0} == {**before, ".": 0, "run.lock": 0}
     named = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_2"
-    main.run(compose(*short_run(other, tmp_path / "fork", *TWO_STEPS, *named, "trainer.total_training_steps=3")))
+    fork = short_run(other, tmp_path / "fork", *TWO_STEPS, *named, "trainer.total_training_steps=3")
+    said = refusal(capsys, *fork, "actor_rollout_ref.model.lora_rank=2")
+    assert "has LoRA's matrices alone" in said and f"Those are {tiny_model}: set actor_rollout_ref.model.path" in said
+    main.run(compose(*fork))
     assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
 
 
