@@ -470,7 +470,11 @@ def test_workers_that_do_not_make_whole_groups_are_refused(asked: int, workers: 
             2,
             "9 heads, 3 key heads, 1536 hidden columns",
         ),
-        ({"num_attention_heads": 4, "intermediate_size": 341}, 2, "4 heads, 4 key heads, 341 hidden columns"),
+        (
+            {"num_attention_heads": 4, "intermediate_size": 341, "tie_word_embeddings": True},
+            2,
+            "4 heads, 4 key heads, 341 hidden columns",
+        ),
         (
             {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
             3,
@@ -479,7 +483,7 @@ def test_workers_that_do_not_make_whole_groups_are_refused(asked: int, workers: 
     ],
 )
 def test_a_model_that_does_not_split_is_refused_with_its_numbers(numbers: dict[str, int], size: int, said: str):
-    config = LlamaConfig(**{"intermediate_size": 1536} | numbers)
+    config = LlamaConfig(**{"intermediate_size": 1536, "tie_word_embeddings": True} | numbers)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: .*{said}"):
         check_split(config, size, workers_a_node=2)
 

@@ -27,7 +27,7 @@ from workers.lora import plain_weights, without_lora
 from workers.model_checkpoint import ModelCheckpoint
 from workers.offload import Offload, Residence, make_optimizer
 from workers.sharding import whole
-from workers.tensor_parallel import by_mesh, sum_partial_gradients
+from workers.tensor_parallel import by_mesh, same_on_peers, sum_partial_gradients
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
 NOTHING = Offload()
@@ -136,7 +136,7 @@ class TrainEngine:
             group["lr"] = lr
         groups = by_mesh([parameter for parameter in self.module.parameters() if parameter.grad is not None]) or [[]]
         norms = [whole(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
-        total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        total_norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
         grad_norm = total_norm.item()
         if grad_norm > self.optim.clip_grad:  # clip_grad_norm_ would multiply by 1 where it is not
             for group in groups:

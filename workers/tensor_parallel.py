@@ -6,6 +6,7 @@ norms and the head stay whole on each. So a rank's activations between two sums 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.errors import ConfigError
+
+# What is both sharded and split is gathered in two goes, of which torch says that one would be faster.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 KEY = "actor_rollout_ref.actor.tensor_parallel_size"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -30,8 +34,7 @@ def check_split(config: PretrainedConfig, size: int, workers_a_node: int) -> Non
         ConfigError: its numbers do not divide, its family has no such plan, or neighbours would be on two machines;
             names the numbers.
     """
-    text = config.get_text_config()
-    plan = text.base_model_tp_plan or {}
+    text, plan = config.get_text_config(), layer_plan(config)
     if not plan or set(plan.values()) - {*STYLES, PARTIAL}:
         raise ConfigError(
             f"{KEY}={size}: the layers of {text.model_type} cannot be split. Set it to 1, and shard the model instead, "
@@ -52,9 +55,15 @@ def check_split(config: PretrainedConfig, size: int, workers_a_node: int) -> Non
         )
 
 
+def layer_plan(config: PretrainedConfig) -> dict[str, str]:
+    """Reads off transformers' names of what is split in a layer, and how; embeddings stay whole."""
+    plan = config.get_text_config().base_model_tp_plan or {}
+    return {name: style for name, style in plan.items() if name.startswith("layers.")}
+
+
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the layers of `model` over the ranks of `mesh`, [size]; before they are sharded, and have weights."""
-    plan = model.config.get_text_config().base_model_tp_plan
+    plan = layer_plan(model.config)
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
     parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
     names = [name.removeprefix("layers.*.") for name, style in plan.items() if style == PARTIAL]
@@ -67,6 +76,12 @@ def sum_partial_gradients(model: PreTrainedModel) -> None:
     """Adds up the gradients of weights that each rank has whole, and uses for its own heads alone."""
     for weight in (weight for layer in model.partial_layers for weight in layer.parameters()):
         dist.all_reduce(weight.grad.to_local(), group=model.split_over)
+
+
+def same_on_peers(norm: Tensor) -> Tensor:
+    """Returns the first rank's `norm`: others may add up in another order, and peers have to scale by the same."""
+    dist.broadcast(norm, src=0)
+    return norm
 
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
