@@ -4,6 +4,7 @@ forward against the padded one; generation against the trainer. docs/models.md h
 import copy
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,15 @@ from tests.runs import ROOT
 from workers.forward_check import rope_changes
 from workers.hf.batch import NoCacheBatch, SeparateRows, SharedPrompts
 from workers.hf.rollout import HFRollout
+from workers.lora import (
+    adapter_weights,
+    add_lora,
+    is_lora,
+    load_adapter,
+    plain_weights,
+    save_pretrained,
+    without_lora,
+)
 from workers.micro_batches import score
 from workers.rollout import sample_of
 from workers.scoring_model import padded_scores, scoring_model, set_forward
@@ -254,6 +264,29 @@ def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer:
     if model.shares_prompts:
         set_forward(model, padded_scores, shares_prompts=False)
         assert distance(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])
+def test_matrices_of_lora_are_merged_wherever_they_are(name: str, tmp_path: Path):
+    """…experts that are one tensor included, and layers with their weight the other way round; they can be read again,
+    and left out."""
+    batch, eager = ragged_batch(), eager_model(name)
+    adapted, again, found = as_loaded(eager), as_loaded(eager), []
+    add_lora(adapted, ModelConfig(lora_rank=4))
+    for parameter in (parameter for name, parameter in adapted.named_parameters() if is_lora(name)):
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_pretrained(adapted, dict(adapter_weights(adapted)), tmp_path)
+    settings = ModelConfig(lora_adapter_path=str(tmp_path / "lora_adapter"))
+    add_lora(again, settings), load_adapter(again, settings)
+    for model in (adapted, again):
+        scoring_model(model, ModelConfig(), torch.device("cpu"), torch.float32, LONGEST)
+        found.append(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs)
+    assert torch.equal(*found) and distance(found[0], log_probs(eager, batch)) > 0.1
+    with without_lora(adapted):
+        assert distance(score(adapted, batch, CUTS["all rows"], TEMPERATURE).log_probs, log_probs(eager, batch)) < CLOSE
+    merged = eager_model(name)
+    merged.load_state_dict(dict(plain_weights(adapted)))
+    assert distance(found[0], log_probs(merged, batch)) < CLOSE / 10
 
 
 def test_the_page_has_this_table():

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name for the only one
 BEYOND = (  # settings of an adapter with which it is more than pairs of matrices beside others
-    *("modules_to_save", "bias", "lora_bias", "use_dora", "use_qalora", "use_bdlora", "target_parameters"),
+    *("modules_to_save", "bias", "lora_bias", "use_dora", "use_qalora", "use_bdlora"),
     *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config"),
 )
 
@@ -155,6 +155,7 @@ def without_lora(model: PreTrainedModel) -> Iterator[None]:
         model.enable_adapters()
 
 
+@torch.no_grad()
 def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yields name and value of every weight of the plain model that computes the same: LoRA's matrices are added to
     those beside them, one at a time. Tied weights come under each of their names. Of several workers each yields its
@@ -163,17 +164,21 @@ def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple
     Args:
         merged: False: nothing is added, so that it is the frozen model.
     """
-    adapted = {}
+    added: dict[int, list[Any]] = {}  # LoRA's layers, by the id of the weight that they add to
     if has_lora(model):
         from peft.tuners.lora import LoraLayer
 
-        layers = [(name, part) for name, part in model.named_modules() if isinstance(part, LoraLayer)]
-        adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
-    for name, value in model.state_dict().items():
-        if merged and name in adapted:
-            value = value + adapted[name].get_delta_weight(ADAPTER).detach()
+        for part in model.modules():
+            if isinstance(part, LoraLayer):
+                weight = getattr(part.get_base_layer(), getattr(part, "parameter_name", "weight"))
+                added.setdefault(id(weight), []).append(part)
+    for name, value in model.state_dict(keep_vars=True).items():
+        layers = added.pop(id(value), ())
+        for layer in layers if merged else ():
+            value = value + layer.get_delta_weight(ADAPTER)
         if not is_lora(name):
-            yield name.replace(".base_layer.", "."), value
+            yield name.replace(".base_layer", ""), value.detach()
+    assert not added, f"{len(added)} of LoRA's layers add to no weight that has a name"
 
 
 def largest_rank(model: PreTrainedModel) -> int:

@@ -198,7 +198,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     found = (dict(model.named_parameters()) | buffers).items()
-    return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in found if ".lora_" not in name}
+    return {name.replace(".base_layer", ""): tensor.detach() for name, tensor in found if ".lora_" not in name}
 
 
 def holds_weights(folder: Path, model: PreTrainedModel) -> bool:
