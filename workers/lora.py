@@ -51,8 +51,8 @@ def add_lora(model: PreTrainedModel, settings: ModelConfig) -> None:
     except ValueError as error:
         raise unfit(model, settings, str(error)) from error
     layers = [name for name, part in model.named_modules() if isinstance(part, LoraLayer)]
-    named = chosen.target_modules if isinstance(chosen.target_modules, set | list) else []
-    if idle := sorted(name for name in named if not any(f".{layer}".endswith(f".{name}") for layer in layers)):
+    named = [] if settings.lora_adapter_path or isinstance(settings.target_modules, str) else settings.target_modules
+    if idle := [name for name in named if not any(f".{layer}".endswith(f".{name}") for layer in layers)]:
         raise unfit(model, settings, f"it has no {', '.join(idle)}")
     if model.config.get_text_config().tie_word_embeddings and (parted := sorted(tied.intersection(layers))):
         raise unfit(model, settings, f"its embedding is its head, and LoRA beside {parted[0]} would part them")
@@ -167,10 +167,11 @@ def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple
     added: dict[int, list[Any]] = {}  # LoRA's layers, by the id of the weight that they add to
     if has_lora(model):
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper  # of experts that are one tensor
 
         for part in model.modules():
             if isinstance(part, LoraLayer):
-                weight = getattr(part.get_base_layer(), getattr(part, "parameter_name", "weight"))
+                weight = part.get_param() if isinstance(part, ParamWrapper) else part.get_base_layer().weight
                 added.setdefault(id(weight), []).append(part)
     for name, value in model.state_dict(keep_vars=True).items():
         layers = added.pop(id(value), ())
