@@ -31,6 +31,8 @@ from configs.paths import ROOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
+CONTAINERS = (tuple, list, dict)
+LOOKED_INTO = (Tensor, *CONTAINERS)
 COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXED = {  # by tensors of the host, too, which are copied to the device
     *(aten.index.Tensor, aten._unsafe_index.Tensor),
@@ -104,6 +106,10 @@ def is_on_device(value: Any) -> bool:
     return isinstance(value, DeviceTensor)
 
 
+def any_on_device(*values: Any) -> bool:
+    return any(map(is_on_device, tensors_of(values)))
+
+
 def numbers_of(value: Any) -> Any:
     """Takes the tensors in `value` off the device, which nobody counts."""
     return mapped(lambda tensor: tensor.numbers if is_on_device(tensor) else tensor, value)
@@ -123,18 +129,21 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     long."""
     if isinstance(value, Tensor):
         return change(value)
+    if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or not value:
+        return value
     if isinstance(value, dict):
         return {name: mapped(change, part) for name, part in value.items()}
-    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
-        return value
     parts = [mapped(change, part) for part in value]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(lambda tensor: found.append(tensor) or tensor, value)
-    return found
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size):
+        return []
+    parts = value.values() if isinstance(value, dict) else value
+    return [tensor for part in parts if isinstance(part, LOOKED_INTO) for tensor in tensors_of(part)]
 
 
 class Transfer(torch.autograd.Function):
@@ -205,7 +214,6 @@ class PretendedGPU(TorchFunctionMode):
         """Takes the calls of Python that name a device."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         kwargs.pop("pin_memory", None)  # a build without CUDA has none
-        of_device = any(map(is_on_device, tensors_of((args, kwargs))))
         if name in ("to", "cuda", "cpu") and isinstance(args[0], Tensor):
             return self.move(func, name, args, kwargs)
         if name == "pin_memory":
@@ -222,7 +230,8 @@ class PretendedGPU(TorchFunctionMode):
                 return torch.autograd.graph._engine_run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, tuple(*inputs), **options
                 )
-        if name == "pad_sequence" and of_device:  # C++ makes its result where C++ takes the device to be
+        if name == "pad_sequence" and any_on_device(args, kwargs):
+            # C++ makes its result where C++ takes the device to be.
             self.launches += 1
             return on_device(func(*numbers_of(args), **numbers_of(kwargs)))
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
@@ -230,7 +239,7 @@ class PretendedGPU(TorchFunctionMode):
             made = func(*numbers_of(args), **{**numbers_of(kwargs), "device": CPU})
         elif name == "new_tensor" and is_on_device(args[0]) and device is None:
             made = func(*numbers_of(args), **kwargs)
-        elif device == CPU and of_device and (name.startswith("new_") or name.endswith("_like")):
+        elif device == CPU and (name.startswith("new_") or name.endswith("_like")) and any_on_device(args, kwargs):
             return func(*numbers_of(args), **kwargs)
         else:
             return func(*args, **kwargs)
