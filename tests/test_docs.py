@@ -5,6 +5,7 @@ command that trains is composed, checked and prepared. The examples of CONTRIBUT
 """
 
 import ast
+import compileall
 import json
 import os
 import re
@@ -49,12 +50,21 @@ TRAINS = {("main.py",): "main", ("-m", "training.sft_trainer"): "training.sft_tr
 READS_A_RUN = ("training.show_episodes", "training.model_merger")  # commands that show what training has left
 
 
-@pytest.fixture
-def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh copy of the repository, as the working directory."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository whose modules are compiled: each command imports those of its own copy."""
+    folder = tmp_path_factory.mktemp("compiled")
     for name in ("configs", "custom", "data", "scripts", "training", "workers"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "main.py", tmp_path)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "main.py", folder)
+    compileall.compile_dir(folder, quiet=1)
+    return folder
+
+
+@pytest.fixture
+def copy(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of the repository, as the working directory."""
+    shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

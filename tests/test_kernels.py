@@ -15,6 +15,7 @@ from configs.process import VARIABLES
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from main import run
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
+from tests.forked import python
 from tests.operations import needs_onednn
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, learning_metrics, short_run
@@ -155,7 +156,7 @@ print(seen)
 
 def test_a_command_starts_its_process_and_off_leaves_it_at_the_threads(tiny_model, tmp_path):
     """Two commands in one process, first the one that changes less."""
-    command = [sys.executable, "-c", COMMAND, "--config-name", "frozenlake", *short_run(tiny_model, tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    arguments = ("--config-name", "frozenlake", *short_run(tiny_model, tmp_path))
+    done = python("-c", COMMAND, *arguments, env=environment, check=True)
     assert done.stdout.splitlines()[-1] == f"[(0, 2), ({int(IS_GLIBC)}, 3)]"

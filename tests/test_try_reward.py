@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +12,6 @@ import pytest
 from configs.schema import ScoringConfig
 from scripts import create_reward_template
 from tests.forked import python
-from tests.runs import ROOT
 from training.reward_function import FunctionReward
 from training.reward_score import default_compute_score, math_dapo, math_reward
 from training.reward_score import search_r1_like_qa_em as questions
@@ -250,8 +247,7 @@ def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: 
     score = "def compute_score(solution_str, ground_truth):\n    return {'score': float(solution_str == ground_truth), "
     write("mine.py", score + "'heavy': 'torch' in __import__('sys').modules}")
     files = [str(tmp_path / "mine.py"), "--data", str(tmp_path / "rows.jsonl")]
-    command = [sys.executable, "-m", "training.reward", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "training.reward", *files)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["row", "response", "ground", "truth", "score", "heavy", "outcome", "ms"]
