@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from custom.tiny_model import save_tiny_model
 from data.seeding import rng_state
@@ -148,6 +149,18 @@ def test_replicas_write_once_in_the_background_what_shards_read(tiny_model, tmp_
     assert sum(sizes) < 1.2 * (tmp_path / "huggingface/model.safetensors").stat().st_size
     assert_goes_on(on(2, loaded_engine, tiny_model, tmp_path), wanted)
     assert len([*tmp_path.glob("extra_state_world_size_3_rank_*.pt")]) == 3
+
+
+def save_nowhere(model: Path, folder: Path) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        make_engine(model).save(folder, [])
+    return str(refusal.value)
+
+
+def test_machines_without_a_common_disk_are_told_so_by_the_trial_before_training(tiny_model, tmp_path, on):
+    said = on(2, save_nowhere, tiny_model, tmp_path / ".writing_global_step_trial" / "actor")
+    assert "/.writing_global_step_trial, where this checkpoint goes, is not there on" in said
+    assert "trainer.default_local_dir has to be on a disk that all machines share" in said
 
 
 def test_layers_that_were_split_are_put_together_and_split_again(tmp_path, on):

@@ -1,6 +1,7 @@
 """One model's part of a checkpoint: its weights, AdamW's moments, its process's random generators, and a folder for
 from_pretrained. Whatever layout of workers wrote it, any other reads it."""
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from configs.errors import ConfigError
 from data.seeding import rng_state, set_rng_state
 from training.checkpoint import FILE_ERRORS, read_part, unreadable
 from training.model_shards import (
@@ -62,7 +64,13 @@ class ModelCheckpoint:
 
         Raises:
             WRITE_ERRORS: no rank waits for another then.
+            ConfigError: this rank does not see the folder that the run has made for it.
         """
+        if group_size() > 1 and not (folder.is_dir() or folder.parent.is_dir()):
+            raise ConfigError(
+                f"{folder.parent}, where this checkpoint goes, is not there on {socket.gethostname()}: each worker "
+                "writes its shards, so trainer.default_local_dir has to be on a disk that all machines share"
+            )
         if self.pending:
             wait([self.pending])  # of a checkpoint that was given up elsewhere
             self.pending = None
