@@ -53,8 +53,8 @@ class Setting:
 SETTINGS = {
     "packed float32": Setting(True, False, torch.float32, 3, 1, 1),
     "packed bfloat16 checkpointed": Setting(True, True, torch.bfloat16, 3, 1, 1),
-    "padded float32 checkpointed": Setting(False, True, torch.float32, 9, 7, 6),
-    "padded bfloat16": Setting(False, False, torch.bfloat16, 9, 7, 6),
+    "padded float32 checkpointed": Setting(False, True, torch.float32, 3, 1, 1),
+    "padded bfloat16": Setting(False, False, torch.bfloat16, 3, 1, 1),
 }
 
 

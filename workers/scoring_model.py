@@ -28,7 +28,7 @@ from workers.forward_check import (
     forward_checks,
     scaled_up_weights,
 )
-from workers.kernels import prepare
+from workers.kernels import known_padding, prepare
 from workers.micro_batches import (
     WHOLE_SEQUENCE,
     MicroBatch,
@@ -127,10 +127,12 @@ def padded_scores(
     # A sequence's last token predicts nothing and is left out. By `forward` itself: as a call, it would be a second
     # entry into a sharded model.
     inputs = {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}
+    keep = {} if "values" in ask else {"logits_to_keep": micro.response_width}
+    with known_padding(not micro.host.columns["attention_mask"][:, :-1].all()):
+        logits = model.forward(**inputs, **keep).logits
     if "values" in ask:
-        return TokenScores(values=model.forward(**inputs).logits[:, -micro.response_width :, 0].float())
-    labels = micro.columns["responses"]
-    logits = model.forward(**inputs, logits_to_keep=micro.response_width).logits.float() / temperature
+        return TokenScores(values=logits[:, -micro.response_width :, 0].float())
+    labels, logits = micro.columns["responses"], logits.float() / temperature
     squared = calculate_sum_pi_squared_from_logits(logits) if "sum_pi_squared" in ask else None
     if "entropy" in ask:
         return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)

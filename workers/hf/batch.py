@@ -24,6 +24,7 @@ from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, SamplingParams
 from workers.hf.cache import RowCache, on_device
 from workers.hf.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
+from workers.kernels import known_padding
 from workers.rollout import divergence
 
 VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
@@ -216,7 +217,8 @@ class SharedPrompts(RunningBatch):
         ids, mask = pad_left(prompts, self.pad_token_id, self.module.device)
         most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
         cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
-        return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
+        with known_padding(any(are_padded(prompts))):
+            return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
 
     def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         if self.cache is None:
@@ -250,18 +252,22 @@ class SharedPrompts(RunningBatch):
 @dataclass
 class Rows:
     """Rows that joined together: `ids` of their tokens so far, padded on the left, and `mask`, which of them are real,
-    [b, w]; what the model keeps of the first `seen` columns, if it keeps anything."""
+    [b, w]; `padded`, on the host, which rows are; what the model keeps of the first `seen` columns, if it keeps
+    anything."""
 
     ids: Tensor
     mask: Tensor
+    padded: list[bool]
     cache: Cache | None
     seen: int = 0
 
-    def select(self, places: Tensor) -> "Rows":
-        """Returns the rows at `places` [n], which may repeat; the old ones may not be used any more."""
+    def select(self, rows: Sequence[int]) -> "Rows":
+        """Returns the rows at the places `rows` [n], which may repeat; the old ones may not be used any more."""
+        places = on_device(rows, self.ids.device)
         if self.cache is not None:
             self.cache.reorder_cache(places)
-        return replace(self, ids=self.ids[places], mask=self.mask[places])
+        padded = [self.padded[row] for row in rows]
+        return replace(self, ids=self.ids[places], mask=self.mask[places], padded=padded)
 
     def append(self, tokens: Tensor) -> None:
         """Another token of each, [b, 1]."""
@@ -283,11 +289,11 @@ class SeparateRows(RunningBatch):
 
     def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
-        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
+        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), are_padded(prompts), cache)
         return rows, self._logits(rows)
 
     def _keep(self, prefilled: Rows, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
-        self.parts.append(prefilled.select(on_device(source, self.last.device)))
+        self.parts.append(prefilled.select(source))
 
     def _forward(self) -> Tensor:
         sizes = [len(part.ids) for part in self.parts]
@@ -301,7 +307,7 @@ class SeparateRows(RunningBatch):
             size = len(part.ids)
             kept = [place - first for place in stays if first <= place < first + size]
             if kept:
-                parts.append(part if len(kept) == size else part.select(on_device(kept, self.last.device)))
+                parts.append(part if len(kept) == size else part.select(kept))
             first += size
         self.parts = parts
         return stays
@@ -311,7 +317,8 @@ class SeparateRows(RunningBatch):
         new = slice(rows.seen, None)
         if self.caches:
             rows.seen = rows.ids.shape[1]
-        return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
+        with known_padding(any(rows.padded)):
+            return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
 
 
 class NoCacheBatch(SeparateRows):
@@ -327,6 +334,12 @@ def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.de
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+
+
+def are_padded(prompts: Sequence[tuple[int, ...]]) -> list[bool]:
+    """Says of each whether `pad_left` pads it."""
+    width = max(map(len, prompts))
+    return [len(prompt) < width for prompt in prompts]
 
 
 def positions_of(mask: Tensor) -> Tensor:

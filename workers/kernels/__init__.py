@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from workers.kernels.decode import decoding, lay_out_weights, register_row_attention
 from workers.kernels.memory import give_back_memory, start_process
 from workers.kernels.norms import use_fast_norms
-from workers.kernels.packed_attention import packed_scores, use_packed_attention
+from workers.kernels.packed_attention import known_padding, packed_scores, use_packed_attention
 from workers.kernels.products import use_onednn
 from workers.micro_batches import TokenScores
 
-__all__ = ["decoding", "give_back_memory", "lay_out_weights", "prepare", "start_process"]
+__all__ = ["decoding", "give_back_memory", "known_padding", "lay_out_weights", "prepare", "start_process"]
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> Callable[..., TokenScores]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from workers.kernels.packed_attention import is_packed, layer_window
+from workers.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
 from workers.kernels.products import Linear, packed_linear
 
 NAME = "prefix_rows"
@@ -107,4 +106,4 @@ def decode_attention(
 def register_row_attention() -> None:
     """Makes the attention known to transformers by its name."""
     AttentionInterface.register(NAME, decode_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, known_sdpa_mask)

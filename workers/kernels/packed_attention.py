@@ -10,7 +10,9 @@ prompt ask of its keys and values. The function is registered with transformers'
 patched; called without a layout (generation, padded batches) it is plain SDPA.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate
@@ -34,6 +36,7 @@ OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their
 FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 NARROWEST_HEAD = 16  # of FlexAttention's kernels
 MOST_GRAPHS = 64  # of FlexAttention in a process: a policy makes 2, a critic of other heads as many
+HAS_PADDING: ContextVar[bool | None] = ContextVar("has_padding", default=None)  # the batch; None: nobody has said
 PAIRS = 2**26  # of tokens that are looked at together where a mask is made: at 4 bytes a pair, 256 MiB
 
 
@@ -281,9 +284,30 @@ def laid_out(tensor: Tensor, missing: int) -> Tensor:
     return tensor
 
 
+@contextmanager
+def known_padding(has_padding: bool) -> Iterator[None]:
+    """Tells transformers, which makes its masks in the block, what it would wait for a GPU to tell: whether any row of
+    the batch is padded."""
+    before = HAS_PADDING.set(has_padding)
+    try:
+        yield
+    finally:
+        HAS_PADDING.reset(before)
+
+
+def known_sdpa_mask(*sizes: int, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **given: Any) -> Any:
+    """Makes transformers' mask for SDPA; where `known_padding` has said it, without reading `attention_mask`."""
+    has_padding = HAS_PADDING.get()
+    mask = None if has_padding is False else attention_mask
+    return sdpa_mask(
+        *sizes, attention_mask=mask, allow_is_causal_skip=allow_is_causal_skip and not has_padding, **given
+    )
+
+
 def use_packed_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name in (NAME, "sdpa"):
+        AttentionMaskInterface.register(name, known_sdpa_mask)
     model.set_attn_implementation(NAME)
 
 
