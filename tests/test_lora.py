@@ -113,6 +113,12 @@ def test_what_does_not_fit_the_model_is_refused_by_its_key(tiny_model, tmp_path,
         load(tiny_model, **{"lora_rank": 0 if "lora_adapter_path" in settings else 4, **settings})
 
 
+def test_layers_may_be_left_out_of_all_linear(tiny_model):
+    module = load(tiny_model, lora_rank=4, exclude_modules=["q_proj", "down_proj"])
+    layers = {name.split(".")[-4] for name, _ in module.named_parameters() if ".lora_A." in name}
+    assert layers == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
 def test_an_adapter_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"^model.lora_adapter_path=.*no adapter_config.json"):
         check_adapter(ModelConfig(lora_adapter_path=str(tmp_path)), "model")
