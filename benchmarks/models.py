@@ -52,6 +52,22 @@ QWEN2 = {  # Qwen2.5's
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    "qwen2-32b": {
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "qwen2-72b": {
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
 }
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152, "qwen2-0.5b": 151936, "qwen2-1.5b": 151936, "qwen2-7b": 152064}
+VOCABULARY = {"1m": 512, "10m": 4096, "135m": 49152, "qwen2-0.5b": 151936, "qwen2-1.5b": 151936}
+VOCABULARY |= dict.fromkeys(("qwen2-7b", "qwen2-32b", "qwen2-72b"), 152064)
 PAD = 0  # of the vocabulary; the end-of-sequence id is one past it, so no response can stop early
 
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from transformers.integrations import moe
 
+from data.pretrained import ModelSize
 from workers.forward_check import compute_as_in_eval
 from workers.kernels import token_head
-from workers.memory_needs import GIB, ModelSize
+from workers.memory_needs import GIB
 
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),

@@ -1,6 +1,7 @@
 """The arithmetic of a GPU's memory, by hand and against what a forward really keeps."""
 
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -9,21 +10,11 @@ from transformers import AutoModelForTokenClassification, Phi3Config, Qwen2Confi
 from benchmarks import fits
 from configs.errors import ConfigError
 from configs.schema import RolloutConfig
+from data.pretrained import LOGITS, SCORED_TILES, TILES, ModelSize
 from tests.fake_memory import peak_bytes, qwen
 from tests.runs import compose
 from tests.shapes import COUNTED
-from workers.memory_needs import (
-    DRAWN,
-    GIB,
-    LOGITS,
-    SCORED_TILES,
-    SORTED,
-    TILES,
-    ModelSize,
-    check_memory,
-    memory_needs,
-    memory_report,
-)
+from workers.memory_needs import DRAWN, GIB, SORTED, check_memory, memory_needs, memory_report
 
 SHAPE = Qwen2Config(**COUNTED)
 MATRICES = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 56
@@ -32,7 +23,9 @@ HEAD = 96 * 32  # the embedding as well
 PARAMETERS = HEAD + 3 * LAYER + 32
 SIZE = ModelSize(
     parameters=PARAMETERS,
+    trained=PARAMETERS,
     layers=3,
+    layered=3 * LAYER,
     hidden=32,
     multiplied=3 * MATRICES,
     # Five inputs of 32; queries, keys, values and what attention makes of them; gate, its activation, up, their product
@@ -40,6 +33,7 @@ SIZE = ModelSize(
     widest=56,
     norms=7 * 32,
     cached=2 * 3 * 2 * 8,
+    sides=3 * (2 * 32 + 2 * (32 + 16) + 2 * 32 + 3 * (32 + 56)),
     vocabulary=96,
     head=HEAD,
     tied=True,
@@ -83,17 +77,17 @@ def test_the_parts_by_hand():
     layer = (SIZE.products * 2 + 2 * SIZE.norms * 4) // 3
     cast = 2 * 3 * MATRICES
     assert needs.generation == {
-        "weights": 0,
+        "whole weights": 0,
         "keys and values": tokens * 96 * 2,
         "cast weights": cast + 2 * HEAD,
         "prompts or draws": max(80 * layer, 32 * 96 * DRAWN),
     }
     gradients, head = 4 * PARAMETERS, 4 * HEAD + TILES
-    assert needs.update == {
+    assert needs.update == {"whole weights": 0} | {
         "gradients": gradients, "cast weights": cast, "activations": 100 * 3 * layer, "backward of a part": head
     }  # fmt: skip
     hidden = 4 * 100 * 32
-    assert needs.scoring == {"weights": 0, "cast weights": cast, "a pass": hidden + SCORED_TILES}
+    assert needs.scoring == {"whole weights": 0, "cast weights": cast, "a pass": hidden + SCORED_TILES}
     assert needs.least == 12 * PARAMETERS + reference + gradients
     assert needs.peak == needs.least + cast + 100 * 3 * layer + head
     assert needs.at_start == 4 * PARAMETERS + reference
@@ -115,24 +109,77 @@ def test_what_each_setting_changes():
     sorted_rows = needs_of("actor_rollout_ref.rollout.top_p=0.9").generation["prompts or draws"]
     assert sorted_rows == 32 * 96 * SORTED > plain.generation["prompts or draws"]
     four = needs_of("trainer.n_gpus_per_node=4")
-    assert four.generation["keys and values"] == few["keys and values"] and four.held == plain.held
+    assert four.generation["keys and values"] == few["keys and values"]
 
 
 def test_what_is_offloaded_is_counted_where_it_works():
     actor, ref = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"
     away = needs_of(f"{actor}.optimizer_offload=true", f"{actor}.param_offload=true", critic=SIZE)
     assert not any(away.held.values()) and away.at_start == 4 * PARAMETERS
-    assert away.generation["weights"] == away.update["weights"] == 4 * PARAMETERS
+    assert away.generation["whole weights"] == away.update["whole weights"] == 4 * PARAMETERS
     assert away.least == 8 * PARAMETERS
     scored = "actor_rollout_ref.actor.use_kl_loss=true"
     assert needs_of(scored, f"{ref}.param_offload=true").held == needs_of().held
 
 
+def test_shards_are_counted_and_what_is_whole_for_a_time():
+    actor = "actor_rollout_ref.actor.fsdp_config"
+    four, with_reference = "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.use_kl_loss=true"
+    spread = needs_of(four, with_reference, "algorithm.adv_estimator=gae", critic=SIZE)
+    assert {name: size / PARAMETERS for name, size in spread.held.items()} == {
+        "weights": 1, "AdamW": 2, "critic": 3, "reference": 1, "reward model": 0
+    }  # fmt: skip
+    assert spread.update["gradients"] == PARAMETERS and spread.generation["whole weights"] == 4 * PARAMETERS
+    rest = PARAMETERS - 3 * LAYER
+    assert spread.update["whole weights"] == 4 * (rest + 2 * LAYER)
+    assert spread.scoring["whole weights"] == spread.update["whole weights"]
+    assert spread.scoring["cast weights"] == 2 * MATRICES
+    kept = needs_of(four, f"{actor}.reshard_after_forward=false").update["whole weights"]
+    assert kept == 4 * PARAMETERS
+    for offload in ("param_offload", "optimizer_offload"):
+        away = needs_of(four, f"{actor}.{offload}=true")
+        assert not any(away.held.values()) and away.update["gradients"] == 0
+    replicas = needs_of(four, f"{actor}.fsdp_size=2", f"{actor}.optimizer_offload=false")
+    assert replicas.held["weights"] == 2 * PARAMETERS
+    sizes = [replace(SIZE, tied=tied).update_bytes(9000, 2, True, True, sharded=True) for tied in (True, False)]
+    layer = 9000 * ((SIZE.products * 2 + 2 * SIZE.norms * 4) // 3 + 56 * 2) + 2 * MATRICES
+    for found in sizes:  # the head's gradient waits for the embedding's, those of two layers for their sum
+        assert found["backward of a part"] == max(4 * HEAD + TILES, layer + 4 * HEAD + 2 * 4 * LAYER)
+    halved = needs_of("actor_rollout_ref.actor.optim.moments_dtype=bfloat16")
+    assert halved.held["AdamW"] == 4 * PARAMETERS
+
+
+def test_layers_that_are_split_are_counted_in_parts_and_peers_have_the_same_rows():
+    four, split = "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.tensor_parallel_size=2"
+    found, two = needs_of(four, split), needs_of("trainer.n_gpus_per_node=2")
+    rest = PARAMETERS - 3 * LAYER
+    assert (
+        found.held["weights"] == 4 * (rest + 3 * LAYER // 2) // 2 and found.held["AdamW"] == 2 * found.held["weights"]
+    )
+    assert found.update["activations"] == two.update["activations"], "the widths between layers are whole"
+    assert found.generation["keys and values"] == two.generation["keys and values"] // 2
+
+
+def test_lora_learns_its_matrices_alone_and_needs_no_reference():
+    added = 4 * SIZE.sides
+    with_lora = SIZE.with_lora(4)
+    assert with_lora.parameters == PARAMETERS + added and with_lora.layered == 3 * LAYER + added
+    assert SIZE.with_lora(0) == SIZE
+    config = compose(*SETTINGS, "actor_rollout_ref.actor.use_kl_loss=true", name="ppo_trainer")
+    plain, needs = (memory_needs(config, size, None, None, 2, card=80 * GIB) for size in (SIZE, with_lora))
+    assert needs.held["weights"] == 4 * (PARAMETERS + added) and needs.held["AdamW"] == 8 * added
+    assert needs.held["reference"] == 0 < plain.held["reference"] and needs.update["gradients"] == 4 * added
+    assert needs.update["activations"] == plain.update["activations"]
+    assert needs.update["backward of a part"] == TILES, "the head has no gradient"
+
+
 def test_a_critic_is_held_and_the_larger_of_the_two_updates_counts():
-    large = replace(SIZE, parameters=10 * PARAMETERS)
+    large = replace(SIZE, parameters=10 * PARAMETERS, trained=10 * PARAMETERS)
     needs = needs_of("algorithm.adv_estimator=gae", critic=large)
     assert needs.held["critic"] == 120 * PARAMETERS and needs.update["gradients"] == 40 * PARAMETERS
-    needs = needs_of("algorithm.adv_estimator=gae", critic=replace(SIZE, parameters=1, products=1, norms=1, head=0))
+    needs = needs_of(
+        "algorithm.adv_estimator=gae", critic=replace(SIZE, parameters=1, trained=1, products=1, norms=1, head=0)
+    )
     assert needs.update["gradients"] == 4 * PARAMETERS
 
 
@@ -175,7 +222,7 @@ def test_passes_that_only_score_count_where_they_are_larger():
     assert needs.scoring["a pass"] - few.scoring["a pass"] == 380 * (LOGITS * 96 + 4 * 32)
     assert needs.update == few.update
     away = needs_of(*padded, "actor_rollout_ref.ref.fsdp_config.param_offload=true", wide)
-    assert away.scoring["weights"] == needs.held["reference"] and away.held["reference"] == 0
+    assert away.scoring["whole weights"] == needs.held["reference"] and away.held["reference"] == 0
     assert sum(away.scoring.values()) > sum(away.update.values())
     assert away.peak == sum([*away.held.values(), *away.scoring.values()])
 
@@ -221,7 +268,11 @@ def test_seven_billion_parameters_on_80_gb_with_moments_in_main_memory(capsys):
     assert capsys.readouterr().err == "" and needs.peak < 64 * GIB
 
 
-def test_the_page_on_gpus_has_the_figures_of_this_arithmetic():
-    before, behind = fits.parts_of_page()
-    assert fits.PAGE.read_text() == before + fits.table() + behind, "run `python -m benchmarks.fits --write`"
-    assert all(setting in behind for settings in fits.SETTINGS.values() for setting in settings)
+@pytest.mark.parametrize(
+    ("page", "table", "settings"),
+    [("gpu.md", fits.table, fits.SETTINGS), ("sharding.md", fits.sharding_table, fits.SPREAD)],
+)
+def test_pages_have_the_figures_of_this_arithmetic(page: str, table: Callable[[], str], settings: dict[str, list[str]]):
+    text = (fits.DOCS / page).read_text()
+    assert text == fits.with_table(page, table()), "run `python -m benchmarks.fits --write`"
+    assert all(setting in text for chosen in settings.values() for setting in chosen)

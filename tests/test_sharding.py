@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -35,6 +37,7 @@ from configs.schema import (
     RolloutConfig,
 )
 from custom.tiny_model import build_tokenizer
+from data.pretrained import ModelSize
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
@@ -45,14 +48,26 @@ from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
 from workers.lora import adapter_weights, is_lora, save_pretrained
+from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm, load_value_model
 from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
-from workers.sharding import Sharding, class_name, gather_weights, make_mesh, shard_count, sharded_parts, whole
+from workers.sharding import (
+    Sharding,
+    class_name,
+    gather_weights,
+    make_mesh,
+    sent_bytes,
+    shard_count,
+    shard_summary,
+    sharded_parts,
+    whole,
+)
 from workers.tensor_parallel import check_split
 
 CPU = torch.device("cpu")
+CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
 OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
 LOSSES = {
@@ -310,26 +325,45 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is
         assert not same and taken == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-def held(path: Path, mesh: str) -> tuple[int, int, int]:
-    """Numbers of a whole model, of this rank's weights, and of its moments after a step."""
+def held(path: Path, mesh: str) -> tuple[int, int, int, list[int], str]:
+    """Numbers of a whole model, of this rank's weights, and of its moments after a step of one micro-batch; bytes that
+    were gathered and reduced in it, and what is said of them."""
     worker = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"])
-    batch = ragged_batch()
+    batch, sent, said = ragged_batch(), [0, 0], shard_summary(worker.engine.module, sharding(mesh))
+    for place, kind in enumerate((DefaultAllGather, DefaultReduceScatter)):
+
+        def counted(self: Any, *tensors: Tensor, place: int = place, call: Any = kind.__call__, **settings: Any) -> Any:
+            given = tensors or [settings["output_tensor"], settings["input_tensor"]]
+            sent[place] += abs(given[0].nbytes - given[1].nbytes)
+            return call(self, *tensors, **settings)
+
+        kind.__call__ = counted
     worker.update_policy(own_share(batch), update_of(batch, worker.config))
+    DefaultAllGather.__call__, DefaultReduceScatter.__call__ = CALLS
     weights = [*worker.engine.module.parameters()]
     moments = [state[name] for state in worker.engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert all(isinstance(tensor, DTensor) for tensor in (*weights, *moments))
     here = [sum(tensor.to_local().numel() for tensor in tensors) for tensors in (weights, moments)]
-    return sum(weight.numel() for weight in weights), *here
+    return sum(weight.numel() for weight in weights), *here, sent, said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shards"), [("sharded", 4), ("two replicas", 2), ("replicated", 1)])
-def test_a_rank_holds_its_part_of_weights_and_moments(ranks: Ranks, model: Path, mesh: str, shards: int):
-    found = ranks.run(held, model, mesh)
-    [total] = {total for total, *_ in found}
-    assert sum(weights for _, weights, _ in found[:shards]) == total
-    for _, weights, moments in found:
-        assert weights == pytest.approx(total / shards, rel=0.06) and moments == 2 * weights  # rows of uneven number
+def test_a_rank_holds_and_is_sent_what_the_arithmetic_says(
+    ranks: Ranks, folders: dict[str, Path], mesh: str, shards: int
+):
+    """…of docs/sharding.md: weights, moments, and the bytes of a micro-batch."""
+    found = ranks.run(held, folders["untied"], mesh)
+    size = ModelSize.of(AutoConfig.from_pretrained(folders["untied"]))
+    share = Share(workers=4, shards=shards, reshards=True, weights_away=False, moments_away=False)
+    said = sent_bytes(size.parameters, size.layered, size.trained, shards, replicas=4 // shards)
+    assert sum(weights for _, weights, *_ in found[:shards]) == size.parameters
+    for total, weights, moments, sent, line in found:
+        assert total == size.parameters and moments == 2 * weights
+        assert 4 * weights == pytest.approx(share.weights(size), rel=0.02)
+        assert 4 * moments == pytest.approx(share.moments(size, ActorConfig()), rel=0.02)
+        assert sent == pytest.approx([said["gathered"], said["reduced"]], rel=0.02)
+        assert line.startswith("the first worker holds 0.0 of the policy's 0.0 million weights") and "in MB, " in line
 
 
 def loaded(path: Path, of_critic: bool) -> tuple[dict[str, Tensor], bool, str]:
@@ -397,6 +431,10 @@ def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], lis
     with gather_weights(model):
         asked = [Request(i, [7, 9 + i, 5], SamplingParams(True, 1.0, -1, 1.0, 6), seed=i) for i in range(rows[rank()])]
         done = {completion.id: (completion.token_ids, completion.log_probs) for completion in engine.generate(asked)}
+        with TrainEngine(model, OPTIM, 10, CPU, torch.bfloat16).autocast():
+            assert torch.is_autocast_cache_enabled()
+    with TrainEngine(model, OPTIM, 10, CPU, torch.bfloat16).autocast():
+        assert torch.is_autocast_cache_enabled() is (group_size() == 1), "cast weights would be a whole copy"
     in_shards = all(isinstance(weight, DTensor) for weight in model.parameters())
     assert torch.equal(score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
     return done, before, in_shards

@@ -26,7 +26,7 @@ from workers.collectives import Peers, gather
 from workers.lora import plain_weights, without_lora
 from workers.model_checkpoint import ModelCheckpoint
 from workers.offload import Offload, Residence, make_optimizer
-from workers.sharding import whole
+from workers.sharding import gathers, whole
 from workers.tensor_parallel import by_mesh, same_on_peers, sum_partial_gradients
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
@@ -91,11 +91,12 @@ class TrainEngine:
         """Computes the block in the run's precision; `updates`: a backward follows.
 
         The weights that are cast in a block wait there for their next use. With checkpointing there is none before the
-        backward, which casts each again: kept they would only be a copy of the whole model.
+        backward, which casts each again, nor before shards are gathered anew: kept they would only be a copy of the
+        whole model.
         """
         if self.dtype == torch.float32:
             return nullcontext()
-        keeps_casts = not (updates and self.module.is_gradient_checkpointing)
+        keeps_casts = not (gathers(self.module) or (updates and self.module.is_gradient_checkpointing))
         return torch.autocast(self.device.type, self.dtype, cache_enabled=keeps_casts)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:

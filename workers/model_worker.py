@@ -4,7 +4,7 @@ Actor and rollout share a process: the rollout samples from the actor's own weig
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,7 @@ from workers.models import frozen_copy, load_causal_lm, load_value_model, traini
 from workers.offload import Offload, Residence
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout, sample_of
-from workers.sharding import Sharding, gather_weights, make_mesh
+from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; what rounding does is far below
@@ -82,6 +82,8 @@ class ModelWorker:
         fsdp = policy.actor.fsdp_config
         self.offload = Offload(self._offloads(fsdp.optimizer_offload), self._offloads(fsdp.param_offload))
         module = self._load_policy(self.offload.any)
+        if self.mesh is not None and rank() == 0:
+            print(shard_summary(module, self._sharding(self.offload.any)))
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said and rank() == 0:
             notice(said)
@@ -164,9 +166,11 @@ class ModelWorker:
 
     def _build_rollout(self) -> "ColocatedRollout":
         config = self.config.actor_rollout_ref.rollout
+        kind = load_rollout_class(config.name)
         # An engine may try what it can do, by all weights, in the precision that it will do it in.
-        with self.policy.at_work(), gather_weights(self.policy.module), self.policy.autocast():
-            engine = build_rollout(load_rollout_class(config.name), config, self.tokenizer, self.policy.module)
+        whole = nullcontext() if kind.own_weights else gather_weights(self.policy.module)
+        with self.policy.at_work(), whole, self.policy.autocast():
+            engine = build_rollout(kind, config, self.tokenizer, self.policy.module)
         rollout = ColocatedRollout(self.config, self.tokenizer, engine, self.policy)
         if engine.own_weights:
             rollout.update_weights(0)

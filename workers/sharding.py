@@ -104,7 +104,7 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
         mesh = mesh[mesh.mesh_dim_names[:-1]]
     on_gpu = mesh.device_type != "cpu"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.offload else OffloadPolicy()
-    for layer in [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]:
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     model.reshards_layers, model.stays_gathered = reshards, False
@@ -114,16 +114,59 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
         part.set_reduce_scatter_unused_params(True, recurse=False)  # a rank's rows may reach no weight of an expert
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Lists the layers of `model` that are sharded each by itself."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
 def sharded_parts(model: nn.Module) -> list[FSDPModule]:
     """Lists the parts of `model` whose weights are gathered together; none, where it is not sharded."""
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
+def gathers(model: nn.Module) -> bool:
+    """Says whether a forward of `model` gathers weights, and drops them again."""
+    return isinstance(model, FSDPModule) and not model.stays_gathered
+
+
+def sent_bytes(
+    parameters: int, layered: int, trained: int, shards: int, replicas: int = 1, reshards: bool = True
+) -> dict[str, int]:
+    """Counts the bytes that reach a rank in the forward and backward of a micro-batch, in float32: weights that are
+    gathered, gradients that are summed over the shards, and their sums that are summed over the replicas.
+
+    Args:
+        parameters: numbers in the weights; `layered`: in those of the decoder layers; `trained`: that are learnt.
+        shards: ranks that hold the model together; `replicas`: as many such groups.
+        reshards: the layers are gathered once more for their backward.
+    """
+    gathered = parameters + (layered if reshards else 0)
+    others, part = 4 * (shards - 1), 4 * trained // shards
+    between = 2 * part * (replicas - 1) // replicas  # there and back
+    return {"gathered": others * gathered // shards, "reduced": others * trained // shards, "replicated": between}
+
+
+def shard_summary(model: PreTrainedModel, sharding: Sharding) -> str:
+    """Says in a line what each rank holds of `model`, and what a micro-batch sends."""
+    sizes = dict(zip(sharding.mesh.mesh_dim_names, sharding.mesh.shape, strict=True))
+    shards, here = sizes["shard"], {id(weight): weight.to_local().numel() for weight in model.parameters()}
+    held = sum(here.values())
+    layered = sum(here[id(weight)] for layer in decoder_layers(model) for weight in layer.parameters())
+    trained = sum(here[id(weight)] for weight in model.parameters() if weight.requires_grad)
+    numbers = (shards * number for number in (held, layered, trained))
+    sent = sent_bytes(*numbers, shards, sizes.get("replicate", 1), sharding.reshard_after_forward)
+    parts = " + ".join(f"{name} {size / 1e6:.1f}" for name, size in sent.items() if size)
+    total = sum(weight.numel() for weight in model.parameters())
+    return (
+        f"the first worker holds {held / 1e6:.1f} of the policy's {total / 1e6:.1f} million weights, others about as "
+        f"many; forward and backward of a micro-batch bring it, in MB, {parts or 'nothing'}."
+    )
+
+
 def reshard(model: nn.Module) -> None:
     """Drops what a forward without a backward has left gathered. Until then writes to a weight would not be seen."""
-    parts = sharded_parts(model)
-    if parts and not model.stays_gathered:
-        for part in parts:
+    if gathers(model):
+        for part in sharded_parts(model):
             part.reshard()
 
 
