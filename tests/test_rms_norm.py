@@ -94,12 +94,22 @@ def test_only_what_is_trained_gets_a_gradient(trained: int):
     torch.testing.assert_close(*gradients)
 
 
-def test_what_is_not_plain_float32_goes_through_the_layer_s_own_forward():
+def test_autocast_changes_nothing():
+    norm, upstream, found = norm_of(LlamaRMSNorm, 33), numbers(70, 33, seed=2), []
+    use_fast_norms(norm)
+    for casts in (False, True):
+        values = numbers(70, 33).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts), Operations() as operations:
+            output = norm(values)
+            found.append([output, *torch.autograd.grad(output, [values, norm.weight], upstream)])
+        assert operations.count[FAST] == 1
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_not_float32_goes_through_the_layer_s_own_forward():
     norm, values = norm_of(LlamaRMSNorm, 8), numbers(3, 8)
     plain = copy.deepcopy(norm)
     use_fast_norms(norm)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(norm(values), plain(values))
     assert torch.equal(norm(values.bfloat16()), plain(values.bfloat16()))
     assert torch.equal(norm(values.double()), plain(values.double()))
     assert norm(values[:0]).shape == (0, 8)

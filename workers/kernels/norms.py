@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from workers.kernels.products import is_plain
+from workers.kernels.products import is_float32
 
 # Models of transformers whose norm is weight · values / √(mean of values² + ε), by the folder of each, with the name of
 # the norm's class. Others' are left alone: Gemma's, say, scales by 1 + weight.
@@ -51,12 +51,13 @@ EPSILONS = {
 
 
 class RMSNorm(nn.Module):
-    """Goes before a norm's own class, which keeps what is not plain float32."""
+    """Goes before a norm's own class, which keeps what is not float32; under autocast, which casts nothing in a norm,
+    hidden states are."""
 
     epsilon_name: str
 
     def forward(self, values: Tensor) -> Tensor:
-        if not is_plain(values, self.weight):
+        if not (is_float32(values) and is_float32(self.weight)):
             return super().forward(values)
         epsilon = getattr(self, self.epsilon_name)
         if torch.is_grad_enabled() and (values.requires_grad or self.weight.requires_grad):
@@ -102,5 +103,6 @@ class _RMSNorm(torch.autograd.Function):
             gradient, values, weight.shape, mean, factor, weight, None, [wants_values, wants_weight, False]
         )
         if wants_values:  # LayerNorm has subtracted factor · mean(weight · gradient)
-            d_values += (gradient @ weight).div_(len(weight)).unsqueeze(-1) * factor
+            with torch.autocast("cpu", enabled=False):
+                d_values += (gradient @ weight).div_(len(weight)).unsqueeze(-1) * factor
         return d_values, d_weight, None
