@@ -216,11 +216,13 @@ def test_ranks_of_unequal_shares_run_as_many_passes_and_learn_the_same(ranks: Ra
         assert relative_distance(found_weights, weights) < 3e-5
 
 
-def gradient_of(path: Path, batch: DataProto, settings: dict[str, Any], reshards: bool) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs of this rank's rows, and the whole gradient of an update."""
+def gradient_of(
+    path: Path, batch: DataProto, settings: dict[str, Any], kept: dict[str, bool]
+) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of this rank's rows, and the whole gradient of an update; `kept` are settings of the shards."""
     config, spread = LOSSES["vanilla, every term"], sharding()
     if spread is not None:
-        spread = Sharding(spread.mesh, reshards)
+        spread = Sharding(spread.mesh, **kept)
     module = load_causal_lm(ModelConfig(path=str(path), **settings), sharding=spread)
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), CUTS["24 tokens"])
@@ -232,18 +234,21 @@ def gradient_of(path: Path, batch: DataProto, settings: dict[str, Any], reshards
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "reshards"),
+    ("settings", "kept"),
     [
-        ({}, False),
-        ({"use_remove_padding": False}, True),
-        ({"kernels": "off"}, True),
-        ({"enable_gradient_checkpointing": True}, True),
+        ({}, {"reshard_after_forward": False}),
+        ({}, {"offload": True}),
+        ({"use_remove_padding": False}, {}),
+        ({"kernels": "off"}, {}),
+        ({"enable_gradient_checkpointing": True}, {}),
     ],
 )
-def test_shards_have_the_gradient_of_one_process(ranks: Ranks, model: Path, settings: dict[str, Any], reshards: bool):
+def test_shards_have_the_gradient_of_one_process(
+    ranks: Ranks, model: Path, settings: dict[str, Any], kept: dict[str, bool]
+):
     batch = ragged_batch()
-    log_probs, wanted = gradient_of(model, batch, settings, reshards)
-    found = ranks.run(gradient_of, model, batch, settings, reshards)
+    log_probs, wanted = gradient_of(model, batch, settings, kept)
+    found = ranks.run(gradient_of, model, batch, settings, kept)
     torch.testing.assert_close(torch.cat([seen for seen, _ in found]), log_probs, rtol=1e-5, atol=1e-5)
     for _, gradient in found:
         assert relative_distance(gradient, wanted) < 1e-5
