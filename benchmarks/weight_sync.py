@@ -30,8 +30,8 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from tests.runs import vllm_server
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
-from workers.model_worker import check_weights
 from workers.models import load_causal_lm
+from workers.openai.certificate import WeightSync
 
 SHARED = "/dev/shm"  # as the openai engine has it
 LOOK_SECONDS = 0.005
@@ -79,7 +79,7 @@ def measure(name: str, arguments: argparse.Namespace, policy: TrainEngine) -> tu
         times, peaks = [], Peaks()
         for version in range(arguments.repeats + 1):
             times.append(watched(partial(engine.load_weights, policy.weights(), version), others, peaks))
-        check_weights(engine, policy)
+        WeightSync(engine, policy).update(version + 1)
         return times[1:], peaks
 
 

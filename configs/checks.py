@@ -421,11 +421,10 @@ PROMPTS = 2
 def rehearsal(config: Config) -> Config:
     """Reduces a config with trainer.dry_run to one step on two prompts at a learning rate of 0.
 
-    Returns any other config as it is. Takes more prompts only if two cannot be divided among all workers."""
+    Returns any other config as it is. Takes more prompts only where a worker would be without a sequence."""
     if not config.trainer.dry_run:
         return config
-    workers, samples = workers_asked_for(config.trainer), config.actor_rollout_ref.rollout.n
-    prompts = next(count for count in range(PROMPTS, PROMPTS + workers) if count * samples % workers == 0)
+    prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
     return with_settings(
         config,
         {

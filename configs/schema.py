@@ -430,6 +430,11 @@ class OpenAISettings:
     weights_timeout: float = 600.0
 
 
+def workers_per_engine(rollout: RolloutConfig) -> int:
+    """Counts the workers that one engine is split over: vLLM can be, and an engine of the user's that is made of it."""
+    return 1 if rollout.name in ("hf", "sglang", "openai") else rollout.tensor_model_parallel_size
+
+
 def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     """Raises ConfigError for a missing or invalid base_url, an unknown weight_transfer, and unknown keys."""
     key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}

@@ -17,7 +17,8 @@ from data.types import Sample
 def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, pad_token_id: int) -> DataProto:
     """B samples as the padded columns of a batch; P is `prompt_width`, R `response_width`.
 
-    int64: prompts [B, P], responses and response_mask [B, R], input_ids, attention_mask and position_ids [B, P+R];
+    int64: prompts [B, P], responses, response_mask and weight_versions [B, R], input_ids, attention_mask and
+    position_ids [B, P+R];
     float32: rollout_log_probs [B, R]; objects [B]: end_reason, and one column for each of the `extras`.
     Asserts that every sample fits, and that all have the same extras.
     """
@@ -41,6 +42,7 @@ def collate(samples: Sequence[Sample], prompt_width: int, response_width: int, p
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
         "response_mask": fill_places(response_places, [sample.policy_mask for sample in samples], 0),
         "rollout_log_probs": fill_places(response_places, [sample.log_probs for sample in samples], 0.0),
+        "weight_versions": fill_places(response_places, [sample.weight_versions for sample in samples], -1),
     }
     names = samples[0].extras if samples else {}
     assert all(sample.extras.keys() == names.keys() for sample in samples), "samples with different extras"

@@ -1,8 +1,10 @@
 """Shared by the tests of rollout engines: a scripted engine, and episodes that are played on any engine."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +16,16 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
+from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
-from workers.rollout import Rollout
+from workers.openai.certificate import draw_probe, largest_distance, score_probe, sums_of
+from workers.rollout import Checksums, Rollout
+
+
+def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
+    """The largest |Δ log-prob| between the two, of a few tokens that the engine draws."""
+    drawn = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
+    return largest_distance(*score_probe(policy, drawn))
 
 
 def drain(engine: Rollout) -> dict[int, Completion]:
@@ -68,6 +78,33 @@ class Copying(HFRollout):
         super().sleep()
         self.lost_weights = True
         self.told.append("sleep")
+
+
+class CopyOf:
+    """Gives an engine that samples from the trainer's own module a copy of its own, `module`.
+
+    Args:
+        leads: whether this rank asks the engine, and not another for it.
+    """
+
+    own_weights = True
+
+    def __init__(self, engine: Rollout, module: PreTrainedModel, leads: bool = True) -> None:
+        self.engine, self.leads, engine.module = engine, leads, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.engine.module.load_state_dict(dict(weights), strict=False)
+        self.engine.load_weights([], version)
+
+    def held_weights(self) -> Checksums:
+        return sums_of(self.engine.module, self.engine.module.dtype)
+
+    @contextmanager
+    def together(self) -> Iterator[bool]:
+        yield self.leads
 
 
 class Scripted(Rollout):

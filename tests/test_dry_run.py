@@ -35,8 +35,8 @@ def test_the_config_of_a_dry_run_is_one_small_step_that_learns_nothing():
     assert rehearsal(CONFIG) is CONFIG
 
 
-@pytest.mark.parametrize(("workers", "samples", "prompts"), [(1, 1, 2), (4, 8, 2), (4, 1, 4), (3, 2, 3), (8, 4, 2)])
-def test_its_samples_can_be_dealt_out_to_all_workers(workers, samples, prompts):
+@pytest.mark.parametrize(("workers", "samples", "prompts"), [(1, 1, 2), (4, 8, 2), (4, 1, 4), (3, 2, 2), (8, 4, 2)])
+def test_every_worker_has_one_of_its_samples(workers, samples, prompts):
     asked = {
         "trainer.dry_run": True,
         "trainer.n_gpus_per_node": workers,

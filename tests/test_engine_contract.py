@@ -26,7 +26,7 @@ from custom.env_wrapper import make_env
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from tests.engines import Generating, Stepping, drain, plans, play
+from tests.engines import CopyOf, Generating, Stepping, drain, plans, play, probe_distance
 from tests.runs import compose, needs_vllm
 from tests.servers import KEY
 from training.environment import EnvSetup
@@ -37,8 +37,8 @@ from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.lora import add_lora, is_lora
 from workers.micro_batches import MicroBatchSize
-from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
+from workers.openai.certificate import WeightSync
 from workers.rollout import Rollout
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_setup import BLOCK
@@ -128,12 +128,14 @@ def bench(built: Bench) -> Iterator[Bench]:
     built.model.load_state_dict(weights)
 
 
-def change_weights(model: PreTrainedModel) -> None:
+def change_weights(model: PreTrainedModel, lr: float | None = None) -> None:
+    """By noise; with `lr`, as AdamW does by its first step."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.2 * parameter.std() * noise if parameter.ndim == 2 else 0.2 * noise)
+            size = lr or 0.2 * (parameter.std() if parameter.ndim == 2 else 1)
+            parameter.add_(size * (noise.sign() if lr else noise))
 
 
 def ids(completions: list[Completion]) -> list[list[int]]:
@@ -522,23 +524,47 @@ def test_a_policy_that_has_diverged_is_said_to_be(bench: Bench):
     assert not bench.engine.has_unfinished_requests()
 
 
-def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench):
-    """By the probe that follows every sync."""
+def test_an_engine_with_other_weights_than_the_trainer_is_caught(bench: Bench, monkeypatch):
+    """By the log-probs of a probe alone, at the first sync."""
     assert probe_distance(bench.engine, bench.policy) < 1e-5
-    check_weights(bench.engine, bench.policy)
     if not bench.engine.own_weights:
         pytest.skip("it samples from the trainer's own module")
+    stale = {name: tensor.clone() for name, tensor in bench.policy.weights()}
     with torch.no_grad():
         bench.model.model.embed_tokens.weight.mul_(1.1)
-    with pytest.raises(RuntimeError, match=r"differ from the trainer's by .* in the mean of a probe"):
-        check_weights(bench.engine, bench.policy)
-    without_head = [(name, tensor) for name, tensor in bench.policy.weights() if name != "lm_head.weight"]
-    bench.engine.load_weights(without_head, 9)
-    bench.sync()
-    check_weights(bench.engine, bench.policy)
+    monkeypatch.setattr(bench.policy, "weights", lambda merged: stale.items())
+    with pytest.raises(RuntimeError, match=r"of a probe differ from the trainer's by up to .*\d tensors of .* MB were"):
+        WeightSync(bench.engine, bench.policy).update(9)
 
 
-def test_an_adapter_that_does_not_arrive_is_caught(bench: Bench):
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+WITHHELD = {
+    "the step": "it holds exactly what it held before, and the actor's have changed",
+    "a name": r"it was never handed model\.layers\.1\.mlp\.down_proj\.weight; .* \d+ tensors of \d",
+    "a matrix": r"the numbers that it holds are not these\. Unchanged there: [\w.]*\.1\.mlp\.down_proj\.weight\. ",
+}
+
+
+@pytest.mark.parametrize("withheld", WITHHELD)
+def test_a_sync_that_withholds_something_is_caught_at_once(bench: Bench, monkeypatch, withheld: str):
+    """A whole step, or that of one matrix, at a learning rate of 1e-6: log-probs cannot show that."""
+    policy, module = bench.policy, bench.engine.module
+    engine = bench.engine if bench.engine.own_weights else CopyOf(bench.engine, copy.deepcopy(module))
+    sync = WeightSync(engine, policy)
+    assert sync.update(100)["rollout/sync_max_logprob_diff"] < 1e-5 and sync.is_comparable
+    old = {name: tensor.clone() for name, tensor in policy.weights()}
+    change_weights(bench.model, 1e-6)
+    new = dict(policy.weights())
+    sent = {"the step": old, "a name": new, "a matrix": new | {MATRIX: old[MATRIX]}}[withheld]
+    if withheld == "a name":
+        del sent[MATRIX]
+    monkeypatch.setattr(policy, "weights", lambda merged: iter(sent.items()))
+    with pytest.raises(RuntimeError, match=WITHHELD[withheld]):
+        sync.update(101)
+    bench.engine.module = module
+
+
+def test_an_adapter_that_does_not_arrive_is_caught(bench: Bench, monkeypatch):
     """The engine has the frozen weights, where LoRA's matrices should have been added."""
     if not bench.engine.own_weights:
         pytest.skip("it samples from the trainer's own module")
@@ -548,11 +574,16 @@ def test_an_adapter_that_does_not_arrive_is_caught(bench: Bench):
         if is_lora(name):
             torch.nn.init.normal_(weight, std=0.1)
     policy = TrainEngine(model, OptimConfig(), 10, CPU, torch.float32)
-    bench.engine.load_weights(policy.weights(), 10)
-    assert probe_distance(bench.engine, policy) < 1e-5
-    bench.engine.load_weights(policy.weights(merged=False), 11)
-    with pytest.raises(RuntimeError, match=r"differ from the trainer's by .* in the mean of a probe"):
-        check_weights(bench.engine, policy)
+    WeightSync(bench.engine, policy).update(10)
+    frozen = dict(policy.weights(merged=False))
+    monkeypatch.setattr(policy, "weights", lambda merged: frozen.items())
+    with pytest.raises(RuntimeError, match=r"differ from the trainer's by"):
+        WeightSync(bench.engine, policy).update(11)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(1e-3 if is_lora(name) else 1)
+    with pytest.raises(RuntimeError, match=r"'s: LoRA's matrices were not added to what it was handed"):
+        WeightSync(bench.engine, policy).update(12)
 
 
 def test_a_sync_that_brings_nothing_or_what_has_no_place_is_refused(bench: Bench):

@@ -350,6 +350,7 @@ def test_a_record_says_what_was_shown_said_and_earned():
             "log_probs": [-0.5, -0.5, 0, -0.5, 0, 0],
             "rewards": [0, 0.5, 0, 1, 0, 0],
             "turns": [0, 0, 0, 1, 1, 1],
+            "weight_versions": [0, 0, 0, 0, 0, 0],
         }
     ]
 

@@ -33,6 +33,7 @@ def token_by_token(samples: list[Sample], prompt_width: int, response_width: int
     ids, real = torch.full((b, width), pad_id), torch.zeros(b, width, dtype=torch.long)
     positions = torch.zeros(b, width, dtype=torch.long)
     policy, log_probs = torch.zeros(b, response_width, dtype=torch.long), torch.zeros(b, response_width)
+    versions = torch.full((b, response_width), -1)
     for row, sample in enumerate(samples):
         sequence, start = [*sample.prompt_ids, *sample.token_ids], prompt_width - len(sample.prompt_ids)
         for place, token in enumerate(sequence):
@@ -41,6 +42,7 @@ def token_by_token(samples: list[Sample], prompt_width: int, response_width: int
             positions[row, column] = min(max(column - start, 0), max(len(sequence) - 1, 0))
         for place in range(len(sample.token_ids)):
             policy[row, place], log_probs[row, place] = sample.policy_mask[place], sample.log_probs[place]
+            versions[row, place] = sample.weight_versions[place]
     columns = {
         "prompts": ids[:, :prompt_width],
         "responses": ids[:, prompt_width:],
@@ -49,6 +51,7 @@ def token_by_token(samples: list[Sample], prompt_width: int, response_width: int
         "position_ids": positions,
         "response_mask": policy,
         "rollout_log_probs": log_probs,
+        "weight_versions": versions,
     }
     return DataProto.from_single_dict(
         columns | {"end_reason": [one.end_reason for one in samples], "turns": [one.extras["turns"] for one in samples]}

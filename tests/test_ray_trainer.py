@@ -86,8 +86,9 @@ class Bandit:
         skipped = self.skips.pop(0) if self.skips else 0.0
         return {"actor/pg_loss": loss.item(), "actor/skipped_updates": skipped, "actor/ratio_max": len(self.updates)}
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int) -> dict[str, float]:
         self.calls.append("update_weights")
+        return {"rollout/weight_version": version}
 
 
 class ToyReference:
@@ -300,6 +301,8 @@ def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
     assert len(rows) == 16 and {row["input"] for row in rows} == set("0123")
     assert all(row["score"] == 1.0 and row["step"] == 2 and row["gts"] is None for row in rows)
     assert all(row["shout"] == row["output"].lower() and row["end_reason"] == "terminated" for row in rows)
+    assert all(row["weight_versions"] == [0, 0] for row in rows)
+    assert trainer.state()["certificate"] == {"rollout/weight_version": 3}
 
 
 # Metric names of a step that every algorithm has (verl's), and those that come with a stage.
@@ -312,6 +315,7 @@ ALWAYS = {
     *(f"timing_per_token_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{what}" for what in ("total_num_tokens", "time_per_step", "throughput")),
     *("training/global_step", "training/epoch", "response/aborted_ratio", "reward/valid_action/mean"),
+    "rollout/weight_version",
     *("actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy"),
 }
 OF_PPO = {
@@ -338,6 +342,8 @@ def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path,
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [entry["data"] for entry in entries if entry["step"] > 0]
     assert len(steps) == 3
+    assert [metrics["rollout/weight_version"] for metrics in steps] == [1, 2, 3]
+    assert steps[0]["rollout/sync_max_logprob_diff"] < 1e-5 and "rollout/sync_max_logprob_diff" not in steps[1]
     for metrics in steps:
         assert (ALWAYS | extra) - metrics.keys() == set()
         assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []

@@ -35,6 +35,7 @@ def test_the_columns_of_a_rollout_by_hand(tokenizer: PreTrainedTokenizerBase):
         "attention_mask": [[0, 0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1]],
         "position_ids": [[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 3, 4, 5]],
         "response_mask": [[1, 0, 0], [1, 1, 1]],
+        "weight_versions": [[0, -1, -1], [0, 0, 0]],
     }
     for engine_class in (Generating, Stepping):
         rollout = engine_class(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)

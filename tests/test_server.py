@@ -31,8 +31,7 @@ from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
 from workers.engine_pump import AsyncEngine
 from workers.models import load_causal_lm
-from workers.openai.shared_weights import BACKEND
-from workers.openai.weight_transfer import weight_transfer
+from workers.openai.weight_transfer import BACKEND, weight_transfer
 from workers.rollout import Rollout
 from workers.server.app import Served
 from workers.server.bodies import TokenText, count_held_back

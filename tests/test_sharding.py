@@ -41,6 +41,7 @@ from data.pretrained import ModelSize
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
+from tests.engines import CopyOf
 from tests.ranks import Ranks
 from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
@@ -51,6 +52,7 @@ from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm, load_value_model
+from workers.openai.certificate import WeightSync
 from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
 from workers.sharding import (
@@ -463,6 +465,47 @@ def handed_over(path: Path, mesh: str) -> dict[str, Tensor]:
     worker, batch = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"]), ragged_batch()
     worker.update_policy(own_share(batch), update_of(batch, worker.config))
     return {name: weight.clone() for name, weight in worker.engine.weights()}
+
+
+def certify(path: Path) -> list[Any]:
+    """Syncs of an engine that samples from the shards, gathered, and of one with a copy, which every second rank leads;
+    the last of which brings one matrix as it was."""
+    module, name = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding()), "model.layers.1.mlp.up_proj.weight"
+    policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
+    make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
+    with gather_weights(module):
+        syncs = [WeightSync(make(module), policy)]
+    copy = load_causal_lm(ModelConfig(path=str(path)))
+    syncs.append(WeightSync(CopyOf(make(copy), copy, leads=rank() % 2 == 0), policy))
+    found = [sync.update(1) for sync in syncs]
+    old = {name: whole(dict(module.named_parameters())[name]).clone()}
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(1e-6)
+    found += [sync.update(2) for sync in syncs]
+    assert syncs[1].is_comparable and syncs[1].held.total() == syncs[1].trained.total()
+    with gather_weights(module):
+        syncs[0].check_gathered()
+    assert syncs[0].gathered_sums == syncs[0].trained
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(1e-6)
+    syncs[0].gathered_sums = None  # what is gathered now is of another version than that of the sync
+    with gather_weights(module), pytest.raises(RuntimeError, match="gathered from all workers, are not those that"):
+        syncs[0].check_gathered()
+    new = dict(policy.weights()) | {name: old[name]}
+    policy.weights = lambda merged: new.items()
+    with pytest.raises(RuntimeError, match="the numbers that it holds are not these"):
+        syncs[1].update(3)
+    return found
+
+
+def test_a_sync_of_shards_is_certified_by_all_ranks(ranks: Ranks, model: Path):
+    """By the same probe as its leader's, where an engine is led by another rank."""
+    for found in ranks.run(certify, model):
+        assert [metrics["rollout/weight_version"] for metrics in found] == [1, 1, 2, 2]
+        probed = [metrics.get("rollout/sync_max_logprob_diff") for metrics in found]
+        assert probed[2] is None and max(probed[:2] + probed[3:]) < 1e-5
 
 
 @pytest.mark.parametrize("mesh", ["sharded", "split shards"])

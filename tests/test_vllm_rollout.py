@@ -20,11 +20,13 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
+from tests.engines import probe_distance
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
-from workers.model_worker import ColocatedRollout, check_weights, probe_distance
+from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
+from workers.openai.certificate import WeightSync
 from workers.vllm_rollout_spmd import config_folder, remove_left_behind, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.worker_group import WorkerError
@@ -102,14 +104,15 @@ def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path,
     engine = MagicMock(own_weights=True, takes_adapter=False, lost_weights=True, weight_version=7)
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
     monkeypatch.setattr(rollout, "_generate", Mock(return_value=DataProto()))
+    monkeypatch.setattr(rollout.sync, "update", lambda version: engine.load_weights(policy.weights(), version))
     monkeypatch.setattr(rollout.early_scores, "attach", lambda batch: batch)
-    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0)
+    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0, False)
     names = [name for name, *_ in engine.mock_calls if "together" not in name]
     assert names == ["load_weights", "wake_up", "sleep"]
     weights, version = engine.load_weights.call_args.args
     assert dict(weights).keys() == module.state_dict().keys() and version == 7
     engine.lost_weights = False
-    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0)
+    rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0, False)
     assert engine.load_weights.call_count == 1
 
 
@@ -146,7 +149,7 @@ def test_prompts_that_together_exceed_a_step_draw_as_they_do_alone(wide_headed_m
 
 @needs_vllm
 def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
-    """By the probe of every sync; that the weights have changed is seen there too."""
+    """By the certificate of every sync, whose checksums are those of bfloat16."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model)), torch.device("cpu"), torch.bfloat16)
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
@@ -154,13 +157,13 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
     with policy.autocast():
         rollout = vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(wide_headed_model), model)
-        rollout.load_weights(policy.weights(), 0)
-        check_weights(rollout, policy)
+        sync = WeightSync(rollout, policy)
+        sync.update(0)
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(1.5)
         stale = probe_distance(rollout, policy)
-        rollout.load_weights(policy.weights(), 1)
-        assert 0 < probe_distance(rollout, policy) < 0.1 < stale
+        assert 0 < sync.update(1)["rollout/sync_max_logprob_diff"] < 0.3 < stale
+    assert sync.is_comparable and sync.held.dtype == torch.bfloat16
     rollout.close()
 
 
@@ -176,17 +179,20 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
     rollout.update_weights(0)
     load_weights = Mock(side_effect=AssertionError)
     monkeypatch.setattr(engine, "load_weights", load_weights)
-    for version in (1, 2):
+    for version, std in ((1, 0.1), (2, 1e-6)):
         with torch.no_grad():
             for weight in weights:
-                weight.normal_(std=0.1)
-        with pytest.raises(RuntimeError, match="the engine does not have the actor's weights"):
-            check_weights(engine, policy)
+                weight.add_(std * torch.randn_like(weight))
         rollout.update_weights(version)
-        assert probe_distance(engine, policy) < 1e-5
+        assert probe_distance(engine, policy) < 1e-5 and rollout.sync.is_comparable
+    monkeypatch.setattr(engine, "load_adapter", lambda weights, version: dict(weights))
+    with torch.no_grad():
+        weights[0].add_(1e-6)
+    with pytest.raises(RuntimeError, match="it holds exactly what it held before, and the actor's have changed"):
+        rollout.update_weights(3)
     engine.adapter = None
-    with pytest.raises(RuntimeError, match="the engine does not have the actor's weights"):
-        check_weights(engine, policy)
+    with pytest.raises(RuntimeError, match="of a probe differ from the trainer's by"):
+        rollout.update_weights(4)
     rollout.close()
 
 

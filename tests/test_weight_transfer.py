@@ -13,14 +13,22 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OpenAISettings, OptimConfig
+from tests.engines import probe_distance
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
 from tests.servers import KEY, answering, engine_for
 from workers.engine import TrainEngine
-from workers.model_worker import check_weights, probe_distance
 from workers.models import load_causal_lm
 from workers.openai import weight_transfer as transfers
-from workers.openai.shared_weights import read_weights, write_weights
-from workers.openai.weight_transfer import WeightTransfer, buckets, check_weight_transfer, own_address, weight_transfer
+from workers.openai.certificate import WeightSync
+from workers.openai.weight_transfer import (
+    WeightTransfer,
+    buckets,
+    check_weight_transfer,
+    own_address,
+    read_weights,
+    weight_transfer,
+    write_weights,
+)
 from workers.vllm_setup import vllm_process
 from workers.worker_group import check_machine
 
@@ -299,8 +307,7 @@ def test_one_server_takes_weights_either_way(
         with torch.no_grad():
             policy.module.model.embed_tokens.weight.mul_(change)
         assert probe_distance(engine, policy) > 1e-3
-        engine.load_weights(policy.weights(), 1)
-        check_weights(engine, policy)
+        WeightSync(engine, policy).update(1)
         engine.close()
     engine = engine_for(vllm_address, wide_headed_model, **nccl)
     with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):

@@ -31,7 +31,7 @@ from workers.engine import compute_dtype
 from workers.engine_pump import AsyncEngine
 from workers.load_rollout import StandaloneRollout
 from workers.models import training_device
-from workers.openai.shared_weights import BACKEND
+from workers.openai.weight_transfer import BACKEND
 from workers.server.app import Served, http_server
 from workers.vllm_setup import shared_settings, vllm_environment
 

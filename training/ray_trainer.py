@@ -70,6 +70,7 @@ class RayPPOTrainer(Run):
         self.num_workers = roles.num_workers
         self.collector = Collector(config, tokenizer, roles, reward, train_loader)
         self.validator = validator
+        self.certificate: Metrics = {}  # of the last sync of the rollout's weights
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.skipped_updates = SkippedUpdates(
             config.trainer.max_skipped_updates,
@@ -128,7 +129,8 @@ class RayPPOTrainer(Run):
                     parts = policy_mini_batches(batch, config, self.global_step)
                     metrics |= self.learn(self.actor.update_policy, parts)
                 with timer("update_weights", timing):
-                    self.rollout.update_weights(self.global_step)
+                    self.certificate = self.rollout.update_weights(self.global_step)
+                    metrics |= self.certificate
         return batch, metrics | self.describe(batch, timing)
 
     def learn(
@@ -165,13 +167,13 @@ class RayPPOTrainer(Run):
                 dump_jsonl(path, sample_rows(batch, self.tokenizer, self.global_step))
 
     def state(self) -> dict[str, Any]:
-        return {"validation": self.validation, "kl_coef": self.kl_ctrl.value}
+        return {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}
 
     def resume(self) -> None:
         """`Run.resume`; the engine then samples from the weights that were loaded."""
         super().resume()
         if self.global_step:
-            self.rollout.update_weights(self.global_step)
+            self.certificate = self.rollout.update_weights(self.global_step)
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)

@@ -20,8 +20,9 @@ class Rollout(Protocol):
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its own."""
 
-    def update_weights(self, version: int) -> None:
-        """Makes the engine sample from the actor's present weights, which have this number."""
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Makes the engine sample from the actor's present weights, which have this number; returns the certificate
+        that it does: rollout/weight_version, and, if it was probed, rollout/sync_max_logprob_diff."""
 
     def score_early(self, functions: Sequence[Loadable]) -> None:
         """Scores responses by these functions of the run's reward while others are generated; they bring the results as

@@ -36,6 +36,7 @@ TOKENS = {
     "token_ids": "responses",
     "policy_mask": "response_mask",
     "log_probs": "rollout_log_probs",
+    "weight_versions": "weight_versions",
     "rewards": "token_level_scores",
     "turns": "turn_ids",
 }
@@ -58,9 +59,17 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int)
         "gts": view.ground_truths,
         "score": total_scores(batch),
         "end_reason": view.end_reason,
+        "weight_versions": span_of_versions(batch),
         **{name: view.get(name) for name in batch.meta_info["reward_extra_keys"]},
     }
     return [{"step": step, **{name: values[row] for name, values in columns.items()}} for row in range(len(batch))]
+
+
+def span_of_versions(batch: DataProto) -> list[list[int]]:
+    """Lists, for each row, the first and the last version of the weights that the policy's tokens were sampled from;
+    empty, where the policy has none."""
+    columns = zip(batch.batch["weight_versions"], batch.batch["response_mask"].bool(), strict=True)
+    return [[min(found), max(found)] if (found := versions[mask].tolist()) else [] for versions, mask in columns]
 
 
 def episode_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Record]:
@@ -133,7 +142,7 @@ def read_records(path: str | Path) -> list[Record]:
 def read_episodes(path: str | Path) -> list[list[Sample]]:
     """Reads the rows of each episode of a file, as they were sampled; the other fields of its line are their `extras`.
 
-    Log-probs and rewards are those of the batch, to the bit; weight versions are not kept and read as 0.
+    Log-probs and rewards are those of the batch, to the bit.
 
     Raises:
         ValueError: a line is no JSON, is no episode, or has lists of different lengths; names it.
@@ -153,9 +162,8 @@ def read_episodes(path: str | Path) -> list[list[Sample]]:
 
 def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
     """Builds the sample of a record's row; asserts that its lists have one entry a token."""
-    versions = [0] * len(row["token_ids"])
     lists = {name: row[name] for name in TOKENS}
-    return Sample(row["prompt_ids"], **lists, weight_versions=versions, end_reason=end_reason, extras=extras)
+    return Sample(row["prompt_ids"], **lists, end_reason=end_reason, extras=extras)
 
 
 def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.loader import workers_asked_for
-from configs.schema import Config, ScoringConfig
+from configs.schema import Config, ScoringConfig, workers_per_engine
 from data.protocol import DataProto, object_array
 from data.types import Completion, Sample
 from training.reward import EARLY, EarlyResult, view_of
@@ -29,8 +29,8 @@ class EarlyScores:
         self.tokenizer = tokenizer
         if functions and config.reward.sandbox == "required":  # this may be another machine than the driver's
             check_fences(required=True)
-        workers = workers_asked_for(config.trainer)
-        self.functions = [load_function(entry, share(limits, workers), tokenizer) for entry, limits in functions]
+        engines = workers_asked_for(config.trainer) // workers_per_engine(config.actor_rollout_ref.rollout)
+        self.functions = [load_function(entry, share(limits, engines), tokenizer) for entry, limits in functions]
         self.waits: dict[int, list[Callable[[], Any]]] = {}
 
     def of_answers(self, engine: Rollout, prompts: DataProto) -> AbstractContextManager[None]:
@@ -82,8 +82,8 @@ class EarlyScores:
             function.scorers.close()
 
 
-def share(config: ScoringConfig, workers: int) -> ScoringConfig:
-    """Returns the limits of one of so many workers."""
+def share(config: ScoringConfig, engines: int) -> ScoringConfig:
+    """Returns the limits of the worker that has the rows of one of so many engines."""
     limits = ("num_workers", "max_concurrent", "max_rpm", "max_tpm")
-    shares = {name: max(1, vars(config)[name] // workers) for name in limits if vars(config)[name] is not None}
+    shares = {name: max(1, vars(config)[name] // engines) for name in limits if vars(config)[name] is not None}
     return replace(config, **shares)

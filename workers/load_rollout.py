@@ -154,7 +154,7 @@ def fill_rollout_columns(engine: Rollout, result: Any, prompts: DataProto, stop_
         ids, kept = responses[row][real[row]].tolist(), real[row]
         reason = "aborted" if not ids else "terminated" if ids[-1] in stop_ids else "max_tokens"
         sample = Sample(list(prompt_ids), end_reason=reason)
-        sample.extend(ids, log_probs[row][kept].tolist(), policy=True)
+        sample.extend(ids, log_probs[row][kept].tolist(), policy=True, weight_version=engine.weight_version)
         sample.policy_mask = policy[row][kept].long().tolist()
         samples.append(sample)
     config = engine.config

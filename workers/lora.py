@@ -198,7 +198,12 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     them."""
     for name, value in model.state_dict().items():
         if is_lora(name):
-            yield f"base_model.model.{name.replace(f'.{ADAPTER}', '')}", whole(value)
+            yield saved_name(name), whole(value)
+
+
+def saved_name(name: str) -> str:
+    """Returns the name that one of LoRA's matrices has in peft's files."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}', '')}"
 
 
 def save_adapter(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:

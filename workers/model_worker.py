@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
@@ -23,12 +22,11 @@ from configs.schema import (
     RolloutConfig,
 )
 from data.import_utils import load_modules
-from data.padding import collate
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
-from data.types import Request, SamplingParams
-from training.environment import are_episodes, worker_env_setup
+from data.types import SamplingParams
+from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
 from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
@@ -37,20 +35,17 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
 from workers.engine import TrainEngine, compute_dtype, precision_notice
-from workers.forward_check import trained_log_probs
 from workers.kernels import give_back_memory
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
-from workers.lora import adapter_weights, has_lora
+from workers.lora import has_lora
 from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, load_value_model, training_device
 from workers.offload import Offload, Residence
+from workers.openai.certificate import PROBE_EVERY, WeightSync
 from workers.reward_model import LearnedReward
-from workers.rollout import Rollout, sample_of
+from workers.rollout import Rollout
 from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
-
-PROMPT_TOKENS, TOKENS = 16, 8  # of the probe: at most
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # mean |Δ log-prob|; what rounding does is far below
 
 
 class ModelWorker:
@@ -187,6 +182,7 @@ class ColocatedRollout:
     policy: TrainEngine
 
     def __post_init__(self) -> None:
+        self.sync = WeightSync(self.engine, self.policy)
         self.score_early([])
 
     @cached_property
@@ -198,27 +194,33 @@ class ColocatedRollout:
         """Scores responses from now on by these functions of the run's reward, while further ones are generated."""
         self.early_scores = EarlyScores(self.config, self.tokenizer, functions)
 
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
-        """Generates responses to this worker's `prompts`, or the episodes that they begin; the first is row `first_row`
-        of the whole batch."""
+    def generate_sequences(
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int, episodes: bool
+    ) -> DataProto:
+        """Generates responses to this worker's `prompts`, or, if there are `episodes` in the whole batch, those that
+        they begin; the first is row `first_row` of it."""
         with ExitStack() as held:
             held.enter_context(forked_rng(seed))
             if not self.engine.own_weights:
                 held.enter_context(self.policy.at_work())
                 held.enter_context(gather_weights(self.policy.module))
+            if self.sync.gathers:
+                self.sync.check_gathered()
             held.enter_context(self.policy.autocast())
             if self.engine.lost_weights:
-                self._load_weights(self.engine.weight_version)
+                self.update_weights(self.engine.weight_version)
             self.engine.wake_up()
             try:
                 with self.engine.together():
-                    batch = self._generate(prompts, sampling, seed, first_row)
+                    batch = self._generate(prompts, sampling, seed, first_row, episodes)
             finally:
                 self.engine.sleep()
         return self.early_scores.attach(batch)
 
-    def _generate(self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int) -> DataProto:
-        if are_episodes(prompts):
+    def _generate(
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, first_row: int, episodes: bool
+    ) -> DataProto:
+        if episodes and len(prompts):
             with self.early_scores.of_episodes(self.agent_loop, prompts):
                 return self.agent_loop.generate_sequences(prompts, sampling, seed, first_row)
         with self.early_scores.of_answers(self.engine, prompts):
@@ -231,21 +233,13 @@ class ColocatedRollout:
                 with warns_of_close(name.replace("_", " ")):
                     vars(self)[name].close()
 
-    def _load_weights(self, version: int) -> None:
-        with self.policy.at_work():
-            adds = self.engine.takes_adapter
-            if not adds or self.engine.lost_weights:
-                self.engine.load_weights(self.policy.weights(merged=not adds), version)
-            if adds:
-                self.engine.load_adapter(adapter_weights(self.policy.module), version)
-
-    def update_weights(self, version: int) -> None:
-        """Has the engine sample from the policy's present weights; a copy is tried against them."""
-        self._load_weights(version)
-        if self.engine.own_weights:
-            with self.engine.together() as asks:
-                if asks:
-                    check_weights(self.engine, self.policy)
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Has the engine sample from the policy's present weights, and certifies that it does; one that samples from
+        the very module is tried now and then."""
+        if self.engine.own_weights or self.sync.gathers or version % PROBE_EVERY == 1:
+            return self.sync.update(version)
+        self.engine.load_weights(self.policy.weights(), version)
+        return {"rollout/weight_version": float(version)}
 
 
 def files_of_rows(config: Config) -> list[str]:
@@ -263,36 +257,3 @@ def update_size(config: ActorConfig | CriticConfig) -> MicroBatchSize:
 def log_prob_size(config: RolloutConfig | RefConfig) -> MicroBatchSize:
     """Reads off the size of a forward pass that only scores."""
     return MicroBatchSize(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
-
-
-def probe_distance(engine: Rollout, policy: TrainEngine) -> float:
-    """Measures the mean |Δ log-prob| between engine and trainer over the tokens that the engine draws for a probe."""
-    vocab_size, config = policy.module.config.get_text_config().vocab_size, engine.config
-    prompt = [7 * place % vocab_size for place in range(min(PROMPT_TOKENS, config.prompt_length))]
-    most = min(TOKENS, config.response_length)
-    request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
-    [done] = engine.generate([request])
-    batch = collate([sample_of(request, done)], len(prompt), most, engine.pad_token_id)
-    with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
-        wanted = trained_log_probs(policy.module, batch)
-    difference = (batch.batch["rollout_log_probs"] - wanted)[batch.batch["response_mask"].bool()]
-    return difference.abs().mean().item()
-
-
-def check_weights(engine: Rollout, policy: TrainEngine) -> None:
-    """Checks after a sync of weights that the engine samples by the trainer's probabilities.
-
-    An engine with a copy of the weights may go on with old ones, or with a part of the new, and nothing would fail: it
-    would only learn from the wrong policy.
-
-    Raises:
-        RuntimeError: its log-probs of a few tokens that it draws are not the trainer's.
-    """
-    distance, limit = probe_distance(engine, policy), TOLERANCES[policy.dtype]
-    if not distance < limit:
-        raise RuntimeError(
-            f"after the sync of weights {engine.weight_version}, the log-probs of {type(engine).__name__} differ from "
-            f"the trainer's by {distance:.2g} in the mean of a probe, and {limit:g} is the most that rounding may do: "
-            "the engine does not have the actor's weights, or computes something else with them. Set "
-            "actor_rollout_ref.rollout.name=hf, which samples from the actor itself, and report the model."
-        )

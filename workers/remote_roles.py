@@ -8,15 +8,18 @@ come back in the rows' order.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ActorRolloutRefConfig
+from torch import Tensor
+
+from configs.schema import ActorRolloutRefConfig, workers_per_engine
 from data.padding import prompt_width, repeats_prompt
-from data.protocol import DataProto
+from data.protocol import DataProto, object_array
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
+from training.environment import are_episodes
 from training.mini_batches import Update
 from training.reward_function import Loadable
 from training.roles import Roles
@@ -25,7 +28,7 @@ from workers.local_group import WorkerGroup, distinct_groups
 
 def remote_roles(pools: Mapping[str, WorkerGroup], policy: ActorRolloutRefConfig) -> Roles:
     """Makes the roles that the loop calls, one for each of `pools`, which names the group that plays it."""
-    peers, per_engine = policy.actor.tensor_parallel_size, policy.rollout.tensor_model_parallel_size
+    peers, per_engine = policy.actor.tensor_parallel_size, workers_per_engine(policy.rollout)
     samples_together = peers if policy.rollout.name == "hf" else 1  # by the layers that are split
     return Roles(
         rollout=RemoteRollout(pools["rollout"], "rollout", samples_together, per_engine),
@@ -63,17 +66,21 @@ class RemoteRollout(RemoteRole):
     workers_per_engine: int = 1
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
+        """As many rows for each engine, or one more: how long the responses will be is not known."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         none = [prompts[0:0]] * (self.workers_per_engine - 1)
         parts = [share for part in parts for share in (part, *none)]
-        first_rows = accumulate(map(len, parts), initial=0)
-        shares = [(part, sampling, seed, first) for part, first in zip(parts, first_rows, strict=False)]
+        first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
+        shares = [(part, sampling, seed, first, episodes) for part, first in zip(parts, first_rows, strict=False)]
         calls = [share for share in shares for _ in range(self.peers)]
         answers = self.group.submit(self.name, "generate_sequences", calls).result()[:: self.peers]
-        return DataProto.concat([*filter(len, answers)] or answers[:1])
+        return join_answers([*filter(len, answers)] or answers[:1])
 
-    def update_weights(self, version: int) -> None:
-        self.call("update_weights", version)
+    def update_weights(self, version: int) -> dict[str, float]:
+        certificate, *others = self.call("update_weights", version)
+        for other, name in product(others, certificate):
+            certificate[name] = max(certificate[name], other[name])
+        return certificate
 
     def score_early(self, functions: Sequence[Loadable]) -> None:
         self.call("score_early", functions)
@@ -87,7 +94,7 @@ class RemoteScorer(RemoteRole):
 class RemoteRewardModel(RemoteRole):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         read = batch.select(["input_ids", "responses", "attention_mask"], ["raw_prompt"])
-        shares = [(share,) for share in read.chunk_uneven(self.group.size)]
+        shares = [(read[rows],) for rows in rows_of_shares(read.batch["attention_mask"], self.group.size)]
         return DataProto.concat(self.group.submit(self.name, "compute_rm_score", shares).result())
 
 
@@ -121,10 +128,25 @@ class RemoteCritic(RemoteTrained):
         return self.share_out("update_critic", mini_batch, update)[0]
 
 
+def join_answers(answers: Sequence[DataProto]) -> DataProto:
+    """Joins the rows of all engines; a column that only other kinds of episodes have is None."""
+    names: dict[str, None] = {}
+    for answer in answers:
+        names |= dict.fromkeys(answer.non_tensor_batch)
+    for answer, name in product(answers, names):
+        if name not in answer.non_tensor_batch:
+            answer.non_tensor_batch[name] = object_array([None] * len(answer))
+    return DataProto.concat(answers)
+
+
 def shares_of(batch: DataProto, count: int) -> list[DataProto]:
     """Cuts the tensors of `batch` into `count` shares of about equal work; a prompt like the row before's is free."""
     mask = batch.batch["attention_mask"].clone()
     mask[repeats_prompt(batch), : prompt_width(batch)] = 0
-    workloads = [*map(calculate_workload, mask.sum(1).tolist())]
     tensors = batch.select(non_tensor_batch_keys=[], meta_info_keys=[])
-    return [tensors[rows] for rows in neighbour_shares(workloads, count)]
+    return [tensors[rows] for rows in rows_of_shares(mask, count)]
+
+
+def rows_of_shares(mask: Tensor, count: int) -> list[slice]:
+    """Returns the rows of `count` shares of about equal work; `mask` [B, S] has a 1 for each token that is computed."""
+    return neighbour_shares([*map(calculate_workload, mask.sum(1).tolist())], count)

@@ -12,11 +12,13 @@ request by a coroutine: a server's client, SGLang.
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,7 +31,29 @@ from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The bits of weights in `dtype`, added up: by name, modulo the numbers that as many bits have.
+
+    Weights that lie side by side in one tensor, in any order, or in parts, or padded by zeros, have the same total.
+    """
+
+    dtype: torch.dtype
+    sums: dict[str, int]
+
+    def total(self, without: Collection[str] = ()) -> int:
+        """Adds up all but these names."""
+        return sum(found for name, found in self.sums.items() if name not in without) % (1 << 8 * self.dtype.itemsize)
+
+
+def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Adds up the bits of each number of `tensor`, in `dtype`, as an integer of their size, which may overflow."""
+    bits = BITS[dtype.itemsize]
+    return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=bits).item() % (1 << 8 * dtype.itemsize)
 
 
 def nothing(*_: Any) -> None:
@@ -163,6 +187,13 @@ class Rollout:
         """
         assert not self.has_unfinished_requests(), "the weights would change under requests in flight: abort them first"
         self.weight_version = version
+
+    def held_weights(self) -> Checksums | None:
+        """Returns the checksums of the weights that it samples from now, under names of its own; None: it cannot say.
+
+        Called before the first `load_weights` and after each.
+        """
+        return None
 
     def _at_least_one(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Returns `weights`; raises ValueError if there are none."""

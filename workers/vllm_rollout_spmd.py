@@ -30,9 +30,9 @@ from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, rank
 from workers.lora import save_adapter
-from workers.rollout import Rollout, check_finite, check_request, check_temperature
+from workers.rollout import Checksums, Rollout, check_finite, check_request, check_temperature
 from workers.sharding import class_name
-from workers.vllm_setup import engine_settings, process_as_it_is, vllm_process
+from workers.vllm_setup import engine_settings, held_weights, note_checksums, process_as_it_is, vllm_process
 
 SEGMENTS = "nano_verl_"  # begins the names of segments; behind it stands the process id of the run's first worker
 
@@ -147,6 +147,10 @@ class vLLMRollout(Rollout):
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"
         self.engine.reset_prefix_cache()
 
+    def held_weights(self) -> Checksums | None:
+        [found] = self.engine.collective_rpc(held_weights)
+        return found
+
     def sleep(self) -> None:
         """Weights and cache are dropped: the trainer has the weights. On a CPU nothing is to be gained."""
         if self.device.type == "cuda" and self.config.free_cache_engine and not self.asleep:
@@ -213,7 +217,9 @@ def start_engine(config: RolloutConfig, model: PreTrainedModel, place: int) -> A
         if settings["load_format"] == "dummy":
             settings["model"] = str(config_folder(model))
         from vllm import EngineArgs, LLMEngine
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+        note_checksums(UnquantizedLinearMethod)
         try:
             arguments = EngineArgs(**settings)
         except TypeError as error:

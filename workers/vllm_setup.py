@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
 from workers.lora import largest_rank
-from workers.rollout import longest_sequence
+from workers.rollout import Checksums, bit_sum, longest_sequence
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
 CPU_CACHE_BYTES = 1 << 30  # of the cache on a CPU, at most; engine_kwargs.vllm.kv_cache_memory_bytes wins
@@ -27,6 +28,7 @@ VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # of its warnings, ten come at every start, and some for every tensor of a sync
     "VLLM_NO_USAGE_STATS": "1",
 }
+NOTED = "checksum_before_packing"  # attribute of a layer
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # the first generation compiles nothing: 17 to 37 s less
 
 
@@ -126,6 +128,40 @@ def cpu_cache_bytes(config: RolloutConfig, text: PretrainedConfig, number_bytes:
     blocks = -(-longest_sequence(config) // BLOCK)
     spare = 2  # vLLM keeps one for padding
     return block * max(blocks + spare, min(config.max_num_seqs * blocks + spare, CPU_CACHE_BYTES // block))
+
+
+def held_weights(worker: Any) -> Checksums | None:
+    """Returns the checksums of the weights that vLLM's `worker` has; None: it has them quantized.
+
+    A weight that was packed for a CPU's kernels has that which `note_checksums` took of it.
+    """
+    if worker.vllm_config.model_config.quantization is not None:
+        return None
+    dtype, model, sums = worker.vllm_config.model_config.dtype, worker.model_runner.get_model(), {}
+    for name, weight in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        sums[name] = bit_sum(weight, dtype) if weight.numel() else vars(layer).get(NOTED, 0)
+    for name, layer in model.named_modules():
+        for stacked in ("lora_a_stacked", "lora_b_stacked"):  # those of an adapter, one for each part of the layer
+            for place, weight in enumerate(vars(layer).get(stacked, ())):
+                sums[f"{name}.{stacked}.{place}"] = bit_sum(weight, weight.dtype)
+    return Checksums(dtype, sums)
+
+
+def note_checksums(linear_method: type) -> None:
+    """Has vLLM's UnquantizedLinearMethod note the checksum of each weight on its layer, before it packs the weight and
+    drops it, as it does on a CPU."""
+    lay_out = linear_method.process_weights_after_loading
+    if "__wrapped__" in vars(lay_out):
+        return
+
+    @wraps(lay_out)
+    def note_and_lay_out(self: Any, layer: torch.nn.Module) -> None:
+        if layer.weight.device.type == "cpu":
+            setattr(layer, NOTED, bit_sum(layer.weight, layer.weight.dtype))
+        lay_out(self, layer)
+
+    linear_method.process_weights_after_loading = note_and_lay_out
 
 
 def vllm_environment(device_type: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from data.http import Json, RequestRefused, api_root, ask, open_session
 from data.types import Completion, Request, SamplingParams
 from workers.collectives import gather, rank
 from workers.openai.weight_transfer import KEY, weight_transfer
-from workers.rollout import AsyncRollout, check_temperature, divergence
+from workers.rollout import AsyncRollout, Checksums, check_temperature, divergence
 
 RETRIES = 3  # within seconds, and no longer: a server that was started anew meanwhile has its first weights
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
@@ -79,6 +79,9 @@ class OpenAIRollout(AsyncRollout):
         else:
             deque(weights, maxlen=0)
         gather(version)  # nobody samples before the server has them
+
+    def held_weights(self) -> Checksums | None:
+        return gather(self.transfer.held_weights() if rank() == 0 else None)[0]
 
     async def answer(self, request: Request) -> Completion:
         """Returns the server's completion; raises ValueError if what one needs is not in its answer."""

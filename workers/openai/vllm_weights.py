@@ -10,8 +10,10 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from workers.openai.shared_weights import BACKEND, read_weights
+from workers.openai.weight_transfer import BACKEND, read_weights
+from workers.vllm_setup import held_weights, note_checksums
 
 
 class SharedMemoryOrNCCL(NCCLWeightTransferEngine):
@@ -34,7 +36,13 @@ class SharedMemoryOrNCCL(NCCLWeightTransferEngine):
 
 
 class WorkerExtension:
-    """Adds nothing to vLLM's workers: it is named to have this module imported."""
+    """Adds to vLLM's workers; naming it has this module imported."""
+
+    def held_checksums(self) -> dict[str, Any] | None:
+        """Returns the checksums of the worker's weights, as JSON has them; None: they are quantized."""
+        found = held_weights(self)
+        return found and {"dtype": str(found.dtype).removeprefix("torch."), "sums": found.sums}
 
 
+note_checksums(UnquantizedLinearMethod)
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryOrNCCL)

@@ -14,11 +14,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
@@ -26,10 +28,11 @@ from configs.schema import OpenAISettings, RolloutConfig, openai_settings
 from data.files import passing_folder
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
 from workers.agents.user_code import in_thread
-from workers.openai.shared_weights import write_weights
+from workers.rollout import Checksums
 from workers.vllm_setup import vllm_process
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
+BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
 HOW_TO_START = (
     "`python -m training.main_server model.path=… rollout.name=vllm server.takes_weights=true` starts a server that "
@@ -95,6 +98,17 @@ class WeightTransfer(ABC):
                 f"{self.settings.base_url} does not take the actor's weights of version {version} by {KEY}."
                 f"weight_transfer={self.settings.weight_transfer}: {error} {HOW_TO_START}."
             ) from error
+
+    def held_weights(self) -> Checksums | None:
+        """Returns the checksums of the server's weights; None: it is no server of ours, and cannot say."""
+        try:
+            workers = self.ask("POST", "/collective_rpc", {"method": "held_checksums"})["results"]
+        except (RequestRefused, ServerError):
+            return None
+        if None in workers:
+            return None
+        sums = {f"{place}.{name}": found for place, one in enumerate(workers) for name, found in one["sums"].items()}
+        return Checksums(getattr(torch, workers[0]["dtype"]), sums)
 
     @abstractmethod
     def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -257,3 +271,28 @@ def own_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
         return probe.getsockname()[0]
+
+
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
+    """Writes (name, tensor) pairs into `folder`, and says how many there were.
+
+    Each is a file of its own: no more than one is in this process's memory beside the model, and weights that are tied
+    can be written under each of their names.
+    """
+    count = 0
+    for count, (name, tensor) in enumerate(weights, start=1):
+        save_file({name: tensor.detach().cpu().contiguous()}, folder / f"{count:08}.safetensors")
+    return count
+
+
+def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as they were written; the tensors are the files' own memory, nothing is copied.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"there are no weights in {folder}, as this process sees it")
+    for file in files:
+        yield from load_file(file).items()
