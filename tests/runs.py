@@ -14,6 +14,7 @@ from time import sleep
 from urllib.request import urlopen
 
 import pytest
+from safetensors.torch import load_file
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
@@ -120,3 +121,17 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def tree_of(folder: Path) -> dict[str, int]:
     """All that lies in `folder`, and when each was last changed."""
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def state_files(run: Path, step: int) -> dict[str, bytes]:
+    """The content of everything in the checkpoint of `step` that is not about time."""
+    folder = run / f"global_step_{step}"
+    paths = [path for path in folder.rglob("*") if path.suffix in (".pt", ".safetensors")]
+    return {str(path.relative_to(folder)): content_of(path) for path in paths if path.name != "trainer_state.pt"}
+
+
+def content_of(path: Path) -> bytes:
+    """A file's bytes; of safetensors the tensors', in the order of their names: the header's order is any."""
+    if path.suffix == ".pt":
+        return path.read_bytes()
+    return b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(path).items()))

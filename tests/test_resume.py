@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
 from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from data.types import SamplingParams
-from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled
+from tests.runs import Stopped, compose, files_of_at_most, learning_metrics, run_main, short_run, signalled, state_files
 from training.model_shards import MODEL, MOMENTS, Shards, read_weights
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Tracking
@@ -92,24 +91,10 @@ def run_until(step: int, overrides: list[str], moment: tuple[type, str] = (Track
         main.run(compose(*overrides))
 
 
-def state_files(run: Path) -> dict[str, bytes]:
-    """The bytes of everything in the last checkpoint that is not about time."""
-    folder = run / "global_step_5"
-    paths = [path for path in folder.rglob("*") if path.suffix in (".pt", ".safetensors")]
-    return {str(path.relative_to(folder)): content_of(path) for path in paths if path.name != "trainer_state.pt"}
-
-
-def content_of(path: Path) -> bytes:
-    """A file's bytes; of safetensors the tensors', in the order of their names: the header's order is any."""
-    if path.suffix == ".pt":
-        return path.read_bytes()
-    return b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(path).items()))
-
-
 def assert_same_run(run: Path, other: Path) -> None:
     assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == list(range(6))
     assert learning_metrics(run) == learning_metrics(other)
-    assert state_files(run) == state_files(other)
+    assert state_files(run, 5) == state_files(other, 5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -121,7 +106,7 @@ def test_the_runs_below_learn_something_that_could_differ(unbroken, algorithm):
     if algorithm == "ppo":
         assert len({metrics[step]["actor/reward_kl_penalty_coeff"] for step in EPOCHS}) == 5
         assert all(metrics[step]["critic/grad_norm"] > 0 for step in EPOCHS)
-    assert {name.split("/")[0] for name in state_files(unbroken(algorithm))} == {
+    assert {name.split("/")[0] for name in state_files(unbroken(algorithm), 5)} == {
         "data.pt",
         "actor",
         *(["critic"] if algorithm == "ppo" else []),
@@ -182,7 +167,7 @@ def test_a_run_forked_from_a_step_goes_on_like_the_unbroken_run(settings, unbrok
     main.run(compose(*settings(tmp_path, "ppo", "trainer.resume_mode=resume_path", resume)))
     straight = learning_metrics(source)
     assert learning_metrics(tmp_path) == {number: straight[number] for number in range(step, 6)}
-    assert state_files(tmp_path) == state_files(source)
+    assert state_files(tmp_path, 5) == state_files(source, 5)
     assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
 
 

@@ -15,7 +15,7 @@ from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
-from tests.runs import Stopped, learning_metrics, signalled
+from tests.runs import Stopped, learning_metrics, signalled, state_files
 from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
@@ -218,17 +218,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Bit by bit: record, weights, moments, generators, place in the data."""
     assert [entry["step"] for entry in read_metrics(one / "metrics.jsonl")] == list(range(5))
     assert learning_metrics(one) == learning_metrics(other)
-    files = [
-        {path.name: path.read_bytes() for path in (run / "global_step_4").rglob("*") if path.suffix in SUFFIXES}
-        for run in (one, other)
-    ]
-    for found in files:
-        found.pop("trainer_state.pt")  # which knows the time that steps took
-    assert len(files[0]) == 5 and files[0] == files[1]
+    files = state_files(one, 4)
+    assert len(files) == 5 and files == state_files(other, 4)
     assert sorted(path.name for path in one.glob("global_step_*")) == ["global_step_3", "global_step_4"]
-
-
-SUFFIXES = (".pt", ".safetensors")
 
 
 def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, tmp_path):

@@ -126,6 +126,7 @@ def test_answers_to_rows_are_dumped_with_all_that_the_reward_said(tmp_path):
     assert len(rows) == 12
     assert rows[0] == {
         "step": 3, "input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "end_reason": "terminated", "pred": "2",
+        "weight_versions": [0, 0],
     }  # fmt: skip
 
 

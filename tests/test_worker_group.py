@@ -456,7 +456,7 @@ def test_a_run_says_where_its_worker_is():
     assert remote == "the worker is a Ray actor, with 3 threads (trainer.n_threads) and 1 GPU."
     several = worker_summary(compose("trainer.nnodes=2", "trainer.n_workers_per_node=3", *asked).trainer)
     assert several.startswith(
-        "6 workers are Ray actors, with 1 thread (trainer.n_threads) and no GPU each: all hold the whole model"
+        "6 workers are Ray actors, with 1 thread (trainer.n_threads) and no GPU each; each takes a share"
     )
 
 

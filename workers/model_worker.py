@@ -42,7 +42,7 @@ from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, load_value_model, training_device
 from workers.offload import Offload, Residence
-from workers.openai.certificate import PROBE_EVERY, WeightSync
+from workers.openai.certificate import WeightSync, probes
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout
 from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
@@ -234,9 +234,8 @@ class ColocatedRollout:
                     vars(self)[name].close()
 
     def update_weights(self, version: int) -> dict[str, float]:
-        """Has the engine sample from the policy's present weights, and certifies that it does; one that samples from
-        the very module is tried now and then."""
-        if self.engine.own_weights or self.sync.gathers or version % PROBE_EVERY == 1:
+        """Has the engine sample from the policy's present weights, and certifies that it does."""
+        if self.sync.gathers or probes(self.engine, version):
             return self.sync.update(version)
         self.engine.load_weights(self.policy.weights(), version)
         return {"rollout/weight_version": float(version)}

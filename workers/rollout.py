@@ -73,6 +73,7 @@ class Rollout:
             from the actor's own module.
         elsewhere: whether that copy is in a server, which was started with a model of its own: only a trainer exchanges
             its weights.
+        is_probed: of one without a copy: whether what it draws is held against the trainer now and then all the same.
         takes_adapter: whether it adds LoRA's matrices itself: `load_adapter` brings them at every sync, `load_weights`
             the frozen model where it has `lost_weights`.
         lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
@@ -83,6 +84,7 @@ class Rollout:
     vocab_size: int
     own_weights: bool = False
     elsewhere: bool = False
+    is_probed: bool = False
     takes_adapter: bool = False
     lost_weights: bool = False
     on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes

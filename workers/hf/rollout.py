@@ -43,6 +43,8 @@ class HFRollout(Rollout):
         ValueError: there is no such way.
     """
 
+    is_probed = True
+
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)
         self.positions = position_count(model.config.get_text_config())

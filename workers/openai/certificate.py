@@ -82,7 +82,7 @@ class WeightSync:
             self.trained = parameter_sums(policy.module, dtype) if before or self.gathers else None
             self.held = engine.held_weights() if before else None
         metrics, problems = {"rollout/weight_version": float(version)}, sent.missing()
-        if engine.own_weights or version % PROBE_EVERY == 1:
+        if probes(engine, version):
             with ExitStack() as held:
                 if not engine.own_weights:
                     held.enter_context(policy.at_work())
@@ -194,6 +194,12 @@ class HandedOver:
     def missing(self) -> list[str]:
         names = sorted(self.expected.difference(self.sums))
         return [f"it was never handed {in_short(names)}"] if names else []
+
+
+def probes(engine: Rollout, version: int) -> bool:
+    """Says whether `engine` draws a probe after this sync: always if it has a copy of the weights, else now and then
+    if it can stand it."""
+    return engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
 
 
 def score_probe(policy: TrainEngine, drawn: DataProto | None) -> tuple[DataProto, Tensor]:
