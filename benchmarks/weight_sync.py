@@ -28,10 +28,10 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from tests.runs import vllm_server
+from workers.certificate import WeightSync
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
-from workers.openai.certificate import WeightSync
 
 SHARED = "/dev/shm"  # as the openai engine has it
 LOOK_SECONDS = 0.005

@@ -16,9 +16,9 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
+from workers.certificate import draw_probe, largest_distance, score_probe, sums_of
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
-from workers.openai.certificate import draw_probe, largest_distance, score_probe, sums_of
 from workers.rollout import Checksums, Rollout
 
 

@@ -32,13 +32,13 @@ from tests.servers import KEY
 from training.environment import EnvSetup
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
+from workers.certificate import WeightSync
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.lora import add_lora, is_lora
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.openai.certificate import WeightSync
 from workers.rollout import Rollout
 from workers.vllm_rollout_spmd import vLLMRollout
 from workers.vllm_setup import BLOCK

@@ -43,6 +43,7 @@ from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
+from workers.certificate import WeightSync
 from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
@@ -52,7 +53,6 @@ from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm, load_value_model
-from workers.openai.certificate import WeightSync
 from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
 from workers.sharding import (

@@ -23,10 +23,10 @@ from data.types import Request, SamplingParams
 from tests.engines import probe_distance
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
+from workers.certificate import WeightSync
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
-from workers.openai.certificate import WeightSync
 from workers.vllm_rollout_spmd import config_folder, remove_left_behind, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.worker_group import WorkerError

@@ -16,10 +16,10 @@ from configs.schema import ModelConfig, OpenAISettings, OptimConfig
 from tests.engines import probe_distance
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
 from tests.servers import KEY, answering, engine_for
+from workers.certificate import WeightSync
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
 from workers.openai import weight_transfer as transfers
-from workers.openai.certificate import WeightSync
 from workers.openai.weight_transfer import (
     WeightTransfer,
     buckets,

@@ -30,6 +30,7 @@ from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
 from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
+from workers.certificate import WeightSync, probes
 from workers.collectives import compute_together, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
@@ -42,7 +43,6 @@ from workers.memory_needs import memory_report
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, load_value_model, training_device
 from workers.offload import Offload, Residence
-from workers.openai.certificate import WeightSync, probes
 from workers.reward_model import LearnedReward
 from workers.rollout import Rollout
 from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
