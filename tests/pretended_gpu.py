@@ -184,6 +184,8 @@ class PretendedGPU(TorchFunctionMode):
     def __enter__(self) -> "PretendedGPU":
         PretendedGPU.current = self
         self.stack = ExitStack()
+        # Torch's own: vLLM, where it has run in this process on a CPU, has put one there that does nothing.
+        self.stack.enter_context(patch.object(Tensor, "pin_memory", torch._C.TensorBase.pin_memory))
         for target, name, new in stand_ins(self):
             self.stack.enter_context(patch.object(target, name, new))
         future = torch.__future__  # so that module.to keeps tied weights tied
