@@ -32,9 +32,8 @@ from workers.engine import TrainEngine
 from workers.kernels import give_back_memory
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.offload import local
 from workers.remote_roles import shares_of
-from workers.sharding import Sharding, make_mesh
+from workers.sharding import Sharding, local, make_mesh
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}

@@ -24,7 +24,7 @@ from workers.engine import TrainEngine
 from workers.forward_check import trained_log_probs
 from workers.lora import adapter_weights, has_lora, is_lora, saved_name
 from workers.rollout import Checksums, Rollout, bit_sum, sample_of
-from workers.sharding import gather_weights, reshard, sharded_parts
+from workers.sharding import gather_weights, local, reshard, sharded_parts
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of a probe: at most
 PROBE_EVERY = 32  # versions, of an engine without a copy: nothing is sent, and a probe takes a tenth of a small step
@@ -249,12 +249,11 @@ def parameter_sums(module: PreTrainedModel, dtype: torch.dtype) -> Checksums:
     """
     own = {}
     for name, parameter in module.named_parameters():
-        local, counts = parameter.detach(), rank() == 0
-        if isinstance(local, DTensor):
-            places = zip(local.placements, local.device_mesh.get_coordinate(), strict=True)
+        counts = rank() == 0
+        if isinstance(parameter, DTensor):
+            places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
             counts = all(place == 0 for kind, place in places if kind.is_replicate())
-            local = local.to_local()
-        own[name] = bit_sum(local, dtype) if counts else 0
+        own[name] = bit_sum(local(parameter.detach()), dtype) if counts else 0
     parts, span = gather(own), 1 << 8 * dtype.itemsize
     return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
 

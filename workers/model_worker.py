@@ -49,7 +49,7 @@ from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
 
 
 class ModelWorker:
-    """Holds one process's share of the run: whole models, and of several workers some rows of every batch.
+    """Holds one process's share of the run: its models; of several workers, shards of them and rows of every batch.
 
     Args:
         config: the whole run's.

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from configs.schema import OptimConfig
+from workers.sharding import local
 from workers.tensor_parallel import by_mesh
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
@@ -139,11 +140,6 @@ def rounded_at_random(numbers: Tensor, first: int, seed: int) -> Tensor:
 def int32(number: int) -> int:
     """Wraps a whole number as one of 32 bits."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a sharded tensor, and others as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_number(weight: Tensor) -> int:

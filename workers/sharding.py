@@ -200,6 +200,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor, and others as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
     """Returns this rank's part of a `tensor` that every rank has whole, cut as `target` is."""
     if not isinstance(target, DTensor):
