@@ -294,6 +294,7 @@ def run_in_background(engine: TrainEngine, root: Path) -> None:
 
 
 def test_a_kill_while_a_checkpoint_is_written_in_the_background_leaves_the_last_named_whole(tiny_model, tmp_path):
+    torch.set_num_threads(1)  # an earlier test may have used two: a forked process has none of them, and would wait
     start, engine, states, found = make_engine(tiny_model), make_engine(tiny_model), {}, set()
     for step in (1, 2, 3):
         train(engine, step)
