@@ -32,7 +32,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 36_348,
+    "product lines": 36_498,
     "product files": 182,
     "names in training/": 39,
     "names in workers/": 28,
@@ -40,13 +40,13 @@ CEILINGS = {
     "names in configs/": 11,
     "names in custom/": 4,
     "modules under 60 lines": 16,
-    "modules with one importer": 42,
+    "modules with one importer": 43,
     "settings": 274,
     "file names in two folders": 5,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_499,
+    "test lines": 37_900,
 }
 
 
