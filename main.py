@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 from contextlib import AbstractContextManager, nullcontext
 
-from configs.errors import events, refusals, users_line_noted, warns_of_close
+from configs.errors import refusals, users_line_noted, warns_of_close
 from configs.settings import with_settings
 from data.files import sole_run
 from training.dry_run import dry_run
@@ -41,7 +41,7 @@ def start(config: Config) -> None:
 def run(config: Config) -> dict[str, float]:
     """Trains by `config`, and returns the metrics of the last validation."""
     config = rehearsal(config)
-    with lock_folder(config), events.listening():
+    with lock_folder(config):
         return train(config, prepare(config))
 
 

@@ -28,6 +28,7 @@ from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
 from training.checkpoint import Saver, config_drift
+from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.run_info import Start, git_state
 
@@ -228,6 +229,16 @@ def test_the_terminal_does_not_change_while_what_it_shows_is_written_down():
     heard, unheard = (python("-c", SAYING.format(context=who)) for who in ("events.listening()", "nullcontext()"))
     assert heard.stderr == unheard.stderr and (heard.stdout, unheard.stdout) == ("6\n", "2\n")
     assert "notice: a notice\na warning\n" in heard.stderr and "root says an error" in heard.stderr
+
+
+def test_warnings_of_the_files_that_a_run_prepares_are_taken_down(tmp_path):
+    events.kept.clear()
+    file = tmp_path / "of_a_user.py"
+    file.write_text("import logging\nlogging.getLogger('of.a.user').warning('early')\n")
+    lost = [f"actor_rollout_ref.model.external_lib={file}", f"trainer.cls={tmp_path}/lost.py:Trainer"]
+    with pytest.raises((ConfigError, FileNotFoundError), match=r"lost\.py"):
+        prepare(compose(*lost))
+    assert [json.loads(line)["text"] for line in events.kept] == ["early"]
 
 
 def test_notices_and_warnings_are_left_with_their_time_and_step(tmp_path, capsys):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
-from configs.errors import ConfigError, notice
+from configs.errors import ConfigError, events, notice
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig, RolloutConfig
 from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
 from data.data_report import report_overlap
@@ -93,6 +93,7 @@ class Parts:
     trainer_class: type[RayPPOTrainer]
 
 
+@events.listening()
 def prepare(config: Config) -> Parts:
     """Builds tokenizer, environment, reward and data, the cheap ones first.
 
@@ -104,7 +105,8 @@ def prepare(config: Config) -> Parts:
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
     check_loggers(config.trainer.logger)
     check_algorithm(config)
-    check_files_of_workers(config)
+    check_models(config)
+    checkpoint_to_resume(config)  # or raises
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     if config.reward.reward_model.enable:
@@ -208,16 +210,6 @@ def rows_looked_at(loader: PromptLoader) -> list[int]:
 def prompts_read(dataset: Dataset) -> list[np.ndarray]:
     """Token ids of the prompts that came from files; of a dataset that makes its rows there are none."""
     return dataset.prompt_ids if isinstance(dataset, RLHFDataset) else []
-
-
-def check_files_of_workers(config: Config) -> None:
-    """Checks that what workers will load is there: models, the checkpoint to resume from.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: it is not; names key and remedy.
-    """
-    check_models(config)
-    checkpoint_to_resume(config)
 
 
 def check_models(config: Config) -> None:

@@ -82,7 +82,7 @@ def start(config: SFTConfig) -> None:
 
 def run(config: SFTConfig) -> Path:
     """Trains by `config`, and returns the Hugging Face directory of the result."""
-    with sole_run(config.trainer.default_local_dir), events.listening():
+    with sole_run(config.trainer.default_local_dir):
         return train(config, prepare(config))
 
 
@@ -135,6 +135,7 @@ def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
     return f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}, and {often}{last}."
 
 
+@events.listening()
 def prepare(config: SFTConfig) -> SFTParts:
     """Raises ValueError for a model, a tokenizer or rows that cannot be used."""
     data = config.data
