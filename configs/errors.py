@@ -32,6 +32,7 @@ if find_spec("omegaconf") is None:  # here, as all commands import this file fir
 FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
+HEAD = "notice: "  # of a notice's line on stderr
 OF_WARNINGS = "py.warnings"  # Python's own name for what warnings.warn says
 MOST_KEPT = 1000  # events that wait for a run, or for room on its disk
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Events(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a notice, and writes it down."""
-        print(f"notice: {record.getMessage()}", file=sys.stderr)
+        print(f"{HEAD}{record.getMessage()}", file=sys.stderr)
         self.add(record.name, record.levelno, record.getMessage())
 
     def add(self, name: str, level: int, text: str) -> None:
@@ -75,7 +76,14 @@ class Events(logging.Handler):
             self.kept.append(json.dumps(event).encode() + b"\n")
             self.write()
 
+    def overhear(self, printed: str) -> None:
+        """Writes down the notices in what a process of this one has printed."""
+        for line in printed.splitlines():
+            if line.startswith(HEAD):
+                self.add(notices.name, NOTICE, line.removeprefix(HEAD))
+
     def write(self) -> None:
+        """Writes what is kept, if there is a file and it fits there."""
         if self.path is not None and self.kept:
             with suppress(OSError), self.path.open("ab", buffering=0) as file:  # which others add to as well
                 lines = b"".join(self.kept)

@@ -17,6 +17,8 @@ from functools import cache
 from threading import Thread, current_thread
 from typing import Any
 
+from configs.errors import events
+
 START_SECONDS = 300.0  # for a process to load what it serves
 POLL_SECONDS = 0.005  # between two looks whether a killed process is gone
 STOP_SECONDS = 1  # for coroutines to clean up when one has failed, or at an interrupt
@@ -185,7 +187,9 @@ class ChildProcess:
         try:
             while piece := await reader.read(1 << 16):
                 shown, self.may_print = piece[: self.may_print], max(0, self.may_print - len(piece))
-                sys.stdout.write(shown.decode("utf-8", "replace"))
+                text = shown.decode("utf-8", "replace")
+                sys.stdout.write(text)
+                events.overhear(text)
         finally:
             pipe.close()
 

@@ -30,7 +30,7 @@ from training import sft_trainer
 from training.checkpoint import Saver, config_drift
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.run_info import Start, git_state
+from training.run_info import Start, git_state, machine
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -281,6 +281,23 @@ def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
     assert len(state["commit"]) == 40 and state["dirty"]
     monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) == {"commit": None, "dirty": False}
+
+
+def test_a_machine_is_what_its_kernel_and_its_driver_say(tmp_path):
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel name\t: AMD EPYC\n"
+    )
+    for bus, model in (("0000:4f:00.0", "NVIDIA H100 80GB HBM3"), ("0000:0a:00.0", "NVIDIA A100-SXM4-40GB")):
+        file = tmp_path / "driver/nvidia/gpus" / bus / "information"
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            f"Model: \t\t {model} \nIRQ:   \t\t 123\nGPU UUID: \t GPU-0\nBus Type: \t PCIe\nModel Year: 3\n"
+        )
+    (tmp_path / "driver/nvidia/gpus/lost/information").mkdir(parents=True)
+    found = machine(tmp_path)
+    assert (found["cpu"], found["gpus"]) == ("AMD EPYC", ["NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"])
+    assert found["cores"] >= 1 and 0 < found["memory_gb"] == round(found["memory_gb"], 1)
+    assert machine(tmp_path / "none")["gpus"] == []
 
 
 def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_model, tmp_path, capsys):

@@ -142,14 +142,17 @@ def versions() -> dict[str, str]:
 
 
 def machine(proc: Path = Path("/proc")) -> dict[str, Any]:
-    """Describes this machine, without waking its GPUs."""
+    """Describes this machine; its GPUs as NVIDIA's driver names them, without a context of CUDA in this process."""
     processors = proc / "cpuinfo"
     names = re.findall(r"^model name\s*: (.*)", processors.read_text(), re.M) if processors.exists() else []
-    gpus = [path.read_text() for path in sorted(proc.glob("driver/nvidia/gpus/*/information"))]
+    gpus: list[str] = []
+    for path in sorted(proc.glob("driver/nvidia/gpus/*/information")):
+        with suppress(OSError):  # the driver has lost it
+            gpus += re.findall(r"^Model:\s*(.*\S)", path.read_text(), re.M)
     return {
         "host": socket.gethostname(),
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": available_cores()[0],
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "gpus": [model[1].strip() for text in gpus if (model := re.search(r"^Model:(.*)", text, re.M))],
+        "gpus": gpus,
     }

@@ -95,7 +95,7 @@ class SampleFiles:
                     file.unlink()
 
     def _files(self, kind: str) -> list[Path]:
-        return [path for path in (self.folder / kind).glob("*.jsonl") if path.stem.isdigit()]
+        return [path for path in (self.folder / kind).glob("*.jsonl") if path.stem.isdecimal()]
 
 
 def numbers_by_uid(episodes: EpisodeRows) -> dict[str, list[int]]:
