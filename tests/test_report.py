@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def unpack(packed):
     vocabulary, sizes, samples = json.loads(inflate(packed["vocabulary"])), iter(packed["columns"]["tokens"]), []
     for chunk in packed["chunks"]:
         content, total, at, columns = inflate(chunk["data"]), chunk["tokens"], 0, {}
-        layout = [("ids", "<u4"), *((n["name"], f"<i{n['bytes']}") for n in chunk["numbers"]), ("mask", "u1")]
+        kinds = {2: "<i2", 4: "<f4"}
+        layout = [("ids", "<u4"), *((n["name"], kinds[n["bytes"]]) for n in chunk["numbers"]), ("mask", "u1")]
         for name, kind in layout:
             columns[name] = np.frombuffer(content, kind, total, at)
             at += columns[name].nbytes
@@ -50,7 +52,7 @@ def unpack(packed):
         for detail in json.loads(inflate(chunk["details"])):
             part = slice(start, start := start + next(sizes))
             sample = {name: values[part] for name, values in columns.items()}
-            sample |= {name: sample[name] / 1000 for name, kind in layout if kind.startswith("<i")}
+            sample |= {name: sample[name] / 1000 for name, kind in layout if kind == "<i2"}
             texts = [vocabulary["texts"][id] for id in sample["ids"]]
             samples.append(
                 sample | {"texts": texts, "ids": [vocabulary["ids"][id] for id in sample["ids"]], "detail": detail}
@@ -96,13 +98,13 @@ def test_a_token_with_its_five_numbers_takes_less_than_seven_bytes(tmp_path):
 def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp_path):
     def change(record):
         row = record["rows"][0]
-        row["values"] = [123.4567, None, -40_000.001, *[0.0] * 27]
+        row["values"] = [123.4567, None, -40_000_000.0, *[0.0] * 27]
         row |= {"policy_mask": [0] * 3 + [1] * 27, "loss_mask": [0] * 5 + [1] * 25}
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
     sample = unpack(pack_samples(read_runs([run]), ALL))[0]
-    np.testing.assert_allclose(sample["value"][[0, 2]], [123.4567, -40_000.001], atol=1e-3)
-    assert sample["value"][1] == -(2**31) / 1000 and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
+    np.testing.assert_allclose(sample["value"][[0, 2]], [123.4567, -40_000_000.0], rtol=1e-6)
+    assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
 
 
 def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
@@ -135,32 +137,64 @@ def test_whole_groups_are_left_out_evenly_where_there_is_no_room(run, share):
     assert min(steps) <= 6 < max(steps)
 
 
-BROKEN = {
+def put(before, after):
+    return lambda text: text.replace(before, after, 1)
+
+
+DEEP, SAMPLES = "[" * 50_000, "samples/train/2.jsonl"
+BROKEN = {  # a file, what becomes of its text (None: it is not there; mkdir: it is a folder), and what is said of it
     "a torn line of metrics": ("metrics.jsonl", lambda text: text[:-20], "1 of 13 lines cannot be read"),
-    "NaN": ("metrics.jsonl", lambda text: text.replace('"timing_s/gen": 1.5', '"timing_s/gen": NaN'), "timing_s/gen"),
+    "a step that is none": ("metrics.jsonl", put('"step": 3', '"step": "3"'), "1 of 13 lines cannot be read"),
+    "a step beyond all": ("metrics.jsonl", put('"step": 3', f'"step": {10**20}'), "1 of 13 lines cannot be read"),
+    "metrics nested too deep": ("metrics.jsonl", lambda text: text + DEEP, "1 of 14 lines cannot be read"),
+    "NaN": ("metrics.jsonl", put('"timing_s/gen": 1.5', '"timing_s/gen": NaN'), "curves): timing_s/gen."),
+    "a text": ("metrics.jsonl", put('"timing_s/gen": 1.5', '"timing_s/gen": "1.5"'), "curves): timing_s/gen."),
+    "beyond a float": ("metrics.jsonl", put('gen": 1.5', f'gen": {10**400}'), "curves): timing_s/gen."),
+    "no metrics": ("metrics.jsonl", None, "There are no metrics yet"),
+    "metrics that are a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl cannot be read (Is a directory)"),
+    "no validation": ("metrics.jsonl", lambda text: text.replace("val-core", "other"), "There was no validation"),
     "no run.json": ("run.json", None, "There is no run.json"),
     "a torn run.json": ("run.json", lambda text: text[:40], "run.json is broken"),
+    "an empty run.json": ("run.json", lambda _: "", "run.json is broken"),
+    "a run.json that is a folder": ("run.json", Path.mkdir, "run.json cannot be read (Is a directory)"),
+    "a run.json nested too deep": ("run.json", lambda _: DEEP, "run.json is broken"),
+    "starts that are none": ("run.json", lambda _: '{"starts": [3]}', "run.json is broken"),
+    "a machine that is none": ("run.json", put('"machine": {', '"machine": 3, "m": {'), "machine is 3, which no run"),
+    "GPUs that are none": ("run.json", put('"gpus": []', '"gpus": 8'), "gpus is 8, which no run"),
+    "versions that are none": ("run.json", put('"versions": {', '"versions": [{}], "v": {'), "versions is [{}], which"),
+    "steps that are none": ("run.json", put('"total_steps": 12', '"total_steps": "12"'), "total_steps is '12', which"),
+    "a command that is none": ("run.json", put('"command": ["python",', '"command": 3, "c": ['), "command is 3, which"),
     "no config": ("config.yaml", None, "There is no config.yaml"),
-    "a torn config": ("config.yaml", lambda text: "a: [", "config.yaml is broken"),
+    "a torn config": ("config.yaml", lambda _: "a: [", "config.yaml is broken"),
+    "a date that is none": ("config.yaml", lambda _: "trainer: {}\na: 2026-13-45", "config.yaml is broken"),
+    "a config that is a folder": ("config.yaml", Path.mkdir, "config.yaml cannot be read (Is a directory)"),
     "a torn notice": ("events.jsonl", lambda text: text[:9], "1 of 1 lines cannot be read"),
-    "a number that JSON has not": (
-        "samples/train/2.jsonl",
-        lambda text: text.replace('"score":', '"beyond": 1e999, "score":', 1),
-        "2.jsonl: 1 samples cannot be read",
-    ),
-    "a torn sample": ("samples/train/2.jsonl", lambda text: text[:-9], "2.jsonl: 1 samples cannot be read"),
-    "no metrics": ("metrics.jsonl", None, "There are no metrics yet"),
-    "no validation": ("metrics.jsonl", lambda text: text.replace("val-core", "other"), "There was no validation"),
-}  # fmt: skip
+    "notices that are a folder": ("events.jsonl", Path.mkdir, "events.jsonl cannot be read (Is a directory)"),
+    "a torn sample": (SAMPLES, lambda text: text[:-9], "2.jsonl: 1 samples cannot be read"),
+    "a number that JSON has not": (SAMPLES, put('"score":', '"beyond": 1e999, "score":'), "2.jsonl: 1 samples cannot"),
+    "a number that no token has": (SAMPLES, put('"rewards": [0.0', '"rewards": [1e308'), "2.jsonl: 1 samples cannot"),
+    "a score beyond a float": (SAMPLES, put('"score": ', f'"score": {10**400}, "s": '), "2.jsonl: 1 samples cannot"),
+    "a score that is a text": (SAMPLES, put('"score": ', '"score": "1", "s": '), "2.jsonl: 1 samples cannot"),
+    "texts that are none": (SAMPLES, put('"token_texts": ["', '"token_texts": [3, "'), "2.jsonl: 1 samples cannot"),
+    "a sample nested too deep": (SAMPLES, lambda text: text + DEEP, "2.jsonl: 1 samples cannot be read"),
+    "samples that are a folder": (SAMPLES, Path.mkdir, "train/2.jsonl cannot be read (Is a directory)"),
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_run_is_shown_and_says_what_is_missing(tmp_path, case):
     file, change, said = BROKEN[case]
     path = write_run(tmp_path / "run") / file
-    path.write_text(change(path.read_text())) if change else path.unlink()
+    text = path.read_text()
+    path.unlink()
+    if change is Path.mkdir:
+        path.mkdir()
+    elif change:
+        path.write_text(change(text))
+        assert path.read_text() != text
     data = page_data(read_runs([tmp_path / "run"]), ALL)
-    assert said in " ".join(data["runs"][0]["missing"])
+    [sentence] = data["runs"][0]["missing"]
+    assert said in sentence
     embed(data)
 
 
@@ -173,6 +207,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(tmp_path):
     runs = read_runs(folders)
     assert [run.group for run in runs] == ["a (3 seeds)"] * 3 + ["b"]
     assert group_name(["seed_0", "seed_1"]) == "seed (2 seeds)"
+    again = write_run(tmp_path / "a_again", steps=2, seed=2)
+    assert {run.group for run in read_runs([*folders[2:3], tmp_path / "b/../a_seed2", again])} == {"a (2 runs)"}
     changed = {row["key"]: row["values"] for row in page_data(runs, ALL)["differences"]}
     assert changed["trainer.total_epochs"] == [None, None, None, "7"]
     assert changed["trainer.seed"] == ["0", "1", "2", "0"]
@@ -223,9 +259,20 @@ def test_hostile_text_stays_data(tmp_path):
 def test_the_command_writes_the_page_beside_the_first_run(run, tmp_path, capsys):
     main([str(run)])
     assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").stat().st_size > 900_000
+
+
+REFUSED = {
+    "no run": (["{}/none"], "{}/none is no folder of a run: it is not there"),
+    "an empty folder": (["{}"], "{} is no folder of a run: it has neither metrics.jsonl nor run.json"),
+    "a page that is a folder": (["{}/run", "--out", "{}"], "{} cannot be written (Is a directory): name another"),
+    "a page in a file": (["{}/run", "--out", "{}/run/run.json/a"], "{}/run/run.json/a cannot be written ("),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shown_is_refused_in_a_sentence(tmp_path, capsys, case):
+    write_run(tmp_path / "run", steps=1, samples=0)
+    command, said = REFUSED[case]
     with pytest.raises(SystemExit) as ended:
-        main([str(run), str(tmp_path / "none")])
-    assert (
-        ended.value.code == 2
-        and f"{tmp_path / 'none'} is no folder of a run: it is not there" in capsys.readouterr().err
-    )
+        main([word.format(tmp_path) for word in command])
+    assert ended.value.code == 2 and f"error: {said.format(tmp_path)}" in capsys.readouterr().err

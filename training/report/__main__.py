@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the report of the runs in `folders`, and returns its path.
 
-    Raises ValueError for a folder that is no run.
+    Raises ValueError for a folder that is no run, and for a place that cannot be written to.
     """
     from data.files import replacing
     from training.report.page import build_page
@@ -40,8 +40,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
     runs = read_runs(folders)
     out = out or folders[0] / "report.html"
-    with replacing(out) as file:
-        file.write(build_page(runs).encode())
+    page = build_page(runs).encode()
+    try:
+        with replacing(out) as file:
+            file.write(page)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written ({error.strerror}): name another file with --out.") from error
     return out
 
 

@@ -81,9 +81,7 @@ def page_data(runs: Sequence[RunRecord], room: int | None = None) -> dict[str, A
         if (apart := -(-len(run.steps) // MOST_POINTS)) > 1:
             run.missing.append(f"Of its {len(run.steps)} steps, one in {apart} is in the curves.")
     data["runs"] = [run_data(run) for run in runs]
-    samples = pack_samples(runs, room - len(embed(data)))
-    data["runs"] = [run_data(run) for run in runs]  # again: packing may have found broken samples
-    return data | {"samples": samples}
+    return data | {"samples": pack_samples(runs, room - len(embed(data)))}  # which adds to `missing` of a run
 
 
 def run_data(run: RunRecord) -> dict[str, Any]:

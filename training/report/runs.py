@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,11 +15,19 @@ from typing import Any, NamedTuple
 import yaml
 
 from configs.paths import ROOT
-from data.files import lock, read_metrics
+from data.files import lock
 
 METRICS, CONFIG, INFO, EVENTS, LOCK = "metrics.jsonl", "config.yaml", "run.json", "events.jsonl", "run.lock"
 OF_ONE_RUN = ("experiment_name", "default_local_dir", "rollout_data_dir", "validation_data_dir")  # settings of trainer
 SEEDS = ("trainer.seed", "data.seed")
+LACKS = {  # what is not known where a file of a run is missing or broken
+    METRICS: "there are no curves",
+    CONFIG: "the settings are not known",
+    INFO: "versions, machine and how the run ended are not known",
+    EVENTS: "notices and warnings are not known",
+}
+KINDS = {"command": list, "batch_arithmetic": list, "versions": dict, "machine": dict, "total_steps": int}  # in a start
+LAST_STEP = 2**53  # beyond it a browser rounds
 
 
 class Curve(NamedTuple):
@@ -84,7 +93,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
 
     Raises ValueError for a folder that is no run: it is not there, or has neither metrics.jsonl nor run.json.
     """
-    runs = [read_run(Path(folder)) for folder in folders]
+    runs = [read_run(Path(folder)) for folder in {os.path.realpath(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -93,74 +102,102 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
     for run in runs:
         groups.setdefault(json.dumps(without_seed(run), sort_keys=True, default=str), []).append(run)
     for members in groups.values():
+        seeds = {str(run.settings.get("trainer.seed")) for run in members}
         for run in members:
-            run.group = group_name([run.name for run in members])
+            run.group = group_name([run.name for run in members], "seeds" if len(seeds) == len(members) else "runs")
     return runs
 
 
 def read_run(folder: Path) -> RunRecord:
     """Reads one run's folder. Raises ValueError if it is none."""
-    if not (folder / METRICS).is_file() and not (folder / INFO).is_file():
-        there = "has neither metrics.jsonl nor run.json" if folder.is_dir() else "is not there"
+    if not any(os.path.isfile(folder / name) for name in (METRICS, INFO)):
+        there = "has neither metrics.jsonl nor run.json" if os.access(folder, os.X_OK) else "may not be opened"
         raise ValueError(
-            f"{folder} is no folder of a run: it {there}. Name the folder that a run prints at its start "
-            "(trainer.default_local_dir)."
+            f"{folder} is no folder of a run: it {there if folder.is_dir() else 'is not there'}. Name the folder that "
+            "a run prints at its start (trainer.default_local_dir)."
         )
     run = RunRecord(name=folder.resolve().name, folder=folder)
     run.info = read_info(run)
     run.config = read_config(run)
     run.name = str(run.config.get("trainer", {}).get("experiment_name") or run.name)
-    lines = read_lines(run, METRICS)
-    run.metrics = columns({entry["step"]: entry["data"] for entry in lines if is_entry(entry)})
-    run.events = [event for event in read_lines(run, EVENTS) if isinstance(event.get("text"), str)]
+    run.metrics = columns({entry["step"]: entry["data"] for entry in read_lines(run, METRICS, is_entry)})
+    run.events = read_lines(run, EVENTS, lambda event: isinstance(event.get("text"), str))
     run.samples = [*find_samples(run, "train"), *find_samples(run, "validation")]
     run.state = state_of(run)
     run.missing += sentences_on_gaps(run)
     return run
 
 
+def read_file(run: RunRecord, name: str) -> bytes | None:
+    """Reads a file of a run; None if it is missing or cannot be read, which `run.missing` then says."""
+    try:
+        return (run.folder / name).read_bytes()
+    except FileNotFoundError:
+        if name in (INFO, CONFIG):  # a run without notices has no events.jsonl
+            run.missing.append(f"There is no {name}: {LACKS[name]}.")
+    except OSError as error:
+        run.missing.append(f"{name} cannot be read ({error.strerror}): {LACKS[name]}.")
+    return None
+
+
+def parse(content: bytes) -> Any:
+    """Parses JSON; None for what is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(content)
+    return None
+
+
 def read_info(run: RunRecord) -> dict[str, Any]:
     """Reads run.json; {} if it is missing or broken, which `run.missing` then says."""
-    path = run.folder / INFO
-    if not path.exists():
-        run.missing.append("There is no run.json: versions, machine and how the run ended are not known.")
+    content = read_file(run, INFO)
+    if content is None:
         return {}
-    with suppress(ValueError):
-        info = json.loads(path.read_bytes())
-        starts = info.get("starts") if isinstance(info, dict) else None
-        if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
-            return info
-    run.missing.append("run.json is broken: versions, machine and how the run ended are not known.")
-    return {}
+    info = parse(content)
+    starts = info.get("starts") if isinstance(info, dict) else None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        run.missing.append(f"{INFO} is broken: {LACKS[INFO]}.")
+        return {}
+    for start in starts[-1:]:
+        leave_out_others(run, start, KINDS)
+        leave_out_others(run, start.get("machine") or {}, {"gpus": list})
+    return info
+
+
+def leave_out_others(run: RunRecord, facts: dict[str, Any], kinds: Mapping[str, type]) -> None:
+    """Leaves out facts that are of no such kind as a run writes, which `run.missing` then says."""
+    for name, kind in kinds.items():
+        if not isinstance(facts.get(name), kind | None):
+            run.missing.append(f"{INFO}: {name} is {facts.pop(name)!r:.80}, which no run writes, and is left out.")
 
 
 def read_config(run: RunRecord) -> dict[str, Any]:
     """Reads config.yaml and its text; {} if it is missing or broken, which `run.missing` then says."""
-    path = run.folder / CONFIG
-    if not path.exists():
-        run.missing.append("There is no config.yaml: the settings are not known.")
+    content = read_file(run, CONFIG)
+    if content is None:
         return {}
-    run.config_text = path.read_text(encoding="utf-8", errors="backslashreplace")
-    with suppress(yaml.YAMLError):
+    run.config_text = content.decode(errors="backslashreplace")
+    with suppress(yaml.YAMLError, ValueError):  # a date that is none
         config = yaml.load(run.config_text, yaml.CSafeLoader)  # six times as fast as safe_load
         if isinstance(config, dict) and isinstance(config.get("trainer", {}), dict):
             return config
-    run.missing.append("config.yaml is broken: the settings are not known.")
+    run.missing.append(f"{CONFIG} is broken: {LACKS[CONFIG]}.")
     return {}
 
 
-def read_lines(run: RunRecord, name: str) -> list[dict[str, Any]]:
-    """Reads the JSON objects of a file, a line each; `run.missing` says how many lines are torn."""
-    path = run.folder / name
-    lines = [entry for entry in read_metrics(path) if isinstance(entry, dict)]
-    written = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n")) if path.exists() else 0
-    if torn := written - len(lines):
-        run.missing.append(f"{name}: {torn} of {written} lines cannot be read (torn by a kill?) and are left out.")
-    return lines
+def read_lines(run: RunRecord, name: str, is_wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Reads the JSON objects of a file, a line each, that are wanted; `run.missing` says how many lines are not."""
+    lines = [line for line in (read_file(run, name) or b"").split(b"\n") if line.strip()]
+    entries = [entry for entry in map(parse, lines) if isinstance(entry, dict) and is_wanted(entry)]
+    if left_out := len(lines) - len(entries):
+        said = f"{left_out} of {len(lines)} lines cannot be read (torn by a kill?) and are left out."
+        run.missing.append(f"{name}: {said}")
+    return entries
 
 
 def is_entry(entry: Mapping[str, Any]) -> bool:
-    return isinstance(entry.get("step"), int) and isinstance(entry.get("data"), dict)
+    """Whether it is a line of metrics.jsonl."""
+    step = entry.get("step")
+    return isinstance(step, int) and 0 <= step < LAST_STEP and isinstance(entry.get("data"), dict)
 
 
 def columns(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
@@ -168,11 +205,18 @@ def columns(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for step, data in sorted(entries.items()):
         for name, value in data.items():
-            if value is None or isinstance(value, int | float):
-                curve = curves.setdefault(name, Curve([], []))
-                curve.steps.append(step)
-                curve.values.append(float(value) if value is not None and math.isfinite(value) else None)
+            curve = curves.setdefault(name, Curve([], []))
+            curve.steps.append(step)
+            curve.values.append(finite(value))
     return curves
+
+
+def finite(value: Any) -> float | None:
+    """Returns a number that is finite as it is, and None for anything else."""
+    with suppress(OverflowError):  # an int beyond all floats
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
@@ -181,37 +225,43 @@ def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
     In a folder outside the run's own, files from before its first start are of another run.
     """
     setting = {"train": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
-    folders, began = [run.folder / "samples" / kind], 0.0
-    if named := run.config.get("trainer", {}).get(setting):
-        folders += [ROOT / str(named), Path(str(named))]
-    with suppress(KeyError, TypeError, ValueError):
+    own, began, found = run.folder / "samples" / kind, 0.0, {}
+    named = run.config.get("trainer", {}).get(setting)
+    with suppress(LookupError, TypeError, ValueError):
         began = datetime.fromisoformat(run.info["starts"][0]["started"]).timestamp()
-    found = {
-        int(path.stem): SampleFile(kind, int(path.stem), path)
-        for folder in folders
-        for path in (folder.glob("*.jsonl") if folder.is_dir() else [])
-        if path.stem.isdecimal() and (folder == folders[0] or path.stat().st_mtime >= began)
-    }
+    for folder in (own, *((ROOT / str(named), Path(str(named))) if named else ())):
+        try:
+            paths = [path for path in folder.iterdir() if path.suffix == ".jsonl" and path.stem.isdecimal()]
+            mine = [path for path in paths if folder == own or path.stat().st_mtime >= began]
+        except (FileNotFoundError, ValueError):  # a path that no system has
+            continue
+        except OSError as error:
+            run.missing.append(f"{folder} cannot be read ({error.strerror}): its samples are left out.")
+            continue
+        found |= {int(path.stem): SampleFile(kind, int(path.stem), path) for path in mine}
     return [found[step] for step in sorted(found)]
 
 
 def state_of(run: RunRecord) -> str:
     """Says how a run ended, or that it goes on: some process holds its lock."""
-    path = run.folder / LOCK
-    if path.exists():
-        with path.open("rb") as file:
+    left = "killed" if run.start else "ended"
+    try:
+        with (run.folder / LOCK).open("rb") as file:
             if not lock(file):
                 return "running"
-    if not run.info:
-        return "ended"
-    return str(run.start.get("ending") or "killed")
+    except FileNotFoundError:
+        pass
+    except OSError:  # whose run it is, it may go on
+        left = "ended"
+    return str(run.start.get("ending") or left)
 
 
 def sentences_on_gaps(run: RunRecord) -> list[str]:
     """Names what a report would show and the run has not, besides broken files."""
     gaps = []
     if not run.metrics:
-        gaps.append("There are no metrics yet: no step has ended.")
+        is_said = any(sentence.startswith(METRICS) for sentence in run.missing)
+        gaps += [] if is_said else ["There are no metrics yet: no step has ended."]
     elif not any(name.startswith(("val-", "val/")) for name in run.metrics):
         gaps.append("There was no validation.")
     if run.metrics and not run.samples:
@@ -240,13 +290,13 @@ def without_seed(run: RunRecord) -> dict[str, Any]:
     return {key: str(value).replace(place, "…") for key, value in kept.items()} or {"folder": str(run.folder)}
 
 
-def group_name(names: Sequence[str]) -> str:
-    """Names a group of runs by what their names begin with; a run alone by its own name."""
+def group_name(names: Sequence[str], kind: str = "seeds") -> str:
+    """Names a group of runs, or of seeds, by what their names begin with; a run alone by its own name."""
     if len(names) == 1:
         return names[0]
     alike = takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
     shared = re.sub(r"[-_. /]*(seed)?[-_. /]*\d*$", "", "".join(letters[0] for letters in alike))
-    return f"{shared or names[0].rstrip('-_. /0123456789') or names[0]} ({len(names)} seeds)"
+    return f"{shared or names[0].rstrip('-_. /0123456789') or names[0]} ({len(names)} {kind})"
 
 
 def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

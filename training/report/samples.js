@@ -12,7 +12,7 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
   };
   const SHADES = { log_prob: "--minus", entropy: "--calm" }; // others: blue above zero, orange below it
   const SHOWN_TOKENS = 3000, FEW_SAMPLES = 4, SNIPPET = 60;
-  const NONE = { 2: -(2 ** 15), 4: -(2 ** 31) };
+  const NONE = -(2 ** 15); // of numbers in two bytes, which are thousandths; those in four are floats
 
   const nameOf = (number) => NAMES[number] ?? number;
   const once = (compute) => {
@@ -31,8 +31,9 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     const [buffer, details] = await Promise.all([inflate(chunk.data), inflateJson(chunk.details)]), numbers = {};
     let start = 4 * chunk.tokens;
     for (const { name, bytes, top } of chunk.numbers) {
-      const values = new (bytes === 2 ? Int16Array : Int32Array)(buffer, start, chunk.tokens);
-      const at = (token) => (values[token] === NONE[bytes] ? null : values[token] / 1000);
+      const short = bytes === 2, values = new (short ? Int16Array : Float32Array)(buffer, start, chunk.tokens);
+      const isNone = short ? (value) => value === NONE : Number.isNaN, scale = short ? 1000 : 1;
+      const at = (token) => (isNone(values[token]) ? null : values[token] / scale);
       numbers[name] = { top: top || 1, at };
       start += bytes * chunk.tokens;
     }

@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from rich.progress import track
 from training.report.runs import RunRecord, SampleFile
 
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
-LARGEST = 32.767  # as thousandths in two bytes
-NONE = {2: -(2**15), 4: -(2**31)}  # by bytes of a number: stands for "not computed"
+LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
+MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
 LISTS = ("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys", "values", "rewards")  # of a row
 ITEM = ("reset_seed", "index")  # with the text of a prompt, these tell that two samples are of the same one
 # Fields of a record that are packed elsewhere than among the other things that are known about a sample.
 PACKED = {
     "step", "input", "output", "rows", "turns", "score", "end_reason", "reward_extra_keys", "raw_prompt", "response",
     "__messages__",
-}  # fmt: skip  # fmt: skip
-BROKEN = (ValueError, KeyError, TypeError, AttributeError)  # raised for a line that is torn, or not such a record
+}  # fmt: skip
+# Raised for a line that is torn, or not such a record.
+BROKEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 UID = re.compile(rb'(?<!\\)"uid": ("(?:[^"\\]|\\.)*"|\d+)')  # inside a text its quote would have a backslash
 
 
@@ -59,15 +61,15 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
     share, packed, console = 1.0, None, Console(stderr=True)
     shows = {"description": "samples", "console": console, "transient": True, "disable": not console.is_terminal}
     while packed is None:
-        packer = Packer(share, room, sum(file.path.stat().st_size for _, file in files))
+        packer = Packer(share, room, sum(size_of(file.path) for _, file in files))
         try:
             for number, file in track(files, **shows):
                 packer.add(number, file)
             packed = packer.result()
         except TooLarge as error:
             share = error.share
-    for (number, name), broken in packer.broken.items():
-        runs[number].missing.append(f"{name}: {broken} samples cannot be read and are left out.")
+    for number, sentence in packer.missing:
+        runs[number].missing.append(sentence)
     return packed if packer.chunks else None
 
 
@@ -81,20 +83,24 @@ class Packer:
         names = ("line", "score", "advantage", "length", "tokens", "reason", "group", "item", "prompt")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
         self.chunks: list[dict[str, Any]] = []
-        self.broken: dict[tuple[int, str], int] = {}
+        self.missing: list[tuple[int, str]] = []  # a run, and a sentence
 
     def add(self, run: int, file: SampleFile) -> None:
         """Packs the samples of a file into chunks."""
-        chunk = Chunk(self)
-        for line, group, content in self.select(file.path):
-            try:
-                chunk.add(json.loads(content, parse_constant=lambda name: None), line, group)
-            except BROKEN:
-                name = f"{file.path.parent.name}/{file.path.name}"
-                self.broken[run, name] = self.broken.get((run, name), 0) + 1
-            if len(chunk.ids) > CHUNK_TOKENS:
-                self.close(chunk, run, file)
-                chunk = Chunk(self)
+        chunk, broken, name = Chunk(self), 0, f"{file.path.parent.name}/{file.path.name}"
+        try:
+            for line, group, content in self.select(file.path):
+                try:
+                    chunk.add(json.loads(content, parse_constant=lambda name: None), line, group)
+                except BROKEN:
+                    broken += 1
+                if len(chunk.ids) > CHUNK_TOKENS:
+                    self.close(chunk, run, file)
+                    chunk = Chunk(self)
+        except OSError as error:
+            self.missing.append((run, f"{name} cannot be read ({error.strerror}): its samples are left out."))
+        if broken:
+            self.missing.append((run, f"{name}: {broken} samples cannot be read and are left out."))
         self.close(chunk, run, file)
 
     def select(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -192,13 +198,14 @@ class Chunk:
     def pack(self) -> dict[str, Any]:
         """Returns tokens, `numbers` (name, bytes of each, and the size that 99 % are below), data and details.
 
-        The data are ids (4 bytes), numbers in thousandths (4 or 2 bytes), and the mask (1 byte), one after the other.
+        The data are ids (4 bytes), numbers as floats (4 bytes) or in thousandths (2), and the mask (1 byte), one after
+        the other.
         The mask is 0 of what the environment said, 1 of what the policy said, 2 of that if the loss leaves it out.
         """
         columns = {name: np.concatenate(numbers) for name, numbers in self.lists.items()}
         current = np.where(np.isnan(columns["old_log_probs"]), columns["log_probs"], columns["old_log_probs"])
         masks = np.concatenate(self.masks)
-        numbers, parts = [], []
+        packed = []
         for name, values in {
             "advantage": columns["advantages"],
             "log_prob": columns["log_probs"],
@@ -210,17 +217,15 @@ class Chunk:
         }.items():
             sizes = np.abs(values[(masks > 0) & np.isfinite(values)])
             if len(sizes):
-                width = 2 if np.nanmax(np.abs(values)) <= LARGEST else 4
-                scaled = np.nan_to_num(np.rint(1000 * values), nan=NONE[width]).clip(NONE[width], -NONE[width] - 1)
-                numbers.append(
-                    {"name": name, "bytes": width, "top": round(float(np.quantile(sizes, 0.99, method="higher")), 4)}
-                )
-                parts.append(scaled.astype(f"<i{width}").tobytes())
-        order = sorted(range(len(parts)), key=lambda place: -numbers[place]["bytes"])  # as typed arrays are aligned
-        data = [np.array(self.ids, "<u4").tobytes(), *(parts[place] for place in order), masks.tobytes()]
+                fits = np.nanmax(np.abs(values)) <= LARGEST
+                part = np.nan_to_num(np.rint(1000 * values), nan=NONE).astype("<i2") if fits else values.astype("<f4")
+                top = round(float(np.quantile(sizes, 0.99, method="higher")), 4)
+                packed.append(({"name": name, "bytes": part.itemsize, "top": top}, part.tobytes()))
+        packed.sort(key=lambda part: -part[0]["bytes"])  # as typed arrays are aligned
+        data = [np.array(self.ids, "<u4").tobytes(), *(content for _, content in packed), masks.tobytes()]
         return {
             "tokens": len(self.ids),
-            "numbers": [numbers[place] for place in order],
+            "numbers": [about for about, _ in packed],
             "data": encode(b"".join(data)),
             "details": encode(f"[{','.join(self.details)}]".encode()),
         }
@@ -235,13 +240,22 @@ def join_numbers(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     """Joins a list of numbers of each row; NaN where there is none."""
     missing = [np.empty(0)]
     parts = ([math.nan] * len(row["token_ids"]) if row.get(name) is None else row[name] for row in rows)
-    return np.concatenate(missing + [np.array(part, float) for part in parts])
+    numbers = np.concatenate(missing + [np.array(part, float) for part in parts])
+    if np.abs(numbers).max(initial=0, where=~np.isnan(numbers)) > MOST:
+        raise ValueError("a number that no token has")
+    return numbers
 
 
 def find(record: dict[str, Any], key: str) -> Any:
     """Returns a field of a record, or else of its extra_info."""
     extra = record.get("extra_info")
     return record.get(key, extra.get(key) if isinstance(extra, dict) else None)
+
+
+def size_of(path: Path) -> int:
+    with suppress(OSError):  # which reading it says
+        return path.stat().st_size
+    return 1
 
 
 def pack_json(value: Any) -> str:

@@ -17,10 +17,8 @@ from urllib.parse import parse_qs, urlsplit
 from training.report.page import embed, fill_page, page_data, page_parts
 from training.report.runs import CONFIG, EVENTS, INFO, METRICS, RunRecord, read_runs, state_of
 
-NAMES = (
-    "127.0.0.1",
-    "localhost",
-)  # for another, a foreign page asks that had its own name point here, to read the runs
+# Its own names. For another, a foreign page asks that had that name point here, to read the runs.
+NAMES = ("127.0.0.1", "localhost")
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -62,10 +60,14 @@ class LiveReport:
             self.rests_until = time.monotonic() + REST * (time.monotonic() - began)
 
 
-def stamp(folder: Path) -> list[tuple[int, int] | None]:
+def stamp(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns size and time of the files that a run writes at every step; those of samples come before them."""
-    files = [folder / name for name in (METRICS, INFO, EVENTS, CONFIG)]
-    return [(path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else None for path in files]
+    found = {}
+    for name in (METRICS, INFO, EVENTS, CONFIG):
+        with suppress(OSError):
+            state = (folder / name).stat()
+            found[name] = state.st_size, state.st_mtime_ns
+    return found
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -58,7 +58,8 @@ def about_task(run: RunRecord) -> Iterator[str]:
     if "model.path" in known:
         files, rows = names_of(known.get("data.train_files")), known.get("data.train_batch_size")
         verb = "learns" if run.state == "running" else "learnt"
-        yield f"{known['model.path']} {verb} the responses of {files}, {plural(rows, 'row')} a step."
+        batch = f", {plural(rows, 'row')} a step" if rows else ""
+        yield f"{known['model.path']} {verb} the responses of {files}{batch}."
     elif "algorithm.adv_estimator" in known:
         rank, env = known.get("actor_rollout_ref.model.lora_rank"), known.get("env.id")
         kind = "single steps" if known.get("env.mode") == "step" else "whole episodes"
@@ -99,7 +100,7 @@ def about_progress(run: RunRecord) -> Iterator[str]:
 def about_time(run: RunRecord) -> Iterator[str]:
     """Says how many steps were done, in how long, and of a run that goes on how long the others will take."""
     done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
-    total = run.start.get("total_steps") or run.settings.get("trainer.total_training_steps")
+    total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
     seconds = [value for _, value in points(run, "training/seconds")]
     whole = f", in {duration(seconds[-1])}" if seconds else ""
     pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
@@ -111,17 +112,19 @@ def about_time(run: RunRecord) -> Iterator[str]:
 def about_machine(run: RunRecord) -> Iterator[str]:
     """Says on which machine it ran."""
     if machine := run.start.get("machine"):
-        gpus = ", ".join(f"{count} × {name}" for name, count in Counter(machine.get("gpus") or []).items())
-        parts = (machine.get("cpu"), plural(machine.get("cores"), "core"), f"{machine.get('memory_gb')} GB of memory")
-        threads = f", {plural(run.start['threads'], 'thread')} a worker" if run.start.get("threads") else ""
+        cores, size, threads = machine.get("cores"), machine.get("memory_gb"), run.start.get("threads")
+        parts = [str(machine.get("cpu") or ""), cores and plural(cores, "core"), size and f"{size} GB of memory"]
+        parts += [f"{count} × {name}" for name, count in Counter(map(str, machine.get("gpus") or [])).items()]
+        parts += [threads and f"{plural(threads, 'thread')} a worker"]
         verb = "runs" if run.state == "running" else "ran"
-        yield f"It {verb} on {machine.get('host')}: {', '.join(map(str, parts))}, {gpus or 'no GPU'}{threads}."
+        about = ", ".join(filter(None, parts))
+        yield f"It {verb} on {machine.get('host') or 'a machine'}{about and ': '}{about}."
 
 
 def about_end(run: RunRecord) -> str:
     """Says how it ended, or that it goes on."""
     said = words()["ends"].get(run.state, words()["ends"]["ended"])
-    said = said.format(step=(run.steps or [0])[-1], reason=run.start.get("reason"))
+    said = said.format(step=(run.steps or [0])[-1], reason=run.start.get("reason") or "no reason is known")
     starts = len(run.info.get("starts", []))
     return f"{said} It was started {starts} times." if starts > 1 else said
 
@@ -155,7 +158,7 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
     """Finds steps in a row that taught nothing, and a policy that has become certain."""
     names = ("score/min", "score/max", "advantages/min", "advantages/max")
     ends = [dict(points(run, f"critic/{name}")) for name in names]
-    limit = run.settings.get("trainer.no_signal_steps", TrainerConfig.no_signal_steps)
+    limit = number(run, "trainer.no_signal_steps", TrainerConfig.no_signal_steps) or 0
 
     def is_silent(step: int) -> bool:
         lowest, highest, *advantages = (values.get(step) for values in ends)
@@ -181,7 +184,7 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
 
 def about_rollouts(run: RunRecord, known: Entries) -> Found:
     """Finds an engine that samples from other probabilities than the policy has, and rows that failed."""
-    limit = run.settings.get("trainer.max_rollout_mismatch", TrainerConfig.max_rollout_mismatch)
+    limit = number(run, "trainer.max_rollout_mismatch", TrainerConfig.max_rollout_mismatch)
     measured = points(run, "rollout_mismatch/abs_log_prob_diff")
     above = [(value, step) for step, value in measured if limit is not None and value > limit]
     if above:
@@ -228,7 +231,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     known, start = run.settings, run.start
     table = {label: next(filter(None, map(known.get, keys)), None) for label, keys in words()["facts"].items()}
     table["Seed"] = known.get("trainer.seed", start.get("seed"))
-    table["A step"] = "\n".join(start.get("batch_arithmetic") or [])
+    table["A step"] = "\n".join(map(str, start.get("batch_arithmetic") or []))
     table["Machine"] = " ".join(about_machine(run)).partition(" on ")[2].removesuffix(".")
     table["Versions"] = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
     table["Commit"] = f"{start.get('commit') or ''}{' and changes' if start.get('dirty') else ''}"
@@ -240,18 +243,27 @@ def facts(run: RunRecord) -> dict[str, str]:
 def stages(run: RunRecord) -> dict[str, list[Any]]:
     """Splits the seconds of every step into stages: {"steps": [..], "names": [..], "seconds": [[..] for each name]}.
 
-    A step's seconds are those since the line before it, by `training/seconds`. The last name is "other": no timer ran.
+    A step's seconds are those since the line before it, by `training/seconds`; a step whose line before is torn is left
+    out. The last name is "other": no timer ran.
     """
-    until = dict(points(run, "training/seconds"))
-    if not until:
+    until = points(run, "training/seconds")
+    lines = pairwise([(until[0][0] - 1, 0.0), *until]) if until else ()
+    passed = {step: now - was for (last, was), (step, now) in lines if step == last + 1 and now >= was}
+    if not passed:
         return {"steps": [], "names": [], "seconds": []}
     timers = [name.partition("/")[2] for name in run.metrics if name.startswith("timing_s/")]
     names = sorted({*timers} - {*AROUND_OTHERS}, key=[*STAGES, *timers].index)
     curves = [dict(points(run, f"timing_s/{name}")) for name in names]
-    seconds = [[curve.get(step, 0.0) for step in until] for curve in curves]
-    passed = [now - before for before, now in pairwise([0.0, *until.values()])]
-    others = [whole - sum(parts) for whole, *parts in zip(passed, *seconds, strict=True)]
-    return {"steps": [*until], "names": [*names, "other"], "seconds": [*seconds, others]}
+    seconds = [[curve.get(step, 0.0) for step in passed] for curve in curves]
+    others = [whole - sum(parts) for whole, *parts in zip(passed.values(), *seconds, strict=True)]
+    rounded = [[round(value, 4) for value in values] for values in (*seconds, others)]
+    return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded}
+
+
+def number(run: RunRecord, key: str, default: float | None) -> float | None:
+    """Returns a setting that is a number or null; `default` for one that is missing, or something else."""
+    value = run.settings.get(key, default)
+    return value if isinstance(value, int | float | None) else default
 
 
 def points(run: RunRecord, name: str) -> list[tuple[int, float]]:
