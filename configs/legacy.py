@@ -23,10 +23,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-HYDRA = (
-    "Hydra only composes the settings here: trainer.default_local_dir is the folder of the run, --config-path a folder "
-    "of yaml files, and each value of a sweep is a run of its own."
-)
 ONE_BACKEND = "there is one backend, transformers with FSDP2"
 OFF = (None, False, 0, "", "disabled", "none", "null", "False", [], {})
 MANY = 12  # settings of a yaml without effect; more are counted, and not listed
@@ -144,7 +140,8 @@ def judge(key: str, value: Any, schema: type) -> Verdict:
         new, how = computed[0].format(value), f"={value} {computed[1]}"
     if by_value := RENAMED_VALUES.get(f"{main}={value}") or RENAMED_VALUES.get(f"{mine}={value}"):
         main, new = (*by_value, None)[:2]
-    today = spelling_in(main, {long: short for short, long in entry.sections.items()})
+    sections = {long: short for short, long in entry.sections.items()}
+    today = spelling_in(main, sections)
     if why := NO_EFFECT_VALUES.get(f"{main}={value}") or NO_EFFECT_VALUES.get(f"{today}={value}"):
         return Verdict("no effect", key, value, why)
     if is_known(today, schema):
@@ -158,9 +155,9 @@ def judge(key: str, value: Any, schema: type) -> Verdict:
         texts, why = ONLY_VALUE.get(main) or ((), why)
         if str(value) in texts if texts else value in OFF:
             return Verdict("no effect", key, value, "it is always so here")
-        return Verdict("refused", key, value, why)
+        return Verdict("refused", key, value, in_sections(why, sections))
     if why := entry.why("no_effect", mine) or COMMON.why("no_effect", main):
-        return Verdict("no effect", key, value, why)
+        return Verdict("no effect", key, value, in_sections(why, sections))
     return Verdict("unknown", key, value)
 
 
@@ -170,6 +167,13 @@ def spelling_in(key: str, table: dict[str, str]) -> str:
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
     return key
+
+
+def in_sections(text: str, sections: dict[str, str]) -> str:
+    """Spells the keys that a reason names as an entry does; `sections` are main.py's: its own."""
+    for long, short in sections.items():
+        text = text.replace(f"{long}.", f"{short}.")
+    return text
 
 
 def settle(given: DictConfig, overrides: list[Override], schema: type) -> None:

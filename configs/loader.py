@@ -254,13 +254,11 @@ def parse_override(text: str) -> Override:
     """Parses one `key=value`; a value that Hydra's grammar cannot read (~, parentheses, = in a path) is a text.
 
     Raises:
-        ConfigError: it is not key=value, a malformed list or mapping, a sweep, or one of Hydra's own settings.
+        ConfigError: it is not key=value, a malformed list or mapping, or a sweep.
     """
     key, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
         raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
-    if key.lstrip("+~").startswith(("hydra.", "hydra/")):
-        raise ConfigError(f"{text}: {legacy.HYDRA}")
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)
@@ -328,7 +326,7 @@ def apply_override(given: DictConfig, override: Override, schema: type) -> None:
         OmegaConf.update(given, key, override.value(), force_add=True)
     elif not delete(given, key):
         if legacy.judge(key, None, schema).kind == "unknown" and not is_known(f"{key}.", schema):
-            raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.")
+            raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.", key)
         notice(f"~{key} has no effect: nothing sets it, so it has its default.")
 
 
@@ -381,8 +379,8 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
             raise ConfigError(
                 f"the {parts[0]} sets '{key}' below itself: '# @package _global_' must be its first line."
             ) from None
-        known = list(known_keys(base))
-        raise ConfigError(f"unknown key '{key}'.{did_you_mean(key, known)} --cfg job lists them all.{closed}") from None
+        near = did_you_mean(key, list(known_keys(base)))
+        raise ConfigError(f"unknown key '{key}'.{near} --cfg job lists them all.{closed}", key) from None
     except OmegaConfBaseException as error:
         if OmegaConf.is_dict(node[parts[-1]]):
             raise ConfigError(f"{key}={value!r}: {key} is a section; set the keys in it, {key}.…=….") from error

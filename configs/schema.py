@@ -393,7 +393,9 @@ class AgentConfig(Frozen):
         "single_turn_agent.",
     )
     agent_loop_config_path: str | None = setting(
-        None, "Yaml or json of agents, verl's: a list of name, _target_, and settings for the constructor."
+        None,
+        "Yaml or json of agents, verl's: a list of name, _target_, and settings for the constructor; or a "
+        "function that returns classes by name, as file.py:function.",
     )
 
 

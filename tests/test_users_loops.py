@@ -229,6 +229,7 @@ def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
         "        found = await super().run(kwargs['raw_prompt'], {**sampling_params, 'max_tokens': self.tries})\n"
         "        found.response_mask, found.extra_fields = [1] * len(found.response_ids), {'tries': self.tries}\n"
         "        return found\n"
+        "def load(): return {'loaded': Old}\n"
     )
     listed = "[{name: old, _target_: my_loops.Old}, {name: new, _target_: my_loops.New, tries: 1}]"
     (tmp_path / "loops.yaml").write_text(listed)
@@ -241,6 +242,8 @@ def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
     assert batch.tries.tolist() == [1] and batch.end_reason[0] == "max_tokens"
     agents = load_agents(config.actor_rollout_ref.rollout.agent)
     assert agents["old"].cls.ready == 1 and [*agents][-2:] == ["old", "new"]
+    config = settings(f"actor_rollout_ref.rollout.agent.custom_agent_loop_loader={tmp_path}/my_loops.py:load")
+    assert TOKENIZER.decode(played("loaded", config=config).responses[0, :2]) == "12"
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -328,6 +328,7 @@ def test_whole_commands_of_all_kinds_and_versions_compose_or_say_why_not(name, c
         ("main", f"{M}.lora_rank=4 {R}.name=vllm {M}.lora.merge=False", f"{R}.load_lora", "adapter"),
         ("main", f"{R}.name=vllm {M}.lora.merge=False", f"{R}.load_lora", "merge"),
         ("main", f"{R}.name=sglang_async", f"{R}.name", "sglang"),
+        ("main", f"{R}.agent.custom_agent_loop_loader=a.b.load", f"{R}.agent.agent_loop_config_path", "a.b.load"),
         ("sft", "model.use_remove_padding=False model=hf_model model.path=/m", "model.use_remove_padding", False),
         ("sft", "optim.weight_decay=0.5 optim=fsdp optim.lr=1e-5", "optim.weight_decay", 0.5),
         ("sft", "engine=megatron engine.optimizer_offload=True", "fsdp_config.optimizer_offload", True),
@@ -342,6 +343,10 @@ def test_whole_commands_of_all_kinds_and_versions_compose_or_say_why_not(name, c
 )
 def test_a_key_of_verls_does_its_work_under_the_name_that_it_has_here(entry, overrides, key, value):
     assert setting_at(asdict(compose_whole(entry, *overrides.split(), "")), key) == value
+
+
+def test_a_reason_names_the_keys_of_the_command_that_it_is_given_in():
+    assert judge("model.use_liger", True, SFTConfig).why.startswith("model.kernels ")
 
 
 @pytest.mark.parametrize("key", legacy.COMMON.renamed)
@@ -479,8 +484,10 @@ def test_an_unknown_key_beside_them_is_still_refused():
         f"{A}.optim.optimizer=SGD",
         f"{A}.tis_imp_ratio_cap=2",
         "distillation.enabled=True",
+        "algorithm.rollout_is_threshold=2.0",
+        "+actor_rollout_ref.model.speculator.n_predict=3",
     ],
 )
 def test_what_a_key_asks_for_and_is_not_here_is_refused_with_what_is(override):
-    with pytest.raises(ConfigError, match=f"^{override}: "):
+    with pytest.raises(ConfigError, match=f"^{override.lstrip('+')}: "):
         compose(override, name="ppo_trainer")

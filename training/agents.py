@@ -76,8 +76,7 @@ def load_agents(config: AgentConfig) -> dict[str, Agent]:
     Raises:
         ConfigError, ValueError, FileNotFoundError: a file or class that cannot be used, or a default that is none.
     """
-    agents = of_file(config.agent_loop_config_path) if config.agent_loop_config_path else {}
-    agents = {**_agent_loop_registry, **agents}
+    agents = {**_agent_loop_registry, **listed(config.agent_loop_config_path)}
     default = config.default_agent_loop
     if default is not None and default not in agents:
         if "." not in default and ":" not in default:
@@ -94,9 +93,16 @@ def known_names(agents: dict[str, Agent]) -> str:
     )
 
 
-def of_file(path: str) -> dict[str, Agent]:
-    """The agents of a yaml or json: a list of {name, _target_, and settings}. A module beside the file is found."""
+def listed(path: str | None) -> dict[str, Agent]:
+    """The agents of a yaml or json: a list of {name, _target_, and settings}. A module beside the file is found.
+
+    Or those of a function, which returns classes by name."""
+    if path is None:
+        return {}
     file = find_path(path)
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        classes = load_named(path, f"{KEY}.agent_loop_config_path")()
+        return {name: Agent(name, found) for name, found in classes.items()}
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
