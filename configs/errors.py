@@ -8,6 +8,7 @@ HYDRA_FULL_ERROR=1 shows its traceback. Bugs of this repository, and all errors 
 import difflib
 import json
 import logging
+import re
 import sys
 import sysconfig
 import traceback
@@ -145,7 +146,15 @@ logging.addLevelName(NOTICE, "NOTICE")
 
 
 class ConfigError(ValueError):
-    """Raised for settings that cannot work; the message says which key, why, and what to do instead."""
+    """Raised for settings that cannot work; the message says which key, why, and what to do instead.
+
+    Attributes:
+        key: the setting that is refused; unless it is given, what the message begins with, as in `data.seed=x: …`.
+    """
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key or re.split("[=: ]", message, maxsplit=1)[0]
 
 
 @contextmanager

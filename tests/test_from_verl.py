@@ -93,6 +93,11 @@ END
         [],
         [f"main.py {ROWS}"],
     ),
+    "left in the background of a folder that is only read": (
+        f"cd {Path(__file__).parent} || exit\nnohup {PPO} {ROWS} > train.log 2>&1 &\n",
+        [],
+        [f"main.py {ROWS}"],
+    ),
     "several commands, in other scripts and in one word": (
         """for lr in 1e-5 1e-6; do
             bash -c "env A=1 python3 -m verl.trainer.main_ppo data.train_files=a actor_rollout_ref.model.path=m \\
@@ -125,7 +130,8 @@ def write(folder: Path, text: str, name: str = "run.sh") -> Path:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_read_as_it_would_run(name: str, tmp_path: Path):
     text, arguments, expected = SCRIPTS[name]
-    readings, _ = read_source(write(tmp_path, text.replace("\n", "\r\n") if "0.2" in name else text), arguments)
+    readings, notes = read_source(write(tmp_path, text.replace("\n", "\r\n") if "0.2" in name else text), arguments)
+    assert any(note.startswith(from_verl.EARLY) for note in notes) == ("ends early" in name)
     assert [shlex.join(reading.command) for reading in readings] == [shlex.join(shlex.split(one)) for one in expected]
     assert not [setting for reading in readings for setting in reading.settings if setting.fate == MISSING]
     if "0.2" in name:
@@ -199,12 +205,15 @@ def settings(command: str) -> Reading:
 SETTINGS = [
     ("data.train_batch_size=8", WORKS, "data.train_batch_size=8"),
     ("recipe=dapo", WORKS, "recipe=dapo"),
+    ("algorithm.rollout_correction=decoupled_token_is", WORKS, "algorithm.rollout_correction=decoupled_token_is"),
+    ("hydra.run.dir=x", NO_EFFECT, "trainer.default_local_dir is the folder of the run"),
     ("+actor_rollout_ref.actor.grad_clip=0.5", RENAMED, "actor_rollout_ref.actor.optim.clip_grad=0.5"),
     ("actor_rollout_ref.rollout.name=naive", RENAMED, "actor_rollout_ref.rollout.name=hf"),
     ("model_engine=megatron", NO_EFFECT, "one backend"),
     ("actor_rollout_ref.rollout.mode=async", NO_EFFECT, "engines live in the process of their worker"),
     ("critic.model.lora_rank=4", MISSING, "the critic is trained whole"),
-    ("data.train_batch_sise=8", MISSING, "no such setting. Did you mean 'data.train_batch_size'?"),
+    ("data.train_batch_sise=8", MISSING, "unknown key 'data.train_batch_sise'. Did you mean 'data.train_batch_size'?"),
+    ("+data.mine=8", MISSING, "kept where data.custom_cls.path names your file"),
     ("data.train_batch_size=many", MISSING, "could not be converted"),
     ("actor_rollout_ref.rollout.top_p=7", MISSING, "must be at most 1"),
     ("data.train_batch_size", MISSING, "not of the form key=value"),
@@ -222,6 +231,10 @@ def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     assert said in f"{found.now} {found.said}"
     kept = [said] if fate in (WORKS, RENAMED) else [given] if "val_only" in given else []
     assert reading.command == ["main.py", *ROWS.split(), *kept]
+
+
+def test_a_key_of_a_users_own_goes_with_their_data_set():
+    assert settings(f"{PPO} {ROWS} +data.mine=1 data.custom_cls.path=f.py").command[-2] == "+data.mine=1"
 
 
 def test_torchruns_workers_yield_to_those_that_are_set():
@@ -263,8 +276,12 @@ def test_a_yaml_is_judged_by_what_it_composes(tmp_path: Path, capsys: pytest.Cap
     assert " ".join(capsys.readouterr().out.replace("\\\n", " ").split()).endswith(command)
 
 
-def test_a_script_of_a_checkout_names_a_yaml_in_it(tmp_path: Path):
-    """verl's multi-turn examples do; its own yamls, which that one takes over, are ours."""
+@pytest.mark.parametrize("above", [False, True])
+def test_a_script_of_a_checkout_names_a_yaml_in_it(above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """verl's multi-turn examples do; its own yamls, which that one takes over, are ours. It is read in the checkout,
+    from a folder beside it or above it."""
+    if above:
+        monkeypatch.chdir(tmp_path.parent)
     (config := tmp_path / "examples/config").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
     write(config, "- {name: tool}", "tools.yaml")

@@ -39,6 +39,7 @@ LOG_WIDTH, LINE = 160, 115  # characters of a line: in a file or a pipe, of a co
 WORKS, RENAMED, NO_EFFECT, MISSING = "works", "renamed", "no effect", "missing"
 HEADS = {WORKS: "runs as it is", RENAMED: "has another name", NO_EFFECT: "does nothing here", MISSING: "is missing"}
 TOGETHER = "the settings together"
+NO_SUCH = "there is no such setting."
 NOT_HERE = re.compile("there is no such file|no file matches|no file in it|is not installed")
 END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
 REMEDY = "Arguments and variables are given so: NAME=value python -m training.from_verl {} ARGUMENT …"
@@ -144,8 +145,8 @@ def readings_of(calls: list[Call]) -> list[Reading]:
 
 def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], str]:
     """Runs a script in the sandbox, among commands that only note how they were called; returns these calls, and
-    how it ended if it gave no command of verl's: for lack of a file, an argument or a folder to write to. Then it is
-    run once more, and goes on.
+    how it ended if it gave no command of verl's, for lack of a file or an argument: then it is run once more, and
+    goes on.
 
     Raises:
         ValueError: this machine has no closed sandbox.
@@ -158,11 +159,12 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
         )
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?(:-[^}]*)?\}|\$BASH_SOURCE\b", "$0", text)
     text = re.sub(r"(?<![\w.-])[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|uv|accelerate)\b", r"\1", text)
-    calls, status, said = run_in_sandbox(text, path, arguments)
-    if status is None or any(program_in(call.words) for call in calls):
-        return calls, said if status is None else ""
-    text = re.sub(r"(?<=\s)(?:&|\d)?>>?\s*(?![&(>\s])(?:\"[^\"\n]*\"|[^\s;|&)]+)", ">/dev/null", text)
-    calls, _, _ = run_in_sandbox(f"exit() {{ :; }}; set() {{ :; }}; {text}", path, arguments)
+    unheard = re.sub(r"(?<=\s)(?:&|\d)?>>?\s*(?![&(>\s])(?:\"[^\"\n]*\"|[^\s;|&)]+)", ">/dev/null", text)
+    for form in (text, unheard):  # a log beside what is only read cannot be written
+        calls, status, said = run_in_sandbox(form, path, arguments)
+        if status is None or any(program_in(call.words) for call in calls):
+            return calls, said if status is None else ""
+    calls, _, _ = run_in_sandbox(f"exit() {{ :; }}; set() {{ :; }}; {unheard}", path, arguments)
     return calls, f"{said}, and was read as if it went on"
 
 
@@ -171,7 +173,7 @@ def run_in_sandbox(text: str, path: Path, arguments: list[str]) -> tuple[list[Ca
     its status, and how it ended in words."""
     cwd, script = Path.cwd(), path.resolve()
     project = next((folder for folder in script.parents if (folder / ".git").exists()), None)
-    start = cwd if project is None or script.is_relative_to(cwd) else project
+    start = cwd if project is None or cwd.is_relative_to(project) else project
     name = script.relative_to(start) if script.is_relative_to(start) else script
     readable = (start, project or script.parent)
     calls, done = run_shell(text, [str(name), *arguments], os.environ, start, readable=readable, seconds=SECONDS)
@@ -263,15 +265,14 @@ def read_settings(program: str, entry: Entry, arguments: list[str], variables: d
     try:
         in_yaml = list(leaves(loader.read_yaml(parsed, {}))) if flags else []
     except ConfigError as error:
-        found.append(Setting(" ".join(flags), MISSING, str(error)))
+        found.append(Setting(" ".join(flags), MISSING, f"{error} A script of a checkout is read in it."))
         flags, in_yaml, parsed = [], [], None
     for key, value in in_yaml:
-        one = judge_setting(f"{key}={value}", key, value, entry.schema)
-        found.append(one._replace(now=None))
+        found.append(judge_setting(f"{key}={value}", key, value, entry.schema)._replace(now=None))
     for text in filter(str.strip, overrides):
         found += read_override(text, parsed.config_dir if parsed else CONFIG_DIR, entry.schema)
     found = compose(found, parsed, entry) if parsed else found
-    command = [*entry.words, *flags, *(setting.now for setting in found if setting.now)]
+    command = [*entry.words, *flags, *(it.now for it in found if it.now and it.fate != MISSING)]
     return Reading(program, found, command, variables)
 
 
@@ -314,7 +315,7 @@ def judge_setting(text: str, key: str, value: Any, schema: type) -> Setting:
         return Setting(text, NO_EFFECT if verdict.kind == "no effect" else MISSING, verdict.why)
     if verdict.kind == "unknown" and value != "???":
         nearest = did_you_mean(key, list(known_keys(defaults(schema))))
-        return Setting(text, MISSING, f"there is no such setting.{nearest}")
+        return Setting(text, MISSING, f"{NO_SUCH}{nearest}", now=text)  # unless the whole has a place for it
     if verdict.kind == "renamed" and value is None:
         return Setting(text, NO_EFFECT, "null leaves the default")
     if verdict.kind == "renamed":
@@ -336,39 +337,38 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> list
     """Composes and checks what works; whatever is refused then becomes missing, with the reason, until the rest is
     accepted. For files and engines that are not on this machine others stand in."""
     stand_ins: dict[str, str] = {}
-    while True:
-        overrides = [setting.now for setting in settings if setting.now]
-        said = refusal(replace(arguments, overrides=[*overrides, *stand_ins.values()]), entry)
-        if said is None:
-            return settings
-        key = re.match(r"(?:unknown key ')?~?([\w.@/-]*[\w@/-])", said)
-        named = [at for at, setting in enumerate(settings) if key and key[1] in keys_of(setting)]
+    while error := refusal(arguments, entry, [*(it.now for it in settings if it.now), *stand_ins.values()]):
+        said, key = str(error), error.key
+        named = [at for at, setting in enumerate(settings) if key in keys_of(setting)]
         if NOT_HERE.search(said):  # a matter of this machine
-            if not named or key[1] in stand_ins:
-                return settings
-            stand_ins[key[1]] = f"{key[1]}={'hf' if 'installed' in said else __file__}"
+            if not named or key in stand_ins:
+                break
+            stand_ins[key] = f"{key}={'hf' if 'installed' in said else __file__}"
             settings[named[-1]] = settings[named[-1]]._replace(said=f"{settings[named[-1]].said} {said}".strip())
             continue
         if not named:
-            return [*settings, Setting(TOGETHER, MISSING, said)]
+            settings = [*settings, Setting(TOGETHER, MISSING, said)]
+            break
         refused = settings[named[-1]]
-        if refused.fate == MISSING:  # in a yaml, from which nothing is left out here
-            return settings
         settings[named[-1]] = Setting(refused.given, MISSING, said)
+        if refused.now is None:  # in a yaml, from which nothing is left out here
+            return settings
+    return [it._replace(fate=WORKS, said="") if it.said.startswith(NO_SUCH) else it for it in settings]
 
 
 def keys_of(setting: Setting) -> set[str]:
     return {text.lstrip("+~").partition("=")[0] for text in (setting.given, setting.now or setting.given)}
 
 
-def refusal(arguments: Arguments, entry: Entry) -> str | None:
+def refusal(arguments: Arguments, entry: Entry, overrides: list[str]) -> ConfigError | None:
+    arguments = replace(arguments, overrides=overrides)
     try:
         with redirect_stderr(StringIO()):
             config = loader.load_config(arguments, entry.schema)
             loader.check_is_whole(arguments, config)
             entry.check(config)
-    except (ConfigError, FileNotFoundError) as error:
-        return str(error)
+    except ConfigError as error:
+        return error
     return None
 
 

@@ -16,7 +16,7 @@ STANDS = ("python", "python2", "python3", *(f"python3.{minor}" for minor in rang
           "deepspeed", "ray", "uv", "pip", "pip3", "conda", "mamba", "hf", "huggingface-cli", "modelscope", "wandb",
           "vllm", "curl", "wget", "git", "ssh", "scp", "rsync", "docker", "sudo", "apt", "apt-get", "srun", "sbatch",
           "nvidia-smi", "numactl", "nsys", "sleep", "kill", "pkill", "tee", "mkdir", "rm", "cp", "mv", "ln", "touch",
-          "chmod", "chown", "bash", "sh", "hdfs")  # fmt: skip
+          "chmod", "chown", "bash", "sh", "hdfs", "tmux", "screen")  # fmt: skip
 
 # A command that stands for all of STANDS, by its name. -p: bash keeps who it is (child.py: `count_alone`).
 STAND = r"""#!BASH -p
@@ -65,6 +65,7 @@ exit 0
 # Read first by every bash that the script starts. Functions are found where it changes PATH, too.
 PRELUDE = r"""
 enable -n kill
+trap 'for _ in {1..20}; do [[ $(jobs -r) ]] || break; /bin/sleep 0.1; done' EXIT  # what it leaves in the background
 for name in NAMES; do eval "function $name { HERE/bin/$name \"\$@\"; }"; done
 unset name
 ulimit() { :; }
