@@ -76,7 +76,7 @@ def load_agents(config: AgentConfig) -> dict[str, Agent]:
     Raises:
         ConfigError, ValueError, FileNotFoundError: a file or class that cannot be used, or a default that is none.
     """
-    agents = {**_agent_loop_registry, **listed(config.agent_loop_config_path)}
+    agents = {**_agent_loop_registry, **agents_of(config.agent_loop_config_path)}
     default = config.default_agent_loop
     if default is not None and default not in agents:
         if "." not in default and ":" not in default:
@@ -93,10 +93,10 @@ def known_names(agents: dict[str, Agent]) -> str:
     )
 
 
-def listed(path: str | None) -> dict[str, Agent]:
-    """The agents of a yaml or json: a list of {name, _target_, and settings}. A module beside the file is found.
+def agents_of(path: str | None) -> dict[str, Agent]:
+    """Returns those of a yaml or json: a list of {name, _target_, and settings}. A module beside the file is found.
 
-    Or those of a function, which returns classes by name."""
+    Or those of a function, which returns classes by name; of None, none."""
     if path is None:
         return {}
     file = find_path(path)
