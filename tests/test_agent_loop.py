@@ -356,9 +356,13 @@ def test_a_turn_computes_its_new_tokens_and_an_update_each_token_once(tiny_model
     assert micro.is_scored.sum() == batch.response_mask.sum()
 
 
-@pytest.mark.parametrize("said", [[], [70, 71]], ids=["nothing said", "cut in the middle"])
+@pytest.mark.parametrize(
+    ("said", "reason", "how"),
+    [([], "aborted", "aborted"), ([70, 71], "aborted", "aborted"), ([], "stop", "answered without a token")],
+    ids=["nothing said", "cut in the middle", "a stop without a token"],
+)
 @pytest.mark.parametrize("aborted_turn", [0, 1])
-def test_a_request_that_the_engine_aborts_ends_its_episode(aborted_turn, said):
+def test_a_request_that_the_engine_does_not_answer_ends_its_episode(aborted_turn, said, reason, how):
     """With nothing learnt from it, and nothing asked of the other side."""
 
     class Nodding(SingleAnswer):
@@ -367,8 +371,8 @@ def test_a_request_that_the_engine_aborts_ends_its_episode(aborted_turn, said):
             return Reply([{"role": "user", "content": "go on"}], reward=1.0)
 
     async def answer(prompt_ids: list[int], most: int, turn: int) -> Completion:
-        ids, reason = (said, "aborted") if turn == aborted_turn else (TOKENIZER.encode("ab"), "length")
-        return Completion(turn, ids, [-1.0] * len(ids), reason, 0)
+        ids, end = (said, reason) if turn == aborted_turn else (TOKENIZER.encode("ab"), "length")
+        return Completion(turn, ids, [-1.0] * len(ids), end, 0)
 
     episode, limits = Nodding({"raw_prompt_ids": [1, 2]}), Limits(response=40, answer=2)
     [sample] = asyncio.run(play(episode, answer, ChatFormat(TOKENIZER, {}), limits))
@@ -377,7 +381,7 @@ def test_a_request_that_the_engine_aborts_ends_its_episode(aborted_turn, said):
         sum(sample.policy_mask) == 0 == sum(sample.rewards)
         and sample.token_ids[len(sample.token_ids) - len(said) :] == said
     )
-    assert sample.extras["failure"] == f"the engine aborted the request of turn {aborted_turn}"
+    assert sample.extras["failure"] == f"the engine {how} the request of turn {aborted_turn}"
 
 
 class Held(Counting):

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from configs.errors import ConfigError
+from data.protocol import DataProto
 from data.seeding import rng_state, set_rng_state
 from tests.runs import compose, tree_of
 from training.checkpoint import (
@@ -28,6 +30,8 @@ from training.checkpoint import (
     save_checkpoint,
     saved_steps,
 )
+from training.roles import WorkerError
+from training.run import Run
 
 FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "test.half_written"}
 
@@ -148,6 +152,41 @@ def test_a_last_save_that_fails_is_an_error_and_one_before_it_is_not(tmp_path):
         RuntimeError, match=r"step 4, the last, could not be saved: .*No space.* is global_step_3. Make room"
     ):
         saver.check(4)
+
+
+class Slow:
+    """A model that is written in the background, for as long as it is asked three times."""
+
+    left = 0
+
+    def save(self, folder: Path, contents: list[str], background: bool) -> None:
+        folder.mkdir(exist_ok=True)
+        self.left = 3
+
+    def is_saved(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def checkpoint_bytes(self, contents: list[str]) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("error", "saved"), [(RuntimeError("a reward"), [1]), (WorkerError("rank 1"), [])])
+def test_a_step_that_raises_leaves_the_checkpoint_whole_that_is_being_written(tmp_path, error, saved):
+    """…but does not wait for workers that may wait for the one that failed."""
+
+    class Failing(Run):
+        def step(self) -> tuple[DataProto, dict[str, float]]:
+            if self.global_step == 2:
+                raise error
+            return DataProto(), {}
+
+    config = compose(f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=1", "trainer.logger=[]")
+    loader, models = Mock(state_dict=dict), {".": Slow()}
+    parts = {"tokenizer": Mock(), "train_loader": loader, "total_steps": 3, "models": models, "contents": ["model"]}
+    with pytest.raises(type(error)):
+        Failing(config, **parts, in_background=True, can_validate=False).fit()
+    assert saved_steps(tmp_path) == saved
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

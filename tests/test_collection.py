@@ -365,4 +365,5 @@ def test_a_run_that_filters_stopped_in_every_step_is_the_unbroken_run(tiny_model
     assert state_files(tmp_path / "broken", 5) == state_files(tmp_path / "unbroken", 5)
     draws = [metrics[step]["train/num_gen_batches"] for step in range(1, 6)]
     assert len(set(draws)) > 1 and max(draws) > 1  # positions in the data that no fixed stride would reach
+    assert metrics[5]["training/epoch"] == (sum(draws) - 1) // 2 > 2, "of two batches each"
     assert sum(draws) > 5 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 6))

@@ -343,6 +343,8 @@ def test_validation_metrics_are_computed_per_prompt_and_averaged_over_prompts():
         expected |= {f"maj@{n}/mean": mean, f"maj@{n}/std": std}
     assert list(nested) == ["gsm8k"] and list(nested["gsm8k"]) == ["reward"]
     assert nested["gsm8k"]["reward"] == pytest.approx(expected)
+    lists = {"reward": reward, "pred": [[int(number)] for number in answer]}
+    assert process_validation_metrics(["gsm8k"] * 8, uids, lists) == nested, "answers of any kind are votes"
 
 
 def slow_majority(votes: list[tuple[str, float]]) -> float:

@@ -1,18 +1,24 @@
 """The columns that a rollout has, by hand, and the refusals of engines that break their contract."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from configs.schema import RolloutConfig
+from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request, SamplingParams
 from tests.engines import Generating, Stepping, answer
 from workers.load_rollout import build_rollout, generate_batch
+from workers.local_group import Done
+from workers.model_worker import ColocatedRollout
+from workers.remote_roles import RemoteRollout
 from workers.rollout import Rollout
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
@@ -73,6 +79,22 @@ def test_seeds_of_rows_depend_on_their_place_in_the_whole(tokenizer: PreTrainedT
     seeds = [request.seed for request in asked]
     assert seeds[:5] == seeds[5:] and len(set(seeds)) == 5
     assert [request.prompt_ids for request in asked[:5]] == PROMPTS
+
+
+def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each_worker(tokenizer):
+    """…and the same again in an equal call: two workers have two samples each of one prompt."""
+
+    class Drawing(Generating):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            return [Completion(one.id, torch.randint(50, (3,)).tolist(), [0.0] * 3, "length", 0) for one in requests]
+
+    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext)
+    engine = Drawing(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
+    worker, prompts = ColocatedRollout(Config(), tokenizer, engine, policy), {"raw_prompt_ids": [[9]] * 4}
+    role = RemoteRollout(Mock(size=2), "rollout")
+    role.group.submit = lambda _, name, shares: Done([getattr(worker, name)(*one) for one in shares])
+    drawn = [role.generate_sequences(DataProto.from_single_dict(prompts), GREEDY, 3).responses for _ in range(2)]
+    assert len({*map(tuple, drawn[0].tolist())}) == 4 and torch.equal(*drawn)
 
 
 def test_nothing_is_learnt_from_what_was_aborted(tokenizer: PreTrainedTokenizerBase):

@@ -32,7 +32,7 @@ LOG_PROB_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # what Actor
 
 
 def add_columns(batch: DataProto, found: tuple[Columns, Metrics]) -> Metrics:
-    """Adds the new columns to `batch`; the metrics."""
+    """Adds the new columns to `batch`, and returns the metrics."""
     columns, metrics = found
     batch.batch.update(columns)
     return metrics

@@ -32,7 +32,7 @@ from configs.errors import ConfigError, first_line, notice
 from configs.schema import Config, SFTConfig
 from data.files import DISK_FULL, replacing
 
-LOOKS = 0.05  # seconds between two, for whether a checkpoint is whole
+POLL_SECONDS = 0.05  # between two looks whether a checkpoint is whole
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.yaml"  # of a checkpoint, and of the run beside its checkpoints
 WRITING, REPLACED, DELETED = ".writing_", ".replaced_", ".deleted_"  # prefixes of what a kill may leave behind
@@ -153,7 +153,7 @@ class Saver:
             while not self.written():
                 if not wait:
                     return {}
-                time.sleep(LOOKS)
+                time.sleep(POLL_SECONDS)
             name_checkpoint(self.root, step, self.keep)
         except WRITE_ERRORS as error:
             return self._failed(step, error)

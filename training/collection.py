@@ -33,7 +33,7 @@ LATER = ("advantages", "returns")  # computed after rows were left out
 
 
 class Collector:
-    """Samples responses of the policy and scores them; `loader` hands out the prompts."""
+    """Samples responses of the policy to the prompts of `loader`, and scores them."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """Counts steps of one kind."""
+    """Looks at every step of a run, and warns of what goes wrong, or ends the run by raising RuntimeError."""
 
     def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
         """Looks at a step: its metrics, and the batch that it learnt from (None: supervised training)."""

@@ -274,7 +274,8 @@ def process_validation_metrics(
         assert len(values) == len(data_sources), (
             f"validation variable {name!r} has {len(values)} values for {len(data_sources)} samples"
         )
-    answers = columns.get("pred", [None] * len(data_sources))
+    said = columns.get("pred", [None] * len(data_sources))
+    answers = [one if isinstance(one, Hashable) else repr(one) for one in said]  # such as a list of numbers
     over_prompts: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for (source, _), rows in rows_of_prompt.items():
         for name, values in columns.items():

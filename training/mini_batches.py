@@ -57,8 +57,8 @@ def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator
     """`mini_batches` for the policy.
 
     The first update of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they are the
-    rollout's, and stay. It alone has rollout_log_probs, and only where no log-prob pass has compared them already: its
-    forward does. Rows that cannot change the gradient are left out, the counts stay.
+    rollout's, and stay. Only the first has rollout_log_probs, which its forward compares with the policy's, unless a
+    log-prob pass has done so. Rows that cannot change the gradient are left out, the counts stay.
     """
     bypass = config.algorithm.rollout_correction.bypass_mode
     compared = "old_log_probs" in batch and not bypass

@@ -173,7 +173,7 @@ class RayPPOTrainer(Run):
         """Metrics of the data, of time and of throughput."""
         return {
             "training/global_step": self.global_step,
-            "training/epoch": (self.global_step - 1) // len(self.train_loader),
+            "training/epoch": self.train_loader.epoch,
             **compute_step_metrics(batch, timing, use_critic=self.critic is not None, n_gpus=self.num_workers),
         }
 

@@ -4,8 +4,8 @@ A reward manager is called with a `reward_view`: one row per response, texts dec
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
 plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss. With a learned
 reward model, a response's score in training is the model's, plus reward.reward_model.function_weight times the
-manager's; validation is scored by the manager alone, if there is one: a policy that only pleases the model is seen.
-`python -m training.reward FILE --data ROWS` tries one without a model (training/try_reward.py).
+manager's; validation is scored by the manager alone, if there is one, and shows what a policy gains that only pleases
+the model. `python -m training.reward FILE --data ROWS` tries a function without a model (training/try_reward.py).
 """
 
 import logging

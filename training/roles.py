@@ -14,6 +14,10 @@ from training.mini_batches import Update
 from training.reward_function import Loadable
 
 
+class WorkerError(RuntimeError):
+    """A worker in another process failed; the message carries its rank and traceback."""
+
+
 class Rollout(Protocol):
     """Samples responses from the policy."""
 
@@ -33,10 +37,8 @@ class Scorer(Protocol):
     """A policy that scores responses: the one in training, or the frozen reference."""
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """The asked of old_log_probs (under the reference's role: ref_log_prob), entropys and sum_pi_squared.
-
-        All are [B, R] float32, and 0 where the policy produced no token.
-        """
+        """Returns the `columns` asked for, of old_log_probs, entropys and sum_pi_squared, or the reference's
+        ref_log_prob: [B, R] float32 each, 0 where the policy produced no token."""
 
 
 class Trained(Protocol):

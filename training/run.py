@@ -31,7 +31,7 @@ from training.checkpoint import (
 from training.health import Watch
 from training.metric_utils import timer
 from training.reports import ended_early, files_left, nothing_left, steps_lost
-from training.roles import Trained
+from training.roles import Trained, WorkerError
 from training.run_info import Start
 from training.tracking import Tracking
 
@@ -127,7 +127,7 @@ class Run:
                     self.metrics = self.validate()
             if self.metrics and self.global_step > tracking.record.last_step:
                 self.log(tracking)  # step 0, or one that was saved just before a kill
-            ending = self.train(tracking)
+            ending = self.train_or_finish(tracking)
             if ending is None:
                 self.saver.check(self.global_step)
         print(f"python -m training.report {self.folder} makes a page of this run, to open in a browser.")
@@ -176,6 +176,16 @@ class Run:
                 self.watch(batch)
         return ending
 
+    def train_or_finish(self, tracking: Tracking) -> int | None:
+        """`train`; if it raises, a checkpoint that is being written is whole first."""
+        try:
+            return self.train(tracking)
+        except WorkerError:
+            raise  # other workers may wait for the one that failed, and would not answer
+        except (RuntimeError, ValueError):
+            self.saver.finish()
+            raise
+
     def log(self, tracking: Tracking) -> None:
         """Records the metrics of this step, and what the time since the last line went to."""
         timing = {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
@@ -186,13 +196,9 @@ class Run:
             tracking.log(self.global_step, self.metrics)
 
     def watch(self, batch: DataProto) -> None:
-        """Raises RuntimeError if it makes no sense to go on; what is being saved is whole by then."""
-        try:
-            for watch in self.watches:
-                watch.check(self.metrics, batch)
-        except RuntimeError:
-            self.saver.finish()
-            raise
+        """Raises RuntimeError if it makes no sense to go on."""
+        for watch in self.watches:
+            watch.check(self.metrics, batch)
 
     def outlook(self) -> tuple[str, str]:
         """Says when what a signal asks for will be done, and what a second one would lose."""
@@ -219,7 +225,7 @@ class Run:
         (folder / CONFIG_FILE).write_text(self.config_text)
 
     def is_written(self) -> bool:
-        """Says whether what `write_state` began is whole."""
+        """Says whether the checkpoint that `write_state` began is whole."""
         return all([model.is_saved() for model in self.models.values()])  # each is asked
 
     def resume(self) -> None:

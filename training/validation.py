@@ -41,7 +41,7 @@ class Validator:
         self.tokenizer = tokenizer
         self.rollout = roles.rollout
         self.reward = reward
-        self.rm = roles.rm if reward is zero_reward else None  # else what it cannot be pleased by is measured
+        self.rm = roles.rm if reward is zero_reward else None  # a policy may learn to please it: any other reward tells
         self.loader = loader
         self.game = game
         self.sample_files: SampleFiles | None = None  # a run's, which it sets

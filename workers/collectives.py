@@ -34,8 +34,7 @@ def join_group(store: dist.TCPStore, rank: int, size: int, timeout: int = TIMEOU
 
 
 def new_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Makes a group of these ranks beside the one of all, over gloo, which waits as long; None: of all. All ranks call
-    it."""
+    """Makes a gloo group of these ranks (None: of all), with the timeout of the group of all. Every rank calls it."""
     return dist.new_group(ranks, timeout=Waiting.limit, backend="gloo")
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from training.policy_loss import LossConfig, call_policy_loss
 from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
-from workers.engine import TrainEngine
+from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.sharding import reshard
 
@@ -27,7 +26,7 @@ NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 
 
-class DataParallelPPOActor:
+class DataParallelPPOActor(TrainedModel):
     """Scores and updates the policy.
 
     Args:
@@ -88,22 +87,6 @@ class DataParallelPPOActor:
         wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
         columns = [name for name in wanted if name in batch.batch]
         return cut_share(batch, self.update_size, columns, self.engine.module)
-
-    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
-        """Writes the parts of the policy named in `contents`."""
-        self.engine.save(folder, contents, background)
-
-    def is_saved(self) -> bool:
-        """Says whether all that `save` was told is written."""
-        return self.engine.is_saved()
-
-    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """`TrainEngine.checkpoint_bytes`."""
-        return self.engine.checkpoint_bytes(contents)
-
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
-        self.engine.load(folder)
 
     def policy_gradient(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> DataProto:
         """Differentiates the policy loss of a mini-batch by each token's log-prob: column policy_gradient, [B, R].

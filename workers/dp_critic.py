@@ -1,7 +1,5 @@
 """Trains the value model of PPO, and estimates values by it."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +10,11 @@ from data.seeding import forked_rng
 from training.core_algos import compute_value_loss
 from training.mini_batches import Update
 from training.torch_functional import masked_mean
-from workers.engine import TrainEngine
+from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 
 
-class DataParallelPPOCritic:
+class DataParallelPPOCritic(TrainedModel):
     """Estimates and updates values; `size` is what a forward pass may hold."""
 
     def __init__(self, config: CriticConfig, engine: TrainEngine, size: MicroBatchSize) -> None:
@@ -41,22 +39,6 @@ class DataParallelPPOCritic:
             losses = (self.micro_batch_loss(micro, update.counts, metrics) for micro in micro_batches)
             stepped = self.engine.update(losses, update.step)
         return metrics.reduce() | {f"critic/{name}": value for name, value in stepped.items()}
-
-    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
-        """Writes the parts of the critic named in `contents`."""
-        self.engine.save(folder, contents, background)
-
-    def is_saved(self) -> bool:
-        """Says whether all that `save` was told is written."""
-        return self.engine.is_saved()
-
-    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """`TrainEngine.checkpoint_bytes`."""
-        return self.engine.checkpoint_bytes(contents)
-
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
-        self.engine.load(folder)
 
     def micro_batch_loss(self, micro: MicroBatch, counts: dict[str, Any], metrics: PooledMetrics) -> torch.Tensor:
         """Computes the micro-batch's share of the mini-batch's loss."""

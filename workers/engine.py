@@ -175,6 +175,28 @@ class TrainEngine:
             self.checkpoint.load(folder)
 
 
+class TrainedModel:
+    """Base of what trains by an `engine`: the model's part of a checkpoint is the engine's."""
+
+    engine: TrainEngine
+
+    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
+        """`TrainEngine.save`."""
+        self.engine.save(folder, contents, background)
+
+    def is_saved(self) -> bool:
+        """`TrainEngine.is_saved`."""
+        return self.engine.is_saved()
+
+    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
+        """`TrainEngine.checkpoint_bytes`."""
+        return self.engine.checkpoint_bytes(contents)
+
+    def load(self, folder: Path) -> None:
+        """`TrainEngine.load`."""
+        self.engine.load(folder)
+
+
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Chooses the compute precision; auto is bfloat16 where the GPU multiplies it, and float32 on all CPUs, so that
     they agree: without native bfloat16 its products crawl there."""

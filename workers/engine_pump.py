@@ -14,7 +14,7 @@ from data.types import Completion, Request, SamplingParams
 from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
-WAIT_SHARE = 1 / 4  # of a step's time, that the next waits for turns that are about to come: few passes over many rows
+WAIT_SHARE = 1 / 4  # of a step's time, for which the next waits for turns about to come: few large steps cost less
 
 
 class EngineError(RuntimeError):

@@ -20,7 +20,7 @@ class Pending(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """`size` workers, each an object with `roles`: its name for each thing it plays, and the object that plays it."""
+    """`size` workers, each an object with `roles`: by its name, the object that plays each role."""
 
     size: int
 

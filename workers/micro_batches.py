@@ -1,8 +1,8 @@
 """Cuts a batch into micro-batches that fit a forward pass, and lays out their results.
 
-A micro-batch is trimmed to its own longest prompt and response. Results come back as [B, R] in the batch's order, so
-nobody outside sees how it was cut; losses are normalised by counts of the whole mini-batch, so no gradient does.
-Metrics are pooled over micro-batches and workers as exactly.
+A micro-batch is trimmed to its own longest prompt and response. How a batch is cut changes nothing: results come back
+as [B, R] in the batch's order, losses are normalised by counts of the whole mini-batch, and metrics are pooled exactly
+over micro-batches and workers.
 """
 
 from collections import defaultdict

@@ -205,7 +205,7 @@ class ColocatedRollout:
         """Generates responses to this worker's `prompts`, or, if there are `episodes` in the whole batch, those that
         they begin; the first is row `first_row` of it."""
         with ExitStack() as held:
-            held.enter_context(forked_rng(seed))
+            held.enter_context(forked_rng(derive_seed(seed, "rows", first_row)))  # other rows, other draws
             if not self.engine.own_weights:
                 held.enter_context(self.policy.at_work())
                 held.enter_context(gather_weights(self.policy.module))

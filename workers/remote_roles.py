@@ -1,6 +1,6 @@
 """Plays the roles of training/roles.py by groups of workers: deals out rows, and joins the answers.
 
-A role names the worker's role and method, and nothing forwards in between: `ModelWorker.roles[role].method(*share)`.
+A call names a role and a method of it: every worker calls `ModelWorker.roles[role].method(*share)`.
 Every worker gets a share of every call, if need be one without rows, as it may have to take part in a sum over all of
 them. Rows go out as neighbours, so that the samples of a prompt stay together as far as the shares allow, and results
 come back in the rows' order.
@@ -69,9 +69,9 @@ class RemoteRollout(RemoteRole):
         """As many rows for each engine, or one more: how long the responses will be is not known."""
         parts = prompts.chunk_uneven(self.group.size // self.workers_per_engine // self.peers)
         none = [prompts[0:0]] * (self.workers_per_engine - 1)
-        parts = [share for part in parts for share in (part, *none)]
         first_rows, episodes = accumulate(map(len, parts), initial=0), are_episodes(prompts)
-        shares = [(part, sampling, seed, first, episodes) for part, first in zip(parts, first_rows, strict=False)]
+        engines = zip(parts, first_rows, strict=False)
+        shares = [(rows, sampling, seed, first, episodes) for part, first in engines for rows in (part, *none)]
         calls = [share for share in shares for _ in range(self.peers)]
         answers = self.group.submit(self.name, "generate_sequences", calls).result()[:: self.peers]
         return join_rows([*filter(len, answers)] or answers[:1])

@@ -264,7 +264,7 @@ def gather_weights(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_sums(model: nn.Module) -> Iterator[None]:
-    """Has a backward that gives the weights of `model` no gradients sum none over the ranks: else zeros are."""
+    """Within the block, a backward sums no gradients over the ranks: for one that gives the weights of `model` none."""
     sharded = isinstance(model, FSDPModule)
     if sharded:
         model.set_requires_gradient_sync(False)

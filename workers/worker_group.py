@@ -22,6 +22,7 @@ from configs.schema import AgentConfig, Config, RunConfig
 from configs.threads import Threads, worker_threads
 from data.pretrained import load_model_config
 from training.preparation import needs_critic
+from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.kernels import start_process
 from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
@@ -42,7 +43,7 @@ COLOUR = re.compile(r"\x1b\[\d+m")
 
 @dataclass(frozen=True)
 class Resources:
-    """So many workers, with so many CPU threads and GPUs each, on so many machines."""
+    """Counts workers and machines, and the CPU threads and GPUs that each worker has."""
 
     workers: int
     threads: int
@@ -247,10 +248,6 @@ def worker_summary(trainer: RunConfig) -> str:
     if resources.workers > 1:
         return f"{resources.workers} workers are Ray actors, {having} each; each takes a share of every batch."
     return f"the worker is {'a Ray actor' if uses_ray(trainer) else 'this process'}, {having}."
-
-
-class WorkerError(RuntimeError):
-    """A worker failed; the message carries its rank and traceback."""
 
 
 class RemoteWorker:

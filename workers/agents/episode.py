@@ -112,8 +112,9 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
             room = limits.response - len(sample.token_ids)
             done = await answer([*sample.prompt_ids, *sample.token_ids], min(room, limits.answer), turn)
             sample.extend(done.token_ids, done.log_probs, True, done.weight_version, turn)
-            if done.finish_reason == "aborted":
-                raise EpisodeFailed("aborted", f"the engine aborted the request of turn {turn}")
+            if done.finish_reason == "aborted" or not done.token_ids:  # no token, nothing that could earn a reward
+                how = "aborted" if done.finish_reason == "aborted" else "answered without a token"
+                raise EpisodeFailed("aborted", f"the engine {how} the request of turn {turn}")
             reply = await or_episode_error(episode.step(chat.text(done.token_ids)))
             sample.rewards[-1] += reply.reward
             columns |= reply.columns

@@ -16,7 +16,6 @@ from data.types import check_text
 from workers.agents.user_code import Overdue, in_users_loop
 
 places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]] = WeakKeyDictionary()
-FAILURES = ("malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "not_run")
 
 
 @dataclass
@@ -26,7 +25,7 @@ class ToolReplies:
     Attributes:
         messages: one of the role tool for each call, in their order, and for each that is malformed.
         rewards: one a call; 0 for one that failed.
-        counts: "calls", and those among them that failed, by the kind of `FAILURES`.
+        counts: "calls", and of those that failed malformed, unknown_tool, bad_arguments, raised, timeout and not_run.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)

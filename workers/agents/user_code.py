@@ -212,8 +212,7 @@ async def in_users_loop(
     """Returns the result of `work`, a coroutine of `owner`, run in an event loop for such alone; if `owner` blocks, in
     one of its own, in a thread.
 
-    Where that loop stands still for LONGEST_STEP seconds, the owner of what it is at is said to block, and others get a
-    new loop.
+    A coroutine that keeps that loop for LONGEST_STEP seconds marks its owner as blocking, and others get a new loop.
 
     Raises:
         Overdue: it took more than `deadline` seconds, counted anew where `anew`, asked now and then, says so.
@@ -249,7 +248,7 @@ async def contain(work: Coroutine[Any, Any, Any], owner: Blockable) -> Any:
 
 
 def leave_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Leaves an event loop that stands still to what blocks it, whose owner's calls run in threads from now on."""
+    """Gives an event loop up to the coroutine that blocks it, whose owner's calls run in threads from now on."""
     owner = owners.get(asyncio.current_task(loop))
     if owner is None:  # it is busy, but with nothing of the user's
         return

@@ -32,8 +32,8 @@ VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block i
 
 @dataclass(eq=False)
 class RunningRow:
-    """A request that is being answered: the tokens drawn so far with their log-probs, and the numbers that are to
-    decide the next; `stops` end it."""
+    """A request that is being answered: the tokens drawn so far, their log-probs, and the generator of the uniform
+    numbers that decide the next ones; a token of `stops` ends it."""
 
     request: Request
     stops: frozenset[int]
@@ -84,7 +84,7 @@ class RunningBatch(ABC):
         self._set_alive([], on_device([], module.device))
 
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
-        """Has these rows go on, whose newest tokens are `last` [b], on the device."""
+        """Goes on with these `rows`, whose newest tokens are `last`, [b] on the device."""
         self.alive, self.last = rows, last
         self.kinds = sampling_kinds(rows, last.device)
 

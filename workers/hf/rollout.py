@@ -37,14 +37,14 @@ TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long
 
 
 class HFRollout(Rollout):
-    """Samples from `model`, which is the actor's own, by the fastest way whose log-probs are the trainer's: that is
-    tried, in the precision that the engine is made in, and not looked up in a list.
+    """Samples from the actor's own `model`, by the fastest of `BATCH_CLASSES` whose log-probs are the trainer's: they
+    are tried, in the precision of the block in which the engine is made.
 
-    The fastest way keeps the keys and values of episodes between their turns, of as many tokens as max_num_seqs of the
+    The fastest keeps the keys and values of episodes between their turns, of as many tokens as max_num_seqs of the
     longest sequences have: what is kept of an episode takes no more than the episode would while it runs.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: no class has the trainer's log-probs.
     """
 
     is_probed = True

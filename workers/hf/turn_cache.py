@@ -27,7 +27,7 @@ class CachedPrefix:
         return len(self.ids)
 
     def common_prefix(self, prompt: Sequence[int]) -> "CachedPrefix":
-        """Returns the tokens that `prompt` begins with; never all of it, as its last one's logits are to come."""
+        """Returns the tokens that `prompt` begins with; never all of it, as the logits after its last are needed."""
         most = min(len(self), len(prompt) - 1)
         differs = (place for place in range(most) if self.ids[place] != prompt[place])
         return CachedPrefix(prompt[: next(differs, most)], self.layers)

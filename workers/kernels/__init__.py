@@ -1,7 +1,7 @@
 """Makes a CPU or a GPU faster, and does nothing else: it may be left out (`actor_rollout_ref.model.kernels=off`).
 
-The functions named here are its door: nothing outside imports a module of it. Classes are exchanged, hooks set and
-functions registered with transformers in here alone, and only when `prepare` or `start_process` is called.
+Other packages import nothing of it but the functions named here. Classes are exchanged, hooks set and functions
+registered with transformers in here alone, and only when `prepare` or `start_process` is called.
 """
 
 from collections.abc import Callable

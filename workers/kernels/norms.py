@@ -51,8 +51,8 @@ EPSILONS = {
 
 
 class RMSNorm(nn.Module):
-    """Goes before a norm's own class, which keeps what is not float32; under autocast, which casts nothing in a norm,
-    hidden states are."""
+    """Is mixed in before a norm's own class, which computes what is not float32. Hidden states are float32 under
+    autocast, too, as it casts nothing in a norm."""
 
     epsilon_name: str
 
