@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back
     assert len(trained) == sum(len(group["params"]) for group in engine.optimizer.param_groups)
     with engine.autocast():
         assert torch.equal(log_probs(module), before)
+
+
+def test_an_engine_is_handed_one_merged_weight_at_a_time(tiny_model):
+    """…so that a GPU holds no second model while they are taken up."""
+    engine, handed = TrainEngine(adapted(tiny_model, torch.float32), OptimConfig(), 10, CPU, torch.float32), []
+    for _, weight in engine.weights():
+        handed.append(weakref.ref(weight))
+        del weight
+        assert sum(one() is not None for one in handed) <= 1
+    assert len(handed) > 10
 
 
 @pytest.mark.parametrize(

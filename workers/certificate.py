@@ -20,7 +20,7 @@ from data.padding import collate
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from workers.collectives import Peers, gather, rank
-from workers.engine import TrainEngine
+from workers.engine import TrainEngine, empty_weights
 from workers.forward_check import trained_log_probs
 from workers.lora import adapter_weights, has_lora, is_lora, lora_layers, matrices_of, saved_name
 from workers.rollout import Checksums, Rollout, bit_sum, sample_of
@@ -281,9 +281,7 @@ def parameter_sums(module: PreTrainedModel, dtype: torch.dtype, scaled: bool) ->
 
 def weight_names(module: PreTrainedModel) -> set[str]:
     """Lists the names of all weights as a checkpoint has them, tied ones under each of theirs."""
-    state = module.state_dict(keep_vars=True).items()
-    shapes = {plain_name(name): torch.empty(value.shape, device="meta") for name, value in state if not is_lora(name)}
-    return set(revert_weight_conversion(module, shapes))
+    return set(revert_weight_conversion(module, empty_weights(module)))
 
 
 def tied_names(module: PreTrainedModel) -> set[str]:

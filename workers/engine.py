@@ -8,7 +8,7 @@ micro-batches, the gradients are summed over all (workers/sharding.py), and each
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -153,8 +153,18 @@ class TrainEngine:
         Args:
             merged: False: nothing is added, as for an engine that adds the matrices itself.
         """
-        for name, weight in revert_weight_conversion(self.module, dict(plain_weights(self.module, merged))).items():
+        plain = plain_weights(self.module, merged)  # one at a time: added ones are copies
+        if self.converts:
+            plain = revert_weight_conversion(self.module, dict(plain)).items()
+        for name, weight in plain:
             yield name, whole(weight)
+
+    @cached_property
+    def converts(self) -> bool:
+        """Whether a checkpoint has other weights than the module, such as those of experts one by one."""
+        own = empty_weights(self.module)
+        found = revert_weight_conversion(self.module, own)
+        return any(found.get(name) is not weight for name, weight in own.items())
 
     def save(self, folder: Path, contents: Sequence[str], background: bool = False) -> None:
         """`ModelCheckpoint.save`. The tokenizer beside the configs is the caller's."""
@@ -173,6 +183,11 @@ class TrainEngine:
         """`ModelCheckpoint.load`."""
         with self.at_work():  # moments go where the weights are
             self.checkpoint.load(folder)
+
+
+def empty_weights(module: PreTrainedModel) -> dict[str, Tensor]:
+    """Maps the names of the plain model's weights to tensors of their shapes that hold no numbers."""
+    return {name: torch.empty(weight.shape, device="meta") for name, weight in plain_weights(module, merged=False)}
 
 
 class TrainedModel:
