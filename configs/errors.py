@@ -85,7 +85,9 @@ class Events(logging.Handler):
 
     def write(self) -> None:
         """Writes what is kept, if there is a file and it fits there."""
-        if self.path is not None and self.kept:
+        with self.lock:
+            if self.path is None or not self.kept:
+                return
             with suppress(OSError), self.path.open("ab", buffering=0) as file:  # which others add to as well
                 lines = b"".join(self.kept)
                 if file.write(lines) == len(lines):

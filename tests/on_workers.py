@@ -1,9 +1,12 @@
 """Workers for tests: in a file that worker processes can import."""
 
 import os
+import random
 import time
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from training.model_shards import once
@@ -27,6 +30,10 @@ class Echo:
 
     def gathered_ranks(self) -> list[int]:
         return gather(rank())
+
+    def draw(self) -> list[float]:
+        """One number of each global generator."""
+        return [random.random(), np.random.rand(), torch.rand(1).item()]
 
     def fail(self) -> None:
         raise KeyError("missing")

@@ -14,8 +14,9 @@ from ray.util.placement_group import placement_group_table, remove_placement_gro
 from configs import threads
 from configs.errors import ConfigError
 from configs.schema import Config
+from data.seeding import derive_seed, forked_rng
 from main import run
-from tests.on_workers import EchoWorker, InspectedWorker, weight_sum
+from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
@@ -206,7 +207,7 @@ def test_two_workers_imitate_what_one_imitates(cluster: None, tiny_model: Path, 
 
 @pytest.mark.slow
 def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None):
-    group = RayWorkerGroup(Resources(workers=2, threads=1, gpus=0), EchoWorker)
+    group = RayWorkerGroup(Resources(workers=2, threads=1, gpus=0), EchoWorker, seed=7)
     try:
         first = group.submit("echo", "hear", [("a",), ("b",)])
         second = group.submit("echo", "hear", [("c",), ("d",)])  # before the first is asked for its results
@@ -214,6 +215,11 @@ def test_a_worker_that_fails_is_named_though_another_waits_for_it(cluster: None)
         with pytest.raises(AssertionError, match="1 shares for 2 workers: each gets one, if need be without rows"):
             group.submit("echo", "hear", [("alone",)])
         assert group.submit("echo", "gathered_ranks", [()] * 2).result() == [[0, 1], [0, 1]]
+        drawn = []
+        for rank in range(2):
+            with forked_rng(derive_seed(7, "process", rank)):
+                drawn.append(Echo().draw())
+        assert group.submit("echo", "draw", [()] * 2).result() == drawn and not {*drawn[0]} & {*drawn[1]}
         with pytest.raises(WorkerError, match=r"(?s)worker rank 1 failed.*only the second"):
             group.submit("echo", "fail_on_the_second", [()] * 2).result()
         # The first, in the midst of a message, fails at once; that the second is gone is noticed later, and is why.

@@ -21,6 +21,7 @@ from configs.process import VARIABLES, children_apart
 from configs.schema import AgentConfig, Config, RunConfig
 from configs.threads import Threads, worker_threads
 from data.pretrained import load_model_config
+from data.seeding import derive_seed, seed_everything
 from training.preparation import needs_critic
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
@@ -74,13 +75,20 @@ class RayWorkerGroup:
 
     Args:
         timeout: seconds for which a rank waits for the others, in each exchange.
+        seed: of the workers' global generators, which user code may draw from; each has its own.
 
     Raises:
         ConfigError: the cluster has less than is asked for; both figures are in the message.
     """
 
     def __init__(
-        self, resources: Resources, worker_class: type, *args: Any, kernels: str = "auto", timeout: int = TIMEOUT
+        self,
+        resources: Resources,
+        worker_class: type,
+        *args: Any,
+        kernels: str = "auto",
+        timeout: int = TIMEOUT,
+        seed: int = 0,
     ) -> None:
         self.size = resources.workers
         with ExitStack() as taken:  # given back if anything below fails
@@ -92,8 +100,9 @@ class RayWorkerGroup:
             taken.callback(remove_placement_group, placement)
             self.workers = []
             for place in range(self.size):
+                own_seed, path = derive_seed(seed, "process", place), events.path and events.path.absolute()
                 worker = remote_class(resources, placement, place).remote(
-                    os.getcwd(), resources.threads, kernels, events.path and events.path.absolute()
+                    os.getcwd(), resources.threads, kernels, path, own_seed
                 )
                 taken.callback(ray.kill, worker)
                 self.workers.append(worker)
@@ -189,8 +198,8 @@ def start_group(config: Config, worker_class: type, *args: Any) -> WorkerGroup:
     check_machine(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
-        timeout = config.actor_rollout_ref.nccl_timeout
-        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config), timeout=timeout)
+        settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
+        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config), **settings)
     return LocalWorkerGroup(resources.threads, worker_class, *args)
 
 
@@ -253,13 +262,16 @@ def worker_summary(trainer: RunConfig) -> str:
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(self, working_directory: str, n_threads: int, kernels: str, events_path: Path | None) -> None:
+    def __init__(
+        self, working_directory: str, n_threads: int, kernels: str, events_path: Path | None, seed: int
+    ) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         events.path = events_path  # on another machine a folder that is not there, where its disk is not shared
         self.stack = ExitStack()
         self.stack.enter_context(events.listening())
         start_process(n_threads, kernels)
+        seed_everything(seed)
 
     def open_store(self, size: int) -> tuple[str, int]:
         """Opens the store, on rank 0. Returns the address at which the others find it."""
