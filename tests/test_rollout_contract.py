@@ -1,6 +1,6 @@
 """The columns that a rollout has, by hand, and the refusals of engines that break their contract."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -88,13 +88,19 @@ def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each
         def generate(self, requests: list[Request]) -> list[Completion]:
             return [Completion(one.id, torch.randint(50, (3,)).tolist(), [0.0] * 3, "length", 0) for one in requests]
 
-    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext)
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            torch.rand(1)
+
+    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext, weights=list)
     engine = Drawing(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
     worker, prompts = ColocatedRollout(Config(), tokenizer, engine, policy), {"raw_prompt_ids": [[9]] * 4}
     role = RemoteRollout(Mock(size=2), "rollout")
     role.group.submit = lambda _, name, shares: Done([getattr(worker, name)(*one) for one in shares])
     drawn = [role.generate_sequences(DataProto.from_single_dict(prompts), GREEDY, 3).responses for _ in range(2)]
     assert len({*map(tuple, drawn[0].tolist())}) == 4 and torch.equal(*drawn)
+    before = torch.get_rng_state()
+    worker.update_weights(1)
+    assert torch.equal(torch.get_rng_state(), before), "a resumed run takes its weights up once more"
 
 
 def test_nothing_is_learnt_from_what_was_aborted(tokenizer: PreTrainedTokenizerBase):

@@ -240,10 +240,11 @@ class ColocatedRollout:
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Has the engine sample from the policy's present weights, and certifies that it does."""
-        if self.sync.gathers or probes(self.engine, version):
-            return self.sync.update(version)
-        self.engine.load_weights(self.policy.weights(), version)
-        return {"rollout/weight_version": float(version)}
+        with forked_rng(derive_seed(self.config.trainer.seed, "sync", version)):  # a resumed run syncs once more
+            if self.sync.gathers or probes(self.engine, version):
+                return self.sync.update(version)
+            self.engine.load_weights(self.policy.weights(), version)
+            return {"rollout/weight_version": float(version)}
 
 
 def files_of_rows(config: Config) -> list[str]:
