@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from configs import legacy, loader
@@ -38,8 +38,7 @@ LONGEST = 100_000  # characters of one
 LOG_WIDTH, LINE = 160, 115  # characters of a line: in a file or a pipe, of a command
 WORKS, RENAMED, NO_EFFECT, MISSING = "works", "renamed", "no effect", "missing"
 HEADS = {WORKS: "runs as it is", RENAMED: "has another name", NO_EFFECT: "does nothing here", MISSING: "is missing"}
-TOGETHER = "the settings together"
-NO_SUCH = "there is no such setting."
+TOGETHER, NO_SUCH = "the settings together", "there is no such setting."
 NOT_HERE = re.compile("there is no such file|no file matches|no file in it|is not installed")
 END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
 REMEDY = "Arguments and variables are given so: NAME=value python -m training.from_verl {} ARGUMENT …"
@@ -396,7 +395,8 @@ def short(text: str) -> str:
 
 def show(reading: Reading, number: str, console: Console) -> None:
     """Prints the table of a command, and the command for it here."""
-    table = Table("", "setting", "here", title=f"{number}{reading.program}", title_justify="left", pad_edge=False)
+    heads = "", *(Column(name, overflow="fold") for name in ("setting", "here"))  # names are longer than their column
+    table = Table(*heads, title=f"{number}{reading.program}", title_justify="left", pad_edge=False)
     for fate, head in HEADS.items():
         found = [setting for setting in reading.settings if setting.fate == fate]
         if not found:
