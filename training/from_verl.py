@@ -264,7 +264,7 @@ def read_settings(program: str, entry: Entry, arguments: list[str], variables: d
     try:
         in_yaml = list(leaves(loader.read_yaml(parsed, {}))) if flags else []
     except ConfigError as error:
-        found.append(Setting(" ".join(flags), MISSING, f"{error} A script of a checkout is read in it."))
+        found.append(Setting(" ".join(flags), MISSING, f"{error} A script in a checkout (.git) is read there."))
         flags, in_yaml, parsed = [], [], None
     for key, value in in_yaml:
         found.append(judge_setting(f"{key}={value}", key, value, entry.schema)._replace(now=None))
