@@ -44,6 +44,8 @@ def unpack(packed):
         content, total, at, columns = inflate(chunk["data"]), chunk["tokens"], 0, {}
         kinds = {2: "<i2", 4: "<f4"}
         layout = [("ids", "<u4"), *((n["name"], kinds[n["bytes"]]) for n in chunk["numbers"]), ("mask", "u1")]
+        sizes_of = [number["bytes"] for number in chunk["numbers"]]
+        assert sizes_of == sorted(sizes_of, reverse=True), "a typed array begins at a multiple of its size"
         for name, kind in layout:
             columns[name] = np.frombuffer(content, kind, total, at)
             at += columns[name].nbytes
@@ -99,12 +101,24 @@ def test_numbers_that_two_bytes_cannot_hold_and_those_that_are_none_are_kept(tmp
     def change(record):
         row = record["rows"][0]
         row["values"] = [123.4567, None, -40_000_000.0, *[0.0] * 27]
+        row["ref_log_prob"] = [log_prob - 0.25 for log_prob in row["old_log_probs"]]
+        row["advantages"] = [9.0] * 3 + [1.0] * 27
         row |= {"policy_mask": [0] * 3 + [1] * 27, "loss_mask": [0] * 5 + [1] * 25}
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24), change)
-    sample = unpack(pack_samples(read_runs([run]), ALL))[0]
+    packed = pack_samples(read_runs([run]), ALL)
+    sample, columns = unpack(packed)[0], packed["columns"]
+    assert (columns["advantage"][0], columns["length"][0], columns["tokens"][0]) == (1.0, 27, 30)  # of the policy alone
     np.testing.assert_allclose(sample["value"][[0, 2]], [123.4567, -40_000_000.0], rtol=1e-6)
+    np.testing.assert_allclose(sample["kl"], 0.25, atol=1e-3)
     assert np.isnan(sample["value"][1]) and [*sample["mask"]] == [0] * 3 + [2] * 2 + [1] * 25
+
+
+def test_samples_are_of_one_prompt_if_its_text_and_its_item_are_the_same(tmp_path):
+    change_samples(run := write_run(tmp_path / "run", steps=1), lambda record: record | {"input": "the same"})
+    items = pack_samples(read_runs([run]), ALL)["columns"]["item"]
+    pairs = {(record["extra_info"]["index"], item) for record, item in zip(records(run), items, strict=True)}
+    assert len(pairs) == len({index for index, _ in pairs}) == len({*items}) > 1
 
 
 def test_an_episode_of_several_rows_keeps_each_prompt(tmp_path):
@@ -137,6 +151,13 @@ def test_whole_groups_are_left_out_evenly_where_there_is_no_room(run, share):
     assert min(steps) <= 6 < max(steps)
 
 
+@pytest.mark.parametrize("room", [-5_000, 0, 300])
+def test_samples_for_which_curves_leave_no_room_are_missing(run, room):
+    [record] = read_runs([run])
+    assert pack_samples([record], room) is None
+    assert record.missing == ["Its samples are left out: beside the curves there is no room for them."]
+
+
 def put(before, after):
     return lambda text: text.replace(before, after, 1)
 
@@ -159,6 +180,7 @@ BROKEN = {  # a file, what becomes of its text (None: it is not there; mkdir: it
     "a run.json that is a folder": ("run.json", Path.mkdir, "run.json cannot be read (Is a directory)"),
     "a run.json nested too deep": ("run.json", lambda _: DEEP, "run.json is broken"),
     "starts that are none": ("run.json", lambda _: '{"starts": [3]}', "run.json is broken"),
+    "a run that never started": ("run.json", lambda _: '{"starts": []}', "run.json is broken"),
     "a machine that is none": ("run.json", put('"machine": {', '"machine": 3, "m": {'), "machine is 3, which no run"),
     "GPUs that are none": ("run.json", put('"gpus": []', '"gpus": 8'), "gpus is 8, which no run"),
     "versions that are none": ("run.json", put('"versions": {', '"versions": [{}], "v": {'), "versions is [{}], which"),
@@ -217,20 +239,36 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(tmp_path):
 
 def test_a_long_run_keeps_every_so_many_points_and_the_last(tmp_path):
     run = write_run(tmp_path / "run", steps=2_100, samples=0)
+    (run / "events.jsonl").write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(2_005)))
     data = page_data(read_runs([run]), ALL)
     [curve] = data["metrics"]["actor/entropy"]
     assert len(curve["steps"]) == len(curve["values"]) == 700 and curve["steps"][-2:] == [2097, 2100]
     assert "Of its 2101 steps, one in 3 is in the curves." in data["runs"][0]["missing"]
+    assert [event["text"] for event in data["runs"][0]["events"]] == [*map(str, range(5, 2_005))]
 
 
-@pytest.mark.parametrize("state", ["done", "failed", "killed", "running"])
+@pytest.mark.parametrize("state", ["done", "failed", "killed", "running", "ended"])
 def test_the_state_says_how_a_run_ended(tmp_path, state):
     path = write_run(tmp_path / "run", samples=0) / "run.json"
     info = json.loads(path.read_text())
     info["starts"][-1]["ending"] = state if state in ("done", "failed") else None
     path.write_text(json.dumps(info))
+    if state == "ended":  # whether it goes on is not known
+        (tmp_path / "run/run.lock").mkdir()
     with sole_run(path.parent) if state == "running" else nullcontext():
         assert read_runs([path.parent])[0].state == state
+    if state == "ended":
+        (tmp_path / "run/run.lock").rmdir()
+        path.unlink()
+        assert read_runs([path.parent])[0].state == state
+
+
+@pytest.mark.parametrize(("config", "said"), [({}, ["There are no samples"]), ({"model": {"path": "a"}}, [])])
+def test_samples_are_missed_where_a_run_draws_some(tmp_path, config, said):
+    run = write_run(tmp_path / "run", samples=0)
+    shutil.rmtree(run / "samples")
+    (run / "config.yaml").write_text(json.dumps(config))
+    assert [sentence.partition(":")[0] for sentence in read_runs([run])[0].missing] == said
 
 
 def test_a_dump_of_all_rollouts_goes_before_the_samples_but_not_that_of_an_earlier_run(tmp_path):

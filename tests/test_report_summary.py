@@ -64,7 +64,8 @@ def test_the_end_in_words(state, said):
 
 
 def test_a_run_that_goes_on_says_how_long():
-    run = record({"training/seconds": [60.0] * 10}, state="running", info={"starts": [{"total_steps": 110}]})
+    run = record({}, state="running", info={"starts": [{"total_steps": 110}]})
+    run.metrics["training/seconds"] = Curve([5, 10], [30.0, 60.0])  # it went on from step 4 of another run
     assert sentences(run)[0] == "10 of 110 steps are done, in 60 s; about 10 minutes are left."
 
 
@@ -88,6 +89,9 @@ def test_the_seconds_of_a_step_are_those_of_its_stages_and_the_rest():
     metrics = {"training/seconds": [3.0, 7.0], **{f"timing_s/{name}": seconds for name, seconds in timed.items()}}
     names, seconds = ["start", "gen", "testing", "mine", "other"], [[2, 0], [0, 2], [0.5, 0], [0, 1], [0.5, 1]]
     assert stages(record(metrics)) == {"steps": [1, 2], "names": names, "seconds": seconds}
+    run = record({})
+    run.metrics["training/seconds"] = Curve([1, 2, 4, 5, 6], [1.0, 2.0, 9.0, 10.0, 3.0])  # 4 and 6: not known
+    assert stages(run) == {"steps": [1, 2, 5], "names": ["other"], "seconds": [[1, 1, 1]]}
 
 
 @pytest.mark.parametrize("metrics", [{}, {"a": [None]}, {ACC: [None, 0.5]}, {"reward/timeout": [None, None]}])

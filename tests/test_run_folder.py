@@ -223,6 +223,10 @@ def test_a_start_that_failed_names_the_line_of_the_user(tmp_path):
     with pytest.raises(KeyError), Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}):
         exec(compile(file.read_text(), file, "exec"))
     assert endings(tmp_path) == [("failed", f"KeyError: 'lost' ({file}:2)", 0)]
+    with pytest.raises(KeyboardInterrupt), Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}) as start:
+        start.done = 2
+        raise KeyboardInterrupt
+    assert endings(tmp_path) == [("stopped", "Ctrl-C", 2)]
 
 
 def test_the_terminal_does_not_change_while_what_it_shows_is_written_down():
@@ -277,8 +281,9 @@ def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
     for name in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m one", "add file"):
         (tmp_path / ".git").unlink(missing_ok=True) if name.startswith("init") else (tmp_path / "file").touch()
         subprocess.run(["git", *name.split()], cwd=tmp_path, check=True)
-    state = git_state(tmp_path)
-    assert len(state["commit"]) == 40 and state["dirty"]
+        state = git_state(tmp_path)
+        assert state["dirty"] == name.startswith("add") and len(state["commit"] or 40 * " ") == 40
+    assert state["commit"]
     monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) == {"commit": None, "dirty": False}
 

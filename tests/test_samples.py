@@ -21,7 +21,15 @@ from training import main_eval
 from training.advantage import add_columns, compute_advantage
 from training.reward import add_scores, load_reward_manager
 from training.sample_files import SampleFiles, pick_groups, pick_prompts
-from training.transcripts import BROKEN, OURS, TokenTexts, read_episodes, sample_rows, token_texts_of
+from training.transcripts import (
+    BROKEN,
+    OURS,
+    TokenTexts,
+    read_episodes,
+    sample_rows,
+    span_of_versions,
+    token_texts_of,
+)
 from training.try_reward import load_reward, read_views, score_rows
 
 TINY = build_tokenizer()
@@ -111,6 +119,20 @@ def test_records_of_episodes_have_the_numbers_of_the_batch(history, estimator, t
     assert_records_are_the_batch(records, batch, TINY)
     assert any(row["advantages"] for record in records for row in record["rows"])
     assert all("turns" in record for record in records)
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_a_record_says_which_tokens_the_loss_leaves_out_where_it_leaves_some_out(rejected):
+    batch = groups_of([0.0, 1.0])
+    batch.batch["loss_mask"] = batch.response_mask.clone()
+    batch.batch["loss_mask"][0, 0] -= rejected
+    rows = [row for record in sample_rows(batch, TINY, step=1) for row in record["rows"]]
+    assert [row.get("loss_mask", [None])[0] for row in rows] == ([0, 1] if rejected else [None, None])
+
+
+@pytest.mark.parametrize(("mask", "span"), [([0, 1, 1], [2, 3]), ([0, 0, 0], [])])
+def test_the_versions_of_the_weights_are_those_of_the_policys_tokens(mask, span):
+    assert span_of_versions({"weight_versions": [0, 3, 2], "policy_mask": mask}) == span
 
 
 ANSWERS = ["6", "The sum is 6.", "7", ""]

@@ -75,8 +75,7 @@ class RunRecord:
 
     @property
     def start(self) -> dict[str, Any]:
-        starts = self.info.get("starts") or [{}]
-        return starts[-1]
+        return self.info["starts"][-1] if self.info else {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -154,12 +153,11 @@ def read_info(run: RunRecord) -> dict[str, Any]:
         return {}
     info = parse(content)
     starts = info.get("starts") if isinstance(info, dict) else None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+    if not (isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts)):
         run.missing.append(f"{INFO} is broken: {LACKS[INFO]}.")
         return {}
-    for start in starts[-1:]:
-        leave_out_others(run, start, KINDS)
-        leave_out_others(run, start.get("machine") or {}, {"gpus": list})
+    leave_out_others(run, starts[-1], KINDS)
+    leave_out_others(run, starts[-1].get("machine") or {}, {"gpus": list})
     return info
 
 
@@ -227,7 +225,7 @@ def find_samples(run: RunRecord, kind: str) -> list[SampleFile]:
     setting = {"train": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
     own, began, found = run.folder / "samples" / kind, 0.0, {}
     named = run.config.get("trainer", {}).get(setting)
-    with suppress(LookupError, TypeError, ValueError):
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         began = datetime.fromisoformat(run.info["starts"][0]["started"]).timestamp()
     for folder in (own, *((ROOT / str(named), Path(str(named))) if named else ())):
         try:
@@ -264,7 +262,7 @@ def sentences_on_gaps(run: RunRecord) -> list[str]:
         gaps += [] if is_said else ["There are no metrics yet: no step has ended."]
     elif not any(name.startswith(("val-", "val/")) for name in run.metrics):
         gaps.append("There was no validation.")
-    if run.metrics and not run.samples:
+    if run.metrics and not run.samples and "model.path" not in run.settings:  # supervised training draws none
         gaps.append("There are no samples: trainer.sample_groups=2 keeps some, trainer.rollout_data_dir all.")
     holes = [name for name, curve in run.metrics.items() if None in curve.values]
     if holes:

@@ -23,8 +23,12 @@ from training.report.runs import RunRecord, SampleFile
 
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
 LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
+LEAST = 1e-6  # share of the groups, below which none is tried
 MOST = 1e30  # for a number of a token: a sample that has a larger one is broken
-LISTS = ("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys", "values", "rewards")  # of a row
+LISTS = (  # of a row, with a number a token
+    *("log_probs", "old_log_probs", "ref_log_prob", "advantages", "entropys", "values", "rewards"),
+    *("policy_mask", "loss_mask"),
+)
 ITEM = ("reset_seed", "index")  # with the text of a prompt, these tell that two samples are of the same one
 # Fields of a record that are packed elsewhere than among the other things that are known about a sample.
 PACKED = {
@@ -60,7 +64,7 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
     files = [(number, file) for number, run in enumerate(runs) for file in run.samples]
     share, packed, console = 1.0, None, Console(stderr=True)
     shows = {"description": "samples", "console": console, "transient": True, "disable": not console.is_terminal}
-    while packed is None:
+    while packed is None and share > LEAST:
         packer = Packer(share, room, sum(size_of(file.path) for _, file in files))
         try:
             for number, file in track(files, **shows):
@@ -70,6 +74,10 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
             share = error.share
     for number, sentence in packer.missing:
         runs[number].missing.append(sentence)
+    if packed is None or (packer.dropped and not packer.chunks):
+        for run in filter(lambda run: run.samples, runs):
+            run.missing.append("Its samples are left out: beside the curves there is no room for them.")
+        return None
     return packed if packer.chunks else None
 
 
@@ -156,17 +164,18 @@ class Chunk:
         self.packer = packer
         self.ids: list[int] = []  # numbers in packer.tokens
         self.masks: list[np.ndarray] = []
-        self.lists: dict[str, list[np.ndarray]] = {name: [] for name in LISTS}
+        self.numbers: list[np.ndarray] = []
         self.details: list[str] = []  # JSON objects
 
     def add(self, record: dict[str, Any], line: int, group: int) -> None:
         """Adds a sample; if the record is none, adds nothing and raises one of BROKEN."""
         rows, score, tables = record.get("rows") or [], record.get("score"), self.packer
         ids, texts = join(rows, "token_ids"), join(rows, "token_texts")
-        mask, lost = join_numbers(rows, "policy_mask") > 0, join_numbers(rows, "loss_mask") == 0
-        lists = {name: join_numbers(rows, name) for name in LISTS}
-        if {len(mask), len(lost), *map(len, (texts, *lists.values()))} != {len(ids)}:
-            raise ValueError("lists of different length")
+        numbers = np.concatenate([np.empty((len(LISTS), 0)), *map(numbers_of, rows)], axis=1)
+        if not len(texts) == len(ids) == numbers.shape[1] or (np.abs(numbers) > MOST).any():
+            raise ValueError("lists of different length, or a number that no token has")
+        lists = dict(zip(LISTS, numbers, strict=True))
+        mask, lost = lists["policy_mask"] > 0, lists["loss_mask"] == 0
         score = round(float(score), 6) if score is not None and math.isfinite(score) else None
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
@@ -191,8 +200,7 @@ class Chunk:
             tables.columns[name].append(value)
         self.ids += tokens
         self.masks.append(mask + (mask & lost).astype("u1"))
-        for name, numbers in lists.items():
-            self.lists[name].append(numbers)
+        self.numbers.append(numbers)
         self.details.append(told)
 
     def pack(self) -> dict[str, Any]:
@@ -202,7 +210,7 @@ class Chunk:
         the other.
         The mask is 0 of what the environment said, 1 of what the policy said, 2 of that if the loss leaves it out.
         """
-        columns = {name: np.concatenate(numbers) for name, numbers in self.lists.items()}
+        columns = dict(zip(LISTS, np.concatenate(self.numbers, axis=1), strict=True))
         current = np.where(np.isnan(columns["old_log_probs"]), columns["log_probs"], columns["old_log_probs"])
         masks = np.concatenate(self.masks)
         packed = []
@@ -236,14 +244,10 @@ def join(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
     return [*chain.from_iterable(row.get(name) or map("⟨{}⟩".format, row["token_ids"]) for row in rows)]
 
 
-def join_numbers(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-    """Joins a list of numbers of each row; NaN where there is none."""
-    missing = [np.empty(0)]
-    parts = ([math.nan] * len(row["token_ids"]) if row.get(name) is None else row[name] for row in rows)
-    numbers = np.concatenate(missing + [np.array(part, float) for part in parts])
-    if np.abs(numbers).max(initial=0, where=~np.isnan(numbers)) > MOST:
-        raise ValueError("a number that no token has")
-    return numbers
+def numbers_of(row: dict[str, Any]) -> np.ndarray:
+    """Returns the LISTS of a row, [lists, tokens]; NaN where there is none. One of another length raises ValueError."""
+    none = [math.nan] * len(row["token_ids"])
+    return np.array([none if row.get(name) is None else row[name] for name in LISTS], float)
 
 
 def find(record: dict[str, Any], key: str) -> Any:

@@ -101,11 +101,12 @@ def about_time(run: RunRecord) -> Iterator[str]:
     """Says how many steps were done, in how long, and of a run that goes on how long the others will take."""
     done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
     total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
-    seconds = [value for _, value in points(run, "training/seconds")]
-    whole = f", in {duration(seconds[-1])}" if seconds else ""
+    spent, left = points(run, "training/seconds"), ""
+    whole = f", in {duration(spent[-1][1])}" if spent else ""
     pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
-    goes_on = run.state == "running" and seconds and done and total
-    left = f"; about {duration((total - done) * seconds[-1] / done)} are left" if goes_on else ""
+    if run.state == "running" and total and len(spent) > 1:
+        (first, began), *_, (last, now) = spent  # a run may go on from a step of another's
+        left = f"; about {duration((total - done) * (now - began) / (last - first))} are left"
     yield f"{done}{f' of {total}' if total else ''} steps are done{whole}{pace}{left}."
 
 
