@@ -109,8 +109,8 @@ class Events(logging.Handler):
 
         def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
             record = make(*args, **kwargs)
-            of_others = record.name not in (OF_WARNINGS, notices.name)
-            if of_others and (record.levelno or 0) >= logging.WARNING and logging.getLogger(record.name).filter(record):
+            is_new = (record.levelno or 0) >= logging.WARNING and record.name != OF_WARNINGS
+            if is_new and logging.getLogger(record.name).filter(record):
                 self.add(record.name, record.levelno, text_of(record))
             return record
 

@@ -48,6 +48,7 @@ def test_the_mean_is_over_a_tenth_of_the_points_and_narrower_at_the_ends():
 
 def test_few_points_are_marked_and_not_smoothed_and_gaps_are_left_out():
     curves = {"reward": [(s, np.nan if s == 3 else s) for s in range(40)], "val": [(0, 5.0), (20, 1.0), (39, 7.0)]}
+    assert len(curve_rows(curves)) == 39 + 3  # JSON has no NaN
     drawn = layers(specs()["metric"], curve_rows(curves))
     assert [len(items) for items in drawn["layer_0_marks"]] == [39]
     [points] = drawn["layer_1_marks"]

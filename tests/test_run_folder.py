@@ -274,6 +274,17 @@ def test_notices_and_warnings_are_left_with_their_time_and_step(tmp_path, capsys
     assert "between two starts" in left and capsys.readouterr().err.count("notice: ") == 5
 
 
+def test_a_notice_of_which_a_part_fits_is_written_again(tmp_path):
+    events.kept.clear()
+    with Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}):
+        notice("one")
+        with files_of_at_most((tmp_path / "events.jsonl").stat().st_size + 5):
+            notice("two")
+        notice("three")
+    one, torn, *others = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in (one, *others)] == ["one", "two", "three"] and len(torn) == 5
+
+
 def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
     assert git_state(tmp_path) == {"commit": None, "dirty": False}
     (tmp_path / ".git").write_text("of nothing")
