@@ -71,6 +71,7 @@ END
         uv sync --frozen && LAUNCH=(uv run --no-sync python3)
         vllm serve judge & server=$!; trap 'kill $server' EXIT
         until curl -s localhost:8000/health; do sleep 5; done
+        until [ "$(ray status | grep -c node_)" -ge 2 ]; do sleep 5; done
         unknown_tool --now
         cat > "logs/notes.yaml" <<END
 a: 1
@@ -154,6 +155,12 @@ def test_what_else_a_script_does_is_told(
         "by hand if need be: pip install verl; python3 preprocess.py --local_dir x.",
     ):
         assert words in said
+
+
+def test_a_scripts_own_flags_are_its_own(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = write(tmp_path, f'{PPO} {ROWS} trainer.experiment_name="$1$2"')
+    assert from_verl.main([str(path), "--name", "x"]) == 0
+    assert "trainer.experiment_name=--namex" in capsys.readouterr().out
 
 
 UNREADABLE = [

@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     argv, raw = sys.argv[1:] if argv is None else argv, argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m training.from_verl", description=__doc__, formatter_class=raw)
     parser.add_argument("source", nargs="?", metavar="SCRIPT.sh|FILE.yaml")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the script, or settings over the yaml")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="a script's own, or settings")
     parser.add_argument("--run", action="store_true", help="run what works here")
     place = argv.index("--") if "--" in argv else len(argv)
-    given, words = parser.parse_intermixed_args(argv[:place]), argv[place + 1 :]
+    given, words = parser.parse_args([word for word in argv[:place] if word != "--run"]), argv[place + 1 :]
     if (given.source is None) == (not words):
         parser.error("name a script or a yaml, or give a command after --")
     console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     if any(setting.fate == MISSING for reading in readings for setting in reading.settings):
         return 2
     is_whole = not any(note.startswith(EARLY) for note in notes)  # or settings may lack what was to come
-    return (run(readings) if is_whole else 2) if given.run else 0
+    return (run(readings) if is_whole else 2) if "--run" in argv[:place] else 0
 
 
 def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[str]]:

@@ -16,7 +16,8 @@ STANDS = ("python", "python2", "python3", *(f"python3.{minor}" for minor in rang
           "deepspeed", "ray", "uv", "pip", "pip3", "conda", "mamba", "hf", "huggingface-cli", "modelscope", "wandb",
           "vllm", "curl", "wget", "git", "ssh", "scp", "rsync", "docker", "sudo", "apt", "apt-get", "srun", "sbatch",
           "nvidia-smi", "numactl", "nsys", "sleep", "kill", "pkill", "tee", "mkdir", "rm", "cp", "mv", "ln", "touch",
-          "chmod", "chown", "bash", "sh", "hdfs", "tmux", "screen")  # fmt: skip
+          "chmod", "chown", "bash", "sh", "hdfs", "tmux", "screen", "kubectl", "apptainer", "singularity", "podman",
+          "poetry", "pixi")  # fmt: skip
 
 # A command that stands for all of STANDS, by its name. -p: bash keeps who it is (child.py: `count_alone`).
 STAND = r"""#!BASH -p
@@ -57,7 +58,9 @@ case $name in
       -) python_code "$(cat)" "${@:2}" ;;
       *) tell "$name" "$@" ;;
     esac ;;
-  *) tell "$name" "$@" ;;
+  *)
+    [[ "$name ${1-}" == 'ray status' ]] && printf '1 node_%d\n' {1..64}
+    tell "$name" "$@" ;;
 esac
 exit 0
 """
