@@ -482,6 +482,7 @@ def test_an_unknown_key_beside_them_is_still_refused():
         f"{R}.quantization=fp8",
         "critic.model.lora_rank=8",
         f"{A}.optim.optimizer=SGD",
+        f"{A}.optim.eps=1e-06",
         f"{A}.tis_imp_ratio_cap=2",
         "distillation.enabled=True",
         "algorithm.rollout_is_threshold=2.0",
