@@ -125,7 +125,7 @@ class RandomSampler(SequentialSampler):
         return iter(numpy_generator(self.seed, "row order", self.epoch).permutation(self.rows_of_epoch()).tolist())
 
 
-class MixtureSampler(SequentialSampler):
+class MixtureSampler(RandomSampler):
     """Draws rows of several sources (column data.reward_fn_key) in proportion to data.source_weights.
 
     An epoch is as many rows as the dataset has. A source that runs out in it begins anew; of one with more rows than
@@ -136,8 +136,7 @@ class MixtureSampler(SequentialSampler):
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig, seed: int) -> None:
-        super().__init__(data_source, data_config)
-        self.seed = seed
+        super().__init__(data_source, data_config, seed)
         iter(self)  # or raises
 
     def __iter__(self) -> Iterator[int]:

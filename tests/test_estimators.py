@@ -650,6 +650,12 @@ def test_a_row_takes_no_part_in_a_reward_that_is_none_there():
     close(found, ANCHOR.estimate("gdpo", config=config, non_tensor_batch=rest)[0])
 
 
+def test_a_batch_whose_rows_all_failed_needs_no_columns_of_gdpo():
+    config, nothing = SimpleNamespace(gdpo_reward_keys=["code"], gdpo_reward_weights=None), torch.zeros(2, 3)
+    estimate = ADV_ESTIMATOR_REGISTRY["gdpo"]
+    assert not estimate(nothing, nothing.long(), ["a", "a"], config=config, non_tensor_batch={})[0].any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_driver_calls_every_estimator(name):
     batch = Batch.draw(1)

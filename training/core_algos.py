@@ -444,7 +444,7 @@ def compute_gdpo_outcome_advantage(
     Raises AssertionError as `reward_dimensions` does.
     """
     dimensions = [(1.0, token_level_rewards.sum(-1), response_mask)]
-    if config is not None and non_tensor_batch is not None:
+    if config is not None and non_tensor_batch is not None and response_mask.any():  # of failed rows nothing is known
         keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
         dimensions = reward_dimensions(keys, weights, non_tensor_batch, response_mask)
     total = sum(

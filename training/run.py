@@ -127,7 +127,13 @@ class Run:
                     self.metrics = self.validate()
             if self.metrics and self.global_step > tracking.record.last_step:
                 self.log(tracking)  # step 0, or one that was saved just before a kill
-            ending = self.train_or_finish(tracking)
+            try:
+                ending = self.train(tracking)
+            except WorkerError:
+                raise  # other workers may wait for the one that failed, and would not answer
+            except (RuntimeError, ValueError):
+                self.saver.finish()
+                raise
             if ending is None:
                 self.saver.check(self.global_step)
         print(f"python -m training.report {self.folder} makes a page of this run, to open in a browser.")
@@ -175,16 +181,6 @@ class Run:
                 self.start.done = self.global_step
                 self.watch(batch)
         return ending
-
-    def train_or_finish(self, tracking: Tracking) -> int | None:
-        """`train`; if it raises, a checkpoint that is being written is whole first."""
-        try:
-            return self.train(tracking)
-        except WorkerError:
-            raise  # other workers may wait for the one that failed, and would not answer
-        except (RuntimeError, ValueError):
-            self.saver.finish()
-            raise
 
     def log(self, tracking: Tracking) -> None:
         """Records the metrics of this step, and what the time since the last line went to."""

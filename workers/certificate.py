@@ -118,7 +118,8 @@ class WeightSync:
         sent = HandedOver(dtype if has_lora(module) and not adds else None)
         if not adds or engine.lost_weights:
             engine.load_weights(sent.count(self.policy.weights(merged=not adds)), version)
-            sent.expected |= weight_names(module) if engine.own_weights else set()
+            if engine.own_weights:
+                sent.expected |= revert_weight_conversion(module, empty_weights(module)).keys()
         if adds:
             engine.load_adapter(sent.count(adapter_weights(module)), version)
             sent.expected |= {saved_name(name) for name, _ in module.named_parameters() if is_lora(name)}
@@ -277,11 +278,6 @@ def parameter_sums(module: PreTrainedModel, dtype: torch.dtype, scaled: bool) ->
         own[name] = bit_sum(here, dtype) if counts else 0
     parts, span = gather(own), 1 << 8 * dtype.itemsize
     return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
-
-
-def weight_names(module: PreTrainedModel) -> set[str]:
-    """Lists the names of all weights as a checkpoint has them, tied ones under each of theirs."""
-    return set(revert_weight_conversion(module, empty_weights(module)))
 
 
 def tied_names(module: PreTrainedModel) -> set[str]:

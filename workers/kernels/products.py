@@ -50,17 +50,13 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def is_for_onednn(values: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN can have the product of these, and is to be had."""
-    return is_plain(values, weight) and values.ndim > 1 and HAS_ONEDNN
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether these are float32 tensors on a CPU as they stand, none of them empty or spread over processes, which are
-    multiplied in float32."""
-    return all(map(is_float32, tensors)) and not torch.is_autocast_enabled("cpu")
+    """Whether oneDNN is there and can multiply these, in float32."""
+    plain = is_float32(values) and is_float32(weight) and not torch.is_autocast_enabled("cpu")
+    return plain and values.ndim > 1 and HAS_ONEDNN
 
 
 def is_float32(tensor: Tensor) -> bool:
+    """Whether this is a float32 tensor on a CPU, not empty, and not spread over processes."""
     plain = tensor.device.type == "cpu" and type(tensor) in PLAIN
     return plain and tensor.dtype == torch.float32 and tensor.numel() > 0
 
