@@ -38,7 +38,7 @@ def inflate(packed):
 
 
 def unpack(packed):
-    """Undoes pack_samples, as page.js does: for each sample its texts, ids, mask, detail, and numbers by name."""
+    """Undoes pack_samples, as samples.js does: for each sample its texts, ids, mask, detail, and numbers by name."""
     vocabulary, sizes, samples = json.loads(inflate(packed["vocabulary"])), iter(packed["columns"]["tokens"]), []
     for chunk in packed["chunks"]:
         content, total, at, columns = inflate(chunk["data"]), chunk["tokens"], 0, {}

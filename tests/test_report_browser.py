@@ -366,6 +366,8 @@ def test_the_server_has_new_steps_and_says_when_there_are_none(live):
     assert ask(live, f"/data?have={data['version']}").status == 204
     with (live.report.folders[0] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "data": {"actor/entropy": 1.0}}) + "\n")
+    live.report.rests_until = float("inf")
+    assert ask(live, f"/data?have={data['version']}").status == 204, "the cores are the run's"
     live.report.rests_until = 0.0
     newer = json.loads(ask(live, f"/data?have={data['version']}").read())
     assert steps_of(newer) == [1, 2, 3, 4] and newer["version"] != data["version"]

@@ -1,16 +1,16 @@
 """Packs rollouts for the page: columns of what is sorted by, and a chunk of numbers for the tokens of a step.
 
-A token takes about six bytes of the page, where its JSON takes a hundred; page.js opens a chunk when it is first looked
-at. Prompts and the texts of tokens stand in one table each.
+A token takes about six bytes of the page, where its JSON takes a hundred; samples.js opens a chunk when it is first
+looked at. Prompts and the texts of tokens stand in one table each.
 """
 
 import base64
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def pack_samples(runs: Sequence[RunRecord], room: int) -> dict[str, Any] | None:
     share, packed, console = 1.0, None, Console(stderr=True)
     shows = {"description": "samples", "console": console, "transient": True, "disable": not console.is_terminal}
     while packed is None and share > LEAST:
-        packer = Packer(share, room, sum(size_of(file.path) for _, file in files))
+        packer = Packer(share, room, sum(os.path.getsize(file.path) for _, file in files if os.path.isfile(file.path)))
         try:
             for number, file in track(files, **shows):
                 packer.add(number, file)
@@ -141,7 +141,7 @@ class Packer:
                 raise TooLarge(0.95 * self.share * self.room / self.size * self.read / self.total)
 
     def result(self) -> dict[str, Any]:
-        """Returns all that page.js reads. Raises TooLarge if it has become too large."""
+        """Returns all that samples.js reads. Raises TooLarge if it has become too large."""
         ids, texts = zip(*self.tokens, strict=True) if self.tokens else ((), ())
         left_out = f"{self.dropped} of {self.dropped + self.groups} groups ({self.dropped_samples} samples)"
         packed = {
@@ -254,12 +254,6 @@ def find(record: dict[str, Any], key: str) -> Any:
     """Returns a field of a record, or else of its extra_info."""
     extra = record.get("extra_info")
     return record.get(key, extra.get(key) if isinstance(extra, dict) else None)
-
-
-def size_of(path: Path) -> int:
-    with suppress(OSError):  # which reading it says
-        return path.stat().st_size
-    return 1
 
 
 def pack_json(value: Any) -> str:
