@@ -301,7 +301,7 @@ def test_a_script_of_a_checkout_names_a_yaml_in_it(above: bool, tmp_path: Path, 
     [reading], _ = read_source(write(tmp_path / "examples", script), [])
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     flags = [f"--config-path={config}", "--config-name=mine"]
-    assert reading.command == ["main.py", *flags, *ROWS.split(), f"{key}={config}/tools.yaml"]
+    assert reading.command == ["main.py", *flags, "~data.no_such", *ROWS.split(), f"{key}={config}/tools.yaml"]
     fates = {setting.given: setting.fate for setting in reading.settings}
     assert fates["data.max_prompt_length=64"] == WORKS and fates["data.return_raw_chat=True"] == NO_EFFECT
     assert fates["data.no_such=1"] == MISSING

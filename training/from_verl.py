@@ -271,7 +271,7 @@ def read_settings(program: str, entry: Entry, arguments: list[str], variables: d
     for text in filter(str.strip, overrides):
         found += read_override(text, parsed.config_dir if parsed else CONFIG_DIR, entry.schema)
     found = compose(found, parsed, entry) if parsed else found
-    command = [*entry.words, *flags, *(it.now for it in found if it.now and it.fate != MISSING)]
+    command = [*entry.words, *flags, *(it.now for it in found if it.now and (it.fate != MISSING or it.now[0] == "~"))]
     return Reading(program, found, command, variables)
 
 
@@ -348,9 +348,9 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> list
         if not named:
             settings = [*settings, Setting(TOGETHER, MISSING, said)]
             break
-        refused = settings[named[-1]]
-        settings[named[-1]] = Setting(refused.given, MISSING, said)
-        if refused.now is None:  # in a yaml, from which nothing is left out here
+        refused, taken_back = settings[named[-1]], f"~{key}"  # from a yaml
+        settings[named[-1]] = Setting(refused.given, MISSING, said, None if refused.now else taken_back)
+        if refused.now == taken_back:  # too late: it is refused before
             return settings
     return [it._replace(fate=WORKS, said="") if it.said.startswith(NO_SUCH) else it for it in settings]
 
