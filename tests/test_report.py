@@ -189,6 +189,8 @@ BROKEN = {  # a file, what becomes of its text (None: it is not there; mkdir: it
     "no config": ("config.yaml", None, "There is no config.yaml"),
     "a torn config": ("config.yaml", lambda _: "a: [", "config.yaml is broken"),
     "a date that is none": ("config.yaml", lambda _: "trainer: {}\na: 2026-13-45", "config.yaml is broken"),
+    "a config that holds itself": ("config.yaml", lambda _: "a: &a {b: *a}", "config.yaml is broken"),
+    "an empty config": ("config.yaml", lambda _: "", "config.yaml is broken"),
     "a config that is a folder": ("config.yaml", Path.mkdir, "config.yaml cannot be read (Is a directory)"),
     "a torn notice": ("events.jsonl", lambda text: text[:9], "1 of 1 lines cannot be read"),
     "notices that are a folder": ("events.jsonl", Path.mkdir, "events.jsonl cannot be read (Is a directory)"),
@@ -263,7 +265,9 @@ def test_the_state_says_how_a_run_ended(tmp_path, state):
         assert read_runs([path.parent])[0].state == state
 
 
-@pytest.mark.parametrize(("config", "said"), [({}, ["There are no samples"]), ({"model": {"path": "a"}}, [])])
+@pytest.mark.parametrize(
+    ("config", "said"), [({"trainer": {}}, ["There are no samples"]), ({"model": {"path": "a"}}, [])]
+)
 def test_samples_are_missed_where_a_run_draws_some(tmp_path, config, said):
     run = write_run(tmp_path / "run", samples=0)
     shutil.rmtree(run / "samples")

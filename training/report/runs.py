@@ -174,9 +174,9 @@ def read_config(run: RunRecord) -> dict[str, Any]:
     if content is None:
         return {}
     run.config_text = content.decode(errors="backslashreplace")
-    with suppress(yaml.YAMLError, ValueError):  # a date that is none
+    with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date that is none, a part that holds itself
         config = yaml.load(run.config_text, yaml.CSafeLoader)  # six times as fast as safe_load
-        if isinstance(config, dict) and isinstance(config.get("trainer", {}), dict):
+        if isinstance(config, dict) and isinstance(config.get("trainer", {}), dict) and [*flatten(config)]:
             return config
     run.missing.append(f"{CONFIG} is broken: {LACKS[CONFIG]}.")
     return {}
