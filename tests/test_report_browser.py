@@ -66,6 +66,8 @@ def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width
 
 def test_figures_are_told_where_one_points_in_a_chart(browser, report):
     browser.open(report)
+    told = browser.texts("main tr")
+    assert len(told) == 4 and told[3].startswith("b done") and "30 of 30" in told[3] and told[3].endswith("nothing")
     browser.drawn()
     browser.point(browser.all(".plot canvas")[1])
     told = browser.see("#vg-tooltip-element").text
@@ -154,7 +156,8 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
         [row] = record["rows"]
         row |= {"policy_mask": [1, 1, 0, 0, 0, 1, 1, 1], "rewards": [0, 0.5, 0, 0, 0, 0, 0, -1.0]}
         row["loss_mask"] = [0, 1, 0, 0, 0, 1, 1, 1]
-        record |= {"rows": [row, row | {"prompt_texts": ["a new", " prompt"]}], "turns": []}
+        row["token_texts"][5:] = ["= 4", "2.", " Not 421"]
+        record |= {"answer": 42, "rows": [row, row | {"prompt_texts": ["a new", " prompt"]}], "turns": []}
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24, tokens=8), play)
     [row, _] = json.loads((run / "samples/train/1.jsonl").read_text().splitlines()[0])["rows"]
@@ -166,7 +169,12 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
     assert parts[1][2] == "".join(row["token_texts"][2:5]) and parts[3][2] == "a new prompt" and len(parts) == 7
     assert parts[0][2] == "".join(row["token_texts"][:2]) + "+0.5" and parts[2][2].endswith("-1")
     tokens = browser.all(".token")
-    for place, said in ((0, "no: left out of the loss"), (2, "no: the environment's")):
+    assert [tokens.index(token) for token in browser.all(".token.answer")] == [13, 14]  # of 16
+    for place, said in (
+        (0, "no: left out of the loss"),
+        (2, "no: the environment's"),
+        (13, "as the reward read it"),
+    ):
         browser.point(tokens[place])
         assert said in browser.texts("#tip dd")
     words = ["".join(row["token_texts"][part]) for part in (slice(2), slice(5, 8))] * 2
@@ -200,6 +208,14 @@ def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have
     browser.open(link)
     browser.see(".view .soft", "line 6")
     assert browser.see(".view .prompt").text == sample["input"].strip()
+    browser.run("location.hash = 'sample=9.train.1.1'")
+    browser.see(".view", "no such sample")
+    browser.driver.back()
+    browser.see(".view .soft", "line 6")
+    browser.press(Keys.ARROW_DOWN)  # which scrolls the page, outside the list
+    browser.run("document.querySelector('.list').focus()")
+    browser.press(Keys.ARROW_UP)
+    browser.see(".view .soft", "line 5")
     browser.open(link.replace("20.5", "30.1").replace("train", "validation"))
     browser.see(".view h2", "Step 30, validation")
     assert browser.texts(".step > b") == [f"step {step}, {run}" for step in (0, 30) for run in ("a1", "a2", "b")]

@@ -1,88 +1,93 @@
-// Draws charts.py's specs by Vega (vegaEmbed), and makes their rows of the page's data.
+// Draws charts.py's specs by Vega (vegaEmbed), and makes their rows of the page's data. A drawing is {rows, series,
+// legend}: of the series, and of what the legend lists, the name, the colour and the kind of line.
 const charts = (() => {
-  const look = (dark) => {
-    const ink = dark ? "#ccc" : "#333", grid = dark ? "#3a3a3a" : "#e4e4e4";
-    return {
-      background: null,
-      view: { stroke: null },
-      axis: { labelColor: ink, titleColor: ink, titleFontWeight: "normal", gridColor: grid, domainColor: grid, tickColor: grid },
-      legend: { labelColor: ink, titleColor: ink },
-      title: { color: ink },
-    };
+  const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]; // Okabe and Ito's: for all eyes
+  const GREY = "#8c9199", LINES = ["solid", "dashed", "dotted"];
+  const DASHES = { solid: [1, 0], dashed: [6, 3], dotted: [2, 3] };
+
+  const dark = matchMedia("(prefers-color-scheme: dark)"), drawn = new Map(); // place → {spec, rows, series, view}
+
+  const themed = () => {
+    const ink = dark.matches ? "#ccc" : "#333", line = dark.matches ? "#3a3f46" : "#e0e3e8";
+    const colours = { labelColor: ink, titleColor: ink, gridColor: line, domainColor: line, tickColor: line };
+    const axis = { ...colours, labelFontSize: 11, titleFontWeight: "normal" };
+    const config = { background: null, view: { stroke: null }, axis }, theme = dark.matches ? "dark" : "light";
+    return { config, tooltip: { theme }, actions: false, renderer: "canvas", logLevel: 1 };
+  };
+  const paint = async (place) => {
+    const chart = drawn.get(place), { spec, rows, series } = chart, { x, color } = spec.encoding;
+    const domain = series.map(({ name }) => name);
+    const scaled = (range) => ({ ...color, legend: null, scale: { domain, range } });
+    const axis = { ...x.axis, grid: false, tickCount: Math.ceil(place.clientWidth / 90) };
+    const encoding = { ...spec.encoding, x: { ...x, axis }, color: scaled(series.map(({ colour }) => colour)) };
+    const strokeDash = scaled(series.map(({ line }) => DASHES[line]));
+    const dashed = (layer) =>
+      layer.mark.type === "line" ? { ...layer, encoding: { ...layer.encoding, strokeDash } } : layer;
+    const layers = spec.layer && { layer: spec.layer.map(dashed) };
+    const padding = { left: 0, top: 4, right: 8, bottom: 5 };
+    const view = await vegaEmbed(place, { ...spec, ...layers, encoding, padding, data: { values: rows } }, themed());
+    chart.view?.finalize();
+    chart.view = view;
+    if (!drawn.has(place)) view.finalize();
+  };
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const { isIntersecting, target } of entries) {
+        if (!isIntersecting) continue;
+        seen.unobserve(target);
+        paint(target);
+      }
+    },
+    { rootMargin: "200px" },
+  );
+  dark.addEventListener("change", () => drawn.forEach(({ view }, place) => view && paint(place)));
+  const forget = () => {
+    for (const [place, { view }] of drawn) {
+      if (place.isConnected) continue;
+      seen.unobserve(place);
+      view?.finalize();
+      drawn.delete(place);
+    }
+  };
+  new MutationObserver(forget).observe(document.body, { childList: true, subtree: true });
+
+  // Draws into `place` when that is first seen, and anew when light turns to dark, until it is taken from the page.
+  const draw = (place, spec, drawing) => {
+    place.style.minHeight = `${spec.height}px`;
+    drawn.set(place, { spec, ...drawing });
+    seen.observe(place);
   };
 
-  // Draws `spec` with `rows` into `element` when that is first seen; returns a function that takes the chart away.
-  const drawChart = (element, spec, rows, dark) => {
-    let view = null, gone = false;
-    const draw = async () => {
-      const config = look(dark), names = [...new Set(rows.map((row) => row.series))];
-      const longest = Math.max(0, ...names.map((name) => name.length));
-      const columns = Math.max(1, Math.floor(element.clientWidth / (40 + 6 * Math.min(43, longest))));
-      config.legend.columns = columns;
-      const domain = rows.domain ?? names;
-      config.range = { category: { scheme: domain.length > 10 ? "tableau20" : "tableau10" } };
-      const height = spec.height + 14 * Math.ceil(names.length / columns);
-      const { color } = spec.encoding, coloured = { ...color, scale: { domain }, legend: { ...color.legend, values: names } };
-      const encoding = { ...spec.encoding, color: coloured };
-      const drawn = { ...spec, encoding, height, data: { values: rows } };
-      const options = { config, actions: false, renderer: "canvas", logLevel: 1, tooltip: { theme: dark ? "dark" : "light" } };
-      view = await vegaEmbed(element, drawn, options);
-      if (gone) view.finalize();
-    };
-    element.style.minHeight = `${spec.height}px`;
-    const seen = new IntersectionObserver(
-      (entries) => {
-        if (!entries.some((entry) => entry.isIntersecting)) return;
-        seen.disconnect();
-        draw();
-      },
-      { rootMargin: "200px" },
-    );
-    seen.observe(element);
-    return () => {
-      gone = true;
-      seen.disconnect();
-      if (view) view.finalize();
-      element.replaceChildren();
-    };
+  const look = (colour, line = 0) => {
+    const beyond = Math.floor(colour / COLOURS.length);
+    return { colour: COLOURS[colour % COLOURS.length], line: LINES[(line + beyond) % LINES.length] };
   };
-
-  const MOST_POINTS = 1500;
-
-  // A curve's points; of a long one, means over stretches of so many steps, each at its last.
-  const stretches = ({ steps, values }, width) => {
-    const found = new Map();
-    steps.forEach((step, place) => {
-      if (values[place] === null) return;
-      const at = Math.ceil(step / width), { sum, count } = found.get(at) ?? { sum: 0, count: 0 };
-      found.set(at, { step, sum: sum + values[place], count: count + 1 });
+  // The drawing of a chart's metrics, without the runs whose numbers are in `hidden`. A series is a metric, or, where
+  // the page has several groups of runs, a group: that has one colour in all charts, and metrics differ in their lines.
+  const curves = (data, names, hidden = new Set()) => {
+    const groups = [...new Set(data.runs.map(({ group }) => group))], byGroup = groups.length > 1;
+    const all = names.flatMap((name) => (data.metrics[name] ?? []).map((curve) => ({ ...curve, name })));
+    const shown = all.filter(({ run }) => !hidden.has(run)), series = new Map(), listed = new Map();
+    const rows = shown.flatMap((curve) => {
+      const { name: run, group } = data.runs[curve.run], number = names.indexOf(curve.name);
+      const name = [...(byGroup && names.length === 1 ? [] : [curve.name]), ...(byGroup ? [group] : [])].join(" · ");
+      series.set(name, { name, ...(byGroup ? look(groups.indexOf(group), number) : look(number)) });
+      if (byGroup) listed.set(group, { name: group, ...look(groups.indexOf(group)) });
+      const points = curve.steps.map((step, place) => ({ step, value: curve.values[place], series: name, run }));
+      return points.filter(({ value }) => value !== null);
     });
-    return [...found.values()].map(({ step, sum, count }) => ({ step, value: sum / count }));
+    if (byGroup && names.length > 1) {
+      for (const { name } of shown) listed.set(name, { name, ...look(0, names.indexOf(name)), colour: GREY });
+    }
+    return { rows, series: [...series.values()], legend: [...(byGroup ? listed : series).values()] };
   };
 
-  // The rows of a chart's metrics, of all runs or of those whose numbers are in `shown`. A series is a group of
-  // runs, also where a chart has but one of several, and of one chart's several metrics also the metric.
-  const metricRows = (data, names, shown = null) => {
-    const drawn = names.flatMap((name) => (data.metrics[name] || []).map((curve) => ({ name, ...curve })));
-    const curves = drawn.filter((curve) => !shown || shown.includes(curve.run));
-    const several = (list) => new Set(list).size > 1;
-    const group = (curve) => data.runs[curve.run].group;
-    const [byGroup, byMetric] = [several(data.runs.map((run) => run.group)), several(curves.map((curve) => curve.name))];
-    const width = Math.ceil(Math.max(0, ...curves.map((curve) => curve.steps.length)) / MOST_POINTS);
-    const rows = curves.flatMap((curve) => {
-      const words = [...(byMetric || !byGroup ? [curve.name] : []), ...(byGroup ? [group(curve)] : [])];
-      const fixed = { series: words.join(" · "), run: data.runs[curve.run].name };
-      return stretches(curve, width).map((point) => ({ ...point, ...fixed }));
-    });
-    if (byGroup && !byMetric) rows.domain = [...new Set(data.runs.map((run) => run.group))]; // a colour in all charts
-    return rows;
+  // The drawing of the seconds of one run's steps by stage: the first of `ranked` have colours, the others are grey.
+  const stages = ({ names, steps, seconds }, ranked) => {
+    const rowsOf = (name, place) => steps.map((step, at) => ({ step, value: seconds[place][at], series: name, place }));
+    const series = names.map((name) => ({ name, colour: COLOURS[ranked.indexOf(name)] ?? GREY }));
+    return { rows: names.flatMap(rowsOf), series };
   };
 
-  // The rows of the seconds of one run's steps by stage.
-  const stageRows = (stages) =>
-    stages.names.flatMap((series, place) =>
-      stages.steps.map((step, at) => ({ step, value: stages.seconds[place][at], series, place })),
-    );
-
-  return { drawChart, metricRows, stageRows };
+  return { draw, curves, stages };
 })();

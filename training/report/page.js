@@ -29,6 +29,7 @@
     return node;
   };
   const box = (className, ...children) => make("div", { className }, ...children);
+  const card = (...children) => make("article", { className: "card" }, ...children);
   const soft = (...children) => make("p", { className: "soft" }, ...children);
 
   const figure = (value) => {
@@ -54,92 +55,84 @@
     return box("scroll", make("table", {}, make("thead", {}, row(heads, "th")), make("tbody", {}, body)));
   };
 
-  // Charts: drawn anew when light turns to dark
-
-  const dark = matchMedia("(prefers-color-scheme: dark)"), drawn = new Map();
-  const draw = (place, spec, rows) => {
-    drawn.get(place)?.remove();
-    const again = () => draw(place, spec, rows);
-    drawn.set(place, { remove: charts.drawChart(place, spec, rows, dark.matches), again });
+  const figures = (pairs) => {
+    const entry = ([name, value]) => make("div", {}, make("b", {}, value), make("span", { className: "soft" }, name));
+    return box("figures", pairs.map(entry));
   };
-  const forget = () => {
-    for (const [place, chart] of drawn) {
-      if (place.isConnected) continue;
-      chart.remove();
-      drawn.delete(place);
-    }
-  };
-  dark.addEventListener("change", () => [...drawn.values()].forEach((chart) => chart.again()));
 
-  const chartBox = (title, spec, rows) => {
-    const place = box("plot");
-    draw(place, spec, rows);
-    return box("chart card", title ? make("h3", {}, title) : null, place);
+  // Charts
+
+  const chartBox = (title, spec, drawing) => {
+    const entry = ({ name, colour, line }) =>
+      make("span", {}, make("i", { className: "line", style: `border-top:3px ${line} ${colour}` }), name);
+    const place = box("plot"), legend = drawing.legend && box("legend", drawing.legend.map(entry));
+    charts.draw(place, spec, drawing);
+    return box("chart card", title ? make("h3", {}, title) : null, legend, place);
   };
   const specOf = (id) => data.charts.find((chart) => chart.id === id).spec;
-  const fixedCharts = () => data.charts.filter((chart) => chart.names.length);
+  const fixedCharts = (hidden) =>
+    data.charts
+      .filter(({ names }) => names.length)
+      .map(({ title, spec, names }) => chartBox(title, spec, charts.curves(data, names, hidden)));
 
   // Tabs
 
   const summary = () => {
-    const runs = data.runs.map((run) =>
-      make(
-        "article",
-        { className: "card" },
-        make("h2", {}, run.name, " ", make("span", { className: `state ${run.state}` }, run.state)),
+    const state = (run) => make("span", { className: `state ${run.state}` }, run.state);
+    const finding = ({ level, text, remedy }) =>
+      box(`finding ${level}`, make("span", { className: "level" }, level), make("b", {}, text), make("p", {}, remedy));
+    const several = data.runs.length > 1;
+    const article = (run) =>
+      card(
+        make("h2", {}, run.name, " ", state(run)),
+        several ? null : figures(Object.entries(run.headline)),
+        run.findings.length ? run.findings.map(finding) : box("finding fine", "Nothing looks wrong."),
         run.sentences.map((sentence) => make("p", {}, sentence)),
-        run.findings.map(({ level, text, remedy }) =>
-          box(`finding ${level}`, make("b", {}, text), remedy ? make("p", {}, remedy) : null),
-        ),
-        run.findings.length ? null : soft("Nothing looks wrong."),
         run.missing.length ? make("ul", { className: "soft" }, run.missing.map((gap) => make("li", {}, gap))) : null,
-      ),
-    );
-    const first = fixedCharts().slice(0, 2);
-    const shown = first.map(({ title, spec, names }) => chartBox(title, spec, charts.metricRows(data, names)));
-    return box("columns", box("stack", runs), box("stack", shown));
+      );
+    const labels = [...new Set(data.runs.flatMap((run) => Object.keys(run.headline)))];
+    const wrong = ({ findings }) => {
+      const times = (level) => findings.filter((one) => one.level === level).length;
+      return ["warning", "note"].filter(times).map((level) => count(times(level), level)).join(", ") || "nothing";
+    };
+    const line = (run) =>
+      [[run.name, " ", state(run)], ...labels.map((label) => run.headline[label] ?? "–"), wrong(run)];
+    const told = data.runs.map(article), shown = fixedCharts().slice(0, 2);
+    if (!several) return box("columns", box("stack", told), box("stack", shown));
+    const compared = card(table(["Run", ...labels, "Looks wrong"], data.runs.map(line)));
+    return box("stack", compared, box("columns", shown), box("columns", told));
   };
 
   const curves = () => {
-    const fixed = box("grid"), own = box("grid"), names = box("chips"), hidden = new Set();
-    const runs = () => data.runs.map((_, number) => number).filter((number) => !hidden.has(number));
-    const rowsOf = (metrics) => charts.metricRows(data, metrics, runs());
+    const fixed = box("grid"), own = box("grid"), names = box("chips"), hidden = new Set(), chosen = new Set();
     const redraw = () => {
-      fixed.replaceChildren(...fixedCharts().map(({ title, spec, names }) => chartBox(title, spec, rowsOf(names))));
-      for (const { dataset, lastChild } of own.children) draw(lastChild, specOf("metric"), rowsOf([dataset.metric]));
-      list();
-      if (section.isConnected) forget();
+      fixed.replaceChildren(...fixedCharts(hidden));
+      redrawOwn();
     };
-    const toggle = (name) => {
-      const there = [...own.children].find((chart) => chart.dataset.metric === name);
-      if (there) there.remove();
-      else {
-        const chart = chartBox(name, specOf("metric"), rowsOf([name]));
-        chart.dataset.metric = name;
-        own.prepend(chart);
-      }
+    const redrawOwn = () => {
+      const chart = (name) => chartBox(name, specOf("metric"), charts.curves(data, [name], hidden));
+      own.replaceChildren(...[...chosen].reverse().map(chart));
       list();
-      forget();
+    };
+    const toggle = (set, value, then) => () => {
+      if (!set.delete(value)) set.add(value);
+      then();
     };
     const list = () => {
       const metrics = Object.keys(data.metrics).sort(), words = search.value.toLowerCase().split(/\s+/);
-      const chosen = new Set([...own.children].map((chart) => chart.dataset.metric));
       const fits = (name) => search.value && words.every((word) => name.toLowerCase().includes(word));
       const button = (name) =>
-        make("button", { onclick: () => toggle(name), ariaPressed: String(chosen.has(name)) }, name);
+        make("button", { onclick: toggle(chosen, name, redrawOwn), ariaPressed: String(chosen.has(name)) }, name);
       const found = metrics.filter((name) => chosen.has(name) || fits(name));
       names.replaceChildren(...found.slice(0, 80).map(button));
       if (!found.length && search.value) names.append(make("span", { className: "soft" }, "No metric is called so."));
-      search.placeholder = `Search ${count(metrics.length, "metric")}`;
+      search.placeholder = `Search ${count(metrics.length, "metric")}: kl, length, timing …`;
+      chips.replaceChildren(...(data.runs.length > 1 ? data.runs.map(chip) : []));
     };
     const search = make("input", { type: "search", ariaLabel: "Search metrics", oninput: () => list() });
-    const choose = (number) => (event) => {
-      if (!hidden.delete(number)) hidden.add(number);
-      event.target.ariaPressed = String(!hidden.has(number));
-      redraw();
-    };
-    const chip = (run, number) => make("button", { ariaPressed: "true", onclick: choose(number) }, run.name);
-    const chips = data.runs.length > 1 ? data.runs.map(chip) : null;
+    const chips = box("chips");
+    const chip = (run, number) =>
+      make("button", { ariaPressed: String(!hidden.has(number)), onclick: toggle(hidden, number, redraw) }, run.name);
     const section = box("stack", box("bar", search, chips), names, own, fixed);
     section.renew = redraw;
     redraw();
@@ -147,21 +140,23 @@
   };
 
   const time = () => {
-    const total = (row) => row.reduce((sum, value) => sum + (value || 0), 0);
-    const article = (run) => {
-      const stages = run.stages.names.map((name, place) => [name, total(run.stages.seconds[place])]);
-      const all = stages.reduce((sum, [, seconds]) => sum + seconds, 0);
-      const title = make("h2", {}, run.name);
-      if (!all) return make("article", { className: "card" }, title, soft("Its record has no training/seconds."));
-      const share = (seconds) => {
-        const percent = (100 * seconds) / all;
-        return box("share", make("i", { style: `width:${0.6 * percent}%` }), make("span", {}, `${percent.toFixed(1)} %`));
+    const total = (list) => list.reduce((sum, value) => sum + (value || 0), 0);
+    const totals = ({ names, seconds }) => new Map(names.map((name, place) => [name, total(seconds[place])]));
+    const spent = data.runs.map((run) => totals(run.stages));
+    const overall = (name) => total(spent.map((run) => run.get(name)));
+    const ranked = [...new Set(spent.flatMap((run) => [...run.keys()]))].sort((a, b) => overall(b) - overall(a));
+    const article = (run, number) => {
+      const all = total([...spent[number].values()]), title = make("h2", {}, run.name);
+      if (!all) return card(title, soft("Its record has no training/seconds."));
+      const drawing = charts.stages(run.stages, ranked);
+      const line = ([name, seconds]) => {
+        const percent = (100 * seconds) / all, { colour } = drawing.series.find((one) => one.name === name);
+        const bar = make("i", { style: `width:${0.6 * percent}%;background:${colour}` });
+        return [name, figure(seconds), box("share", bar, make("span", {}, `${percent.toFixed(1)} %`))];
       };
-      const rows = stages.filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
-      const lines = rows.map(([name, seconds]) => [name, figure(seconds), share(seconds)]);
-      const chart = chartBox("", specOf("stages"), charts.stageRows(run.stages));
+      const lines = [...spent[number]].filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]).map(line);
       const sums = table(["stage", "seconds", "share"], [...lines, ["all", figure(all), ""]]);
-      return make("article", { className: "card" }, title, chart, sums);
+      return card(title, box("columns", chartBox("Seconds of each step", specOf("stages"), drawing), sums));
     };
     return box("stack", data.runs.map(article));
   };
@@ -170,9 +165,7 @@
     const changes = data.differences.map(({ key, values }) => [key, ...values.map((value) => value ?? "–")]);
     const article = (run) => {
       const events = run.events.map(({ time, step, level, text }) => [time, step ?? "", level, text]);
-      return make(
-        "article",
-        { className: "card" },
+      return card(
         make("h2", {}, run.name),
         soft(run.folder),
         fields(Object.entries(run.facts)),
@@ -183,15 +176,11 @@
     };
     const heads = ["setting", ...data.runs.map((run) => run.name)];
     const title = make("h2", {}, "Settings and versions that differ");
-    const differences = make("article", { className: "card" }, title, table(heads, changes));
-    return box("stack", changes.length ? differences : null, data.runs.map(article));
+    return box("stack", changes.length ? card(title, table(heads, changes)) : null, data.runs.map(article));
   };
 
-  const samples = () => {
-    if (data.samples) return samplesTab({ make, box, fields, figure, count, visible }, data);
-    const remedy = soft("trainer.sample_groups=2 keeps some of a run, trainer.rollout_data_dir=FOLDER all.");
-    return box("card", make("p", {}, "There are no samples."), remedy);
-  };
+  const tools = { make, box, fields, figure, figures, count, visible };
+  const samples = () => (data.samples ? samplesTab(tools, data) : card("There are no samples."));
 
   // Where one is: #summary, #curves, #samples, #sample=RUN.KIND.STEP.LINE, #time, #details
 
@@ -205,14 +194,14 @@
   const main = document.getElementById("main"), nav = document.getElementById("tabs"), made = {};
   const go = () => {
     const [word, key] = location.hash.slice(1).split("=");
-    const name = word === "sample" ? "samples" : word in TABS ? word : "summary";
+    const name = word === "sample" ? "samples" : Object.hasOwn(TABS, word) ? word : "summary";
     if (!made[name]) main.append((made[name] = TABS[name][1]()));
     for (const [other, section] of Object.entries(made)) section.hidden = other !== name;
-    for (const tab of nav.children) tab.ariaSelected = String(tab.hash === `#${name}`);
+    for (const tab of nav.children) tab.ariaCurrent = tab.hash === `#${name}` ? "page" : null;
     made[name].open?.(key);
   };
   document.getElementById("title").textContent = visible(data.title);
-  nav.append(...Object.entries(TABS).map(([name, [label]]) => make("a", { href: `#${name}`, role: "tab" }, label)));
+  nav.append(...Object.entries(TABS).map(([name, [label]]) => make("a", { href: `#${name}` }, label)));
   addEventListener("hashchange", go);
   go();
 
@@ -232,7 +221,6 @@
       section.replaceWith((made[name] = next));
       if (!next.hidden) next.open?.();
     }
-    forget();
     scrollTo(0, top);
   };
   const live = make("span", { className: "state running", role: "status" }, "live");

@@ -17,7 +17,7 @@ from configs.errors import printable
 from training.report.charts import chart_specs
 from training.report.runs import Curve, RunRecord, differences
 from training.report.samples import pack_samples
-from training.report.summary import facts, findings, sentences, stages
+from training.report.summary import facts, findings, headline, sentences, stages
 
 HERE = Path(__file__).parent
 LARGEST = 64_000_000  # bytes of a page: samples beyond it are left out
@@ -91,6 +91,7 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         "group": run.group,
         "folder": str(run.folder),
         "state": run.state,
+        "headline": headline(run),
         "sentences": sentences(run),
         "findings": [asdict(finding) for finding in findings(run)],
         "facts": facts(run),

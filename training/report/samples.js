@@ -1,6 +1,6 @@
 // The tab of samples: a list, and the sample that is looked at. Columns of all samples are there at once; a chunk of
 // tokens is opened when it is first looked at. samples.py says how they are packed.
-const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
+const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data) => {
   const ROW = 46; // pixels
   const ORDERS = { step: "step", score: "score", advantage: "adv.", length: "tokens", end: "end" };
   const NAMES = { log_prob: "log-prob", kl: "KL" }; // of numbers; others are called as they are
@@ -37,7 +37,9 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
       numbers[name] = { top: top || 1, at };
       start += bytes * chunk.tokens;
     }
-    return { ids: new Uint32Array(buffer, 0, chunk.tokens), mask: new Uint8Array(buffer, start), numbers, details };
+    const mask = new Uint8Array(buffer, start);
+    numbers.mask = { top: 2, at: (token) => mask[token] };
+    return { ids: new Uint32Array(buffer, 0, chunk.tokens), mask, numbers, details };
   };
 
   // Unpacks the page's samples. A sample is a number, counted from 0; its key stays when others are added.
@@ -78,29 +80,22 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
   };
   let samples = unpack(data.samples);
 
-  // Calls `hit` with each sample that has the text in a prompt, its tokens or other fields, and now and then `tell`,
-  // which says whether to go on.
-  const searchAll = async (query, hit, tell) => {
+  // Yields the samples of each chunk that have the text in a prompt, their tokens or other fields.
+  const searchAll = async function* (query) {
     const wanted = query.toLowerCase(), has = (text) => text.toLowerCase().includes(wanted);
     const { columns, chunks, tables } = samples, [words, prompts] = await tables();
     const asked = prompts.map(has), texts = words.texts.map((text) => text.toLowerCase());
-    let since = performance.now();
     for (const chunk of chunks) {
       const { ids, details } = await chunk.open();
       let token = 0;
-      details.forEach(({ rows, said, about, output }, place) => {
+      const isHit = ({ rows, said, about, output }, place) => {
         const sample = chunk.first + place, end = token + columns.tokens[sample];
         let text = output?.toLowerCase() ?? "";
         for (; token < end; token++) text += texts[ids[token]];
-        const inPrompt = asked[columns.prompt[sample]] || rows.some(([prompt]) => asked[prompt]);
-        const inFields = () => [said, about].some((part) => Object.values(part).some((value) => has(plain(value))));
-        if (inPrompt || text.includes(wanted) || inFields()) hit(sample);
-      });
-      if (performance.now() - since > 150) {
-        if (!tell()) return;
-        await new Promise((resolve) => setTimeout(resolve));
-        since = performance.now();
-      }
+        if (text.includes(wanted) || [[columns.prompt[sample]], ...rows].some(([prompt]) => asked[prompt])) return true;
+        return [said, about].some((part) => Object.values(part).some((value) => has(plain(value))));
+      };
+      yield details.flatMap((detail, place) => (isHit(detail, place) ? [chunk.first + place] : []));
     }
   };
   const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
@@ -109,18 +104,23 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
 
   let chosen = "advantage"; // what tokens are coloured by, where it was computed
   const blend = (shade, percent) => `color-mix(in srgb, var(${shade}) ${percent}%, transparent)`;
+  const MASKS = [
+    ["the environment's", "var(--card)"],
+    ["trained", blend("--plus", 25)],
+    ["the policy's, not in the loss", blend("--minus", 40)],
+  ];
   const shadeOf = (name, value, top) => {
+    if (value === null) return "";
+    if (name === "mask") return MASKS[value][1];
     const strength = value === 0 ? 0 : Math.round(12 + 56 * Math.min(1, Math.abs(value) / top));
     return blend(SHADES[name] ?? (value > 0 ? "--plus" : "--minus"), strength);
   };
-  const MASKS = ["var(--card)", blend("--plus", 25), blend("--minus", 40)]; // the environment's, trained, left out
-  const legendOf = (name, numbers) => {
-    const swatch = (background) => make("i", { style: `background:${background}` });
-    const masks = ["the environment's", "trained", "the policy's, not in the loss"];
-    if (name === "mask") return [1, 2, 0].flatMap((mask) => [swatch(MASKS[mask]), masks[mask]]);
-    const { top } = numbers[name], low = name === "entropy" ? 0 : -top, high = name === "log_prob" ? 0 : top;
+  const legendOf = (name, { top }) => {
+    const swatch = (background, className = "") => make("i", { className, style: `background:${background}` });
+    if (name === "mask") return [1, 2, 0].flatMap((mask) => [swatch(MASKS[mask][1]), MASKS[mask][0]]);
+    const low = name === "entropy" ? 0 : -top, high = name === "log_prob" ? 0 : top;
     const shades = [0, 0.25, 0.5, 0.75, 1].map((part) => shadeOf(name, low + part * (high - low), top));
-    const ramp = make("i", { className: "ramp", style: `background:linear-gradient(90deg,${shades})` });
+    const ramp = swatch(`linear-gradient(90deg,${shades})`, "ramp");
     return [figure(low), ramp, make("span", {}, figure(high)), MEANINGS[name] ?? ""];
   };
 
@@ -136,38 +136,66 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
 
   // The sample that is looked at
 
+  // The tokens, first and last, in which the policy last said what the reward read as its answer, which is not within a
+  // longer word or number; [] if it did not.
+  const answerIn = ({ ids, mask, words, start, end, detail }) => {
+    const answer = String(detail.said.answer ?? "").trim(), ends = [];
+    let said = "";
+    for (let token = start; token < end; token++) {
+      said += mask[token] ? words.texts[ids[token]] : "\n";
+      ends.push(said.length);
+    }
+    const literally = answer.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&");
+    const whole = new RegExp(`(?<!\\p{L}|\\p{N}[.,]?)${literally}(?!\\p{L}|[.,]?\\p{N})`, "gu");
+    const at = answer ? [...said.matchAll(whole)].at(-1)?.index : undefined;
+    if (at === undefined) return [];
+    return [at, at + answer.length - 1].map((place) => start + ends.findIndex((end) => end > place));
+  };
+
+  // What the tip says of a token.
+  const tellOf = (token, { ids, mask, numbers, words, start, end }, inAnswer) => {
+    const known = Object.keys(numbers).filter((name) => name !== "mask" && (mask[token] || name === "reward"));
+    const told = known.map((name) => [name, numbers[name].at(token)]).filter(([, value]) => value !== null);
+    const logProb = mask[token] ? (numbers.log_prob?.at(token) ?? null) : null;
+    return [
+      ["token", JSON.stringify(words.texts[ids[token]])],
+      ["id", String(words.ids[ids[token]])],
+      ["place", `${token - start + 1} of ${end - start}`],
+      ...(mask[token] === 1 ? [] : [["trained", mask[token] ? "no: left out of the loss" : "no: the environment's"]]),
+      ...(inAnswer ? [["answer", "as the reward read it"]] : []),
+      ...told.map(([name, value]) => [nameOf(name), figure(value)]),
+      ...(logProb === null ? [] : [["probability", `${figure(100 * Math.exp(logProb))} %`]]),
+    ];
+  };
+
   // Shows the response of an opened sample: what the policy said and, set apart, what the environment said, token by
   // token, with rewards at their places.
-  const viewResponse = ({ ids, mask, numbers, words, prompts, start, end, detail }) => {
-    const spans = [], modes = [...Object.keys(numbers), "mask"], text = (token) => words.texts[ids[token]];
-    let colour = modes.includes(chosen) ? chosen : modes[0];
-    const number = (name, token) => numbers[name]?.at(token) ?? null;
+  const viewResponse = (opened) => {
+    const { ids, mask, numbers, words, prompts, start, detail } = opened;
+    const spans = [], modes = Object.keys(numbers), all = box("tokens"), [first, last] = answerIn(opened);
+    const select = make("select", { id: "colour", ariaLabel: "Colour of tokens" }), legend = box("legend");
+    const inAnswer = (token) => token >= first && token <= last;
     const paint = (span) => {
-      const token = Number(span.dataset.token), value = number(colour, token);
-      if (!mask[token]) span.style.background = "";
-      else if (colour === "mask") span.style.background = MASKS[mask[token]];
-      else span.style.background = value === null ? "" : shadeOf(colour, value, numbers[colour].top);
+      const token = Number(span.dataset.token), { at, top } = numbers[select.value];
+      span.style.background = mask[token] ? shadeOf(select.value, at(token), top) : "";
     };
     const spanOf = (token) => {
-      const kind = text(token) === "" ? "token part" : text(token).trim() ? "token" : "token blank";
-      const span = make("span", { className: kind, tabIndex: spans.length ? -1 : 0 }, text(token));
+      const text = words.texts[ids[token]], kind = text === "" ? " part" : text.trim() ? "" : " blank";
+      const className = `token${kind}${inAnswer(token) ? " answer" : ""}`;
+      const span = make("span", { className, tabIndex: spans.length ? -1 : 0 }, text);
       span.dataset.token = token;
-      span.dataset.mark = text(token) === "" ? "·" : "↵".repeat(text(token).split("\n").length - 1);
+      span.dataset.mark = text === "" ? "·" : "↵".repeat(text.split("\n").length - 1);
       paint(span);
       spans.push(span);
-      return span;
-    };
-    const rewardAt = (token) => {
-      const reward = number("reward", token);
-      const shown = `${reward > 0 ? "+" : ""}${figure(reward)}`;
-      return reward ? [make("span", { className: "reward", title: "reward" }, shown)] : [];
+      const reward = numbers.reward?.at(token), sign = reward > 0 ? "+" : "";
+      return reward ? [span, make("span", { className: "reward", title: "reward" }, sign + figure(reward))] : [span];
     };
     // Adds tokens to `into`, SHOWN_TOKENS at once, in parts by whose they are.
     const fill = (from, to, into) => {
       const now = Math.min(to, from + SHOWN_TOKENS);
       for (let token = from; token < now; ) {
         const policy = mask[token] > 0, part = box(policy ? "said" : "environment");
-        for (; token < now && mask[token] > 0 === policy; token++) part.append(spanOf(token), ...rewardAt(token));
+        for (; token < now && mask[token] > 0 === policy; token++) part.append(...spanOf(token));
         into.append(part);
       }
       const more = (event) => {
@@ -176,7 +204,17 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
       };
       if (now < to) into.append(make("button", { onclick: more }, `Show more of ${count(to - now, "token")}`));
     };
-    const all = box("tokens");
+    const recolour = () => {
+      spans.forEach(paint);
+      legend.replaceChildren(...legendOf(select.value, numbers[select.value]));
+    };
+    select.append(...modes.map((name) => make("option", { value: name }, nameOf(name))));
+    select.value = modes.includes(chosen) ? chosen : modes[0];
+    select.onchange = () => {
+      chosen = select.value;
+      recolour();
+    };
+    recolour();
     let from = start;
     detail.rows.forEach(([prompt, length], place) => {
       if (place) all.append(box("environment prompt", prompts[prompt]));
@@ -186,56 +224,38 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     });
 
     const describe = ({ target }) => {
-      const span = target.closest(".token");
-      if (!span) return hideTip();
-      const token = Number(span.dataset.token), names = mask[token] ? Object.keys(numbers) : ["reward"];
-      const known = names.filter((name) => number(name, token) !== null);
-      const logProb = mask[token] ? number("log_prob", token) : null;
-      showTip(span, [
-        ["token", JSON.stringify(text(token))],
-        ["id", String(words.ids[ids[token]])],
-        ["place", `${token - start + 1} of ${end - start}`],
-        ...(mask[token] === 1 ? [] : [["trained", mask[token] ? "no: left out of the loss" : "no: the environment's"]]),
-        ...known.map((name) => [nameOf(name), figure(number(name, token))]),
-        ...(logProb === null ? [] : [["probability", `${figure(100 * Math.exp(logProb))} %`]]),
-      ]);
+      const span = target.closest(".token"), token = Number(span?.dataset.token);
+      if (span) showTip(span, tellOf(token, opened, inAnswer(token)));
+      else hideTip();
     };
-    all.addEventListener("pointerover", describe);
-    all.addEventListener("focusin", describe);
-    all.addEventListener("pointerleave", hideTip);
-    all.addEventListener("focusout", hideTip);
-    all.addEventListener("keydown", (event) => {
+    const walk = (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       event.preventDefault();
       spans[spans.indexOf(event.target) + step]?.focus();
-    });
-
-    const options = modes.map((name) => make("option", { value: name }, nameOf(name)));
-    const select = make("select", { id: "colour", ariaLabel: "Colour of tokens" }, options), legend = box("legend");
-    const recolour = () => {
-      colour = select.value;
-      spans.forEach(paint);
-      legend.replaceChildren(...legendOf(colour, numbers));
     };
-    select.value = colour;
-    select.onchange = () => {
-      chosen = select.value;
-      recolour();
-    };
-    recolour();
+    const acts = { pointerover: describe, focusin: describe, pointerleave: hideTip, focusout: hideTip, keydown: walk };
+    for (const [name, act] of Object.entries(acts)) all.addEventListener(name, act);
     return [box("bar", make("h3", {}, "Response"), make("label", {}, "coloured by ", select), legend), all];
   };
 
+  const runOf = (sample, before = "", after = "") =>
+    data.runs.length > 1 ? before + data.runs[samples.columns.run[sample]].name + after : "";
+  const cellOf = (sample, name) => {
+    const value = samples.columns[name][sample];
+    return name === "end" ? value : figure(value);
+  };
   const linkTo = (sample) => `#sample=${samples.key(sample)}`;
+  const link = (sample, className, ...children) =>
+    make("a", { href: linkTo(sample), className: sample === current ? `${className} here` : className }, children);
   const select = (fits) => {
     const found = [];
     for (let sample = 0; sample < samples.total; sample++) if (fits(sample)) found.push(sample);
     return found;
   };
-  const snippetOf = (sample) => {
+  const snippetOf = (sample, most = SNIPPET) => {
     const snippet = make("span", { className: "snippet" });
-    samples.text(sample, SNIPPET).then((text) => (snippet.textContent = visible(text.slice(0, 300))));
+    samples.text(sample, most).then((text) => (snippet.textContent = visible(text)));
     return snippet;
   };
 
@@ -247,19 +267,14 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
       const side = value < 0 ? "right:50%;background:var(--minus)" : "left:50%;background:var(--plus)";
       return box("balance", make("i", { style: `width:${(50 * Math.abs(value ?? 0)) / top}%;${side}` }));
     };
-    const row = (other) =>
-      make(
-        "a",
-        { href: linkTo(other), className: other === sample ? "member here" : "member" },
-        make("b", {}, figure(columns.score[other])),
-        make("span", {}, figure(columns.advantage[other])),
-        bar(columns.advantage[other]),
-        make("span", { className: "soft" }, columns.end[other]),
-        snippetOf(other),
-      );
+    const row = (other) => {
+      const { score, advantage, end } = columns, figures = [score, advantage].map((column) => figure(column[other]));
+      const cells = [...figures, bar(advantage[other]), end[other]].map((cell) => make("span", {}, cell));
+      return link(other, "member", cells, snippetOf(other));
+    };
     const heads = ["score", "advantage", "", "end", ""].map((head) => make("span", { className: "soft" }, head));
     const title = make("h3", {}, `Its group: ${count(members.length, "sample")} of one prompt`);
-    return [title, box("group", box("member", heads), members.map(row))];
+    return [title, box("member", heads), members.map(row)];
   };
 
   // Shows what became of the same prompt at other steps, a column for each, and for each run.
@@ -269,15 +284,12 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     alike.sort((a, b) => columns.step[a] - columns.step[b] || columns.run[a] - columns.run[b] || a - b);
     const steps = new Map();
     for (const other of alike) {
-      const run = data.runs.length > 1 ? `, ${data.runs[columns.run[other]].name}` : "";
-      const title = `step ${columns.step[other]}${run}`;
+      const title = `step ${columns.step[other]}${runOf(other, ", ")}`;
       if (!steps.has(title)) steps.set(title, box("step", make("b", {}, title)));
       const column = steps.get(title);
       if (column.children.length > FEW_SAMPLES && other !== sample) continue;
-      const card = make("a", { href: linkTo(other), className: other === sample ? "text here" : "text" });
       const score = make("b", {}, `score ${figure(columns.score[other])}`);
-      samples.text(other, 1000).then((text) => card.replaceChildren(score, "\n", visible(text)));
-      column.append(card);
+      column.append(link(other, "text", score, "\n", snippetOf(other, 1000)));
     }
     if (steps.size < 2) return [];
     const place = box("steps", [...steps.values()]);
@@ -285,33 +297,30 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     return [make("h3", {}, "The same prompt over the steps"), place];
   };
 
-  const viewSample = async (sample, move) => {
+  const viewSample = async (sample) => {
     const { columns } = samples, opened = await samples.open(sample), { said, about, output } = opened.detail;
     const { gts, ...others } = about, truth = gts == null ? [] : [["ground truth", gts]];
-    const link = make("a", { className: "button", href: linkTo(sample) }, "link");
-    const run = data.runs.length > 1 ? `${data.runs[columns.run[sample]].name}, ` : "";
-    const button = (label, step) => make("button", { onclick: () => move(step) }, label);
-    const figures = { score: columns.score, advantage: columns.advantage, tokens: columns.length, end: columns.end };
-    const big = Object.entries(figures).map(([name, column]) => {
-      const value = name === "end" ? column[sample] || "–" : figure(column[sample]);
-      return make("div", {}, make("b", {}, value), make("span", { className: "soft" }, name));
-    });
+    const button = (label, step, key) => make("button", { onclick: () => move(step), title: `key ${key}` }, label);
+    const big = { score: "score", advantage: "advantage", tokens: "length", end: "end" };
+    const told = Object.entries(big).map(([name, column]) => [name, cellOf(sample, column) || "–"]);
+    const address = make("a", { className: "button", href: linkTo(sample), title: "to copy or to open" }, "link");
+    const part = (title, ...shown) => make("div", {}, make("h3", {}, title), shown);
     return box(
       "stack",
       box(
         "bar",
         make("h2", {}, `Step ${columns.step[sample]}, ${columns.kind[sample]}`),
-        make("span", { className: "soft" }, `${run}line ${columns.line[sample] + 1}`),
-        box("end", button("← previous", -1), button("next →", 1), link),
+        make("span", { className: "soft" }, `${runOf(sample, "", ", ")}line ${columns.line[sample] + 1}`),
+        box("end", button("← previous", -1, "k"), button("next →", 1, "j"), address),
       ),
-      box("card scored", box("figures", big), fields([...truth, ...Object.entries(said)])),
-      make("div", {}, make("h3", {}, "Prompt"), box("text prompt", opened.prompts[columns.prompt[sample]])),
+      box("card scored", figures(told), fields([...truth, ...Object.entries(said)])),
+      part("Prompt", box("text prompt", opened.prompts[columns.prompt[sample]])),
       output === undefined
         ? make("div", {}, viewResponse(opened))
-        : make("div", {}, make("h3", {}, "Response, whose tokens were not kept"), box("text", output)),
+        : part("Response, whose tokens were not kept", box("text", output)),
       make("div", {}, viewGroup(sample)),
       make("div", {}, viewSteps(sample)),
-      make("div", {}, make("h3", {}, "Other fields"), fields(Object.entries(others))),
+      part("Other fields", fields(Object.entries(others))),
     );
   };
 
@@ -324,9 +333,8 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     make("input", { type, placeholder: label, ariaLabel: label, oninput: () => refresh(), ...traits });
   const choice = (label) => make("select", { ariaLabel: label, onchange: () => refresh() });
   const choices = { run: choice("every run"), kind: choice("every kind"), end: choice("every end") };
-  const ends = ["step from", "step to", "score from", "score to"];
-  const number = (label) => input("number", label, { step: "any", placeholder: label.split(" ")[1] });
-  const [first, last, low, high] = ends.map(number);
+  const end = (name, word) => input("number", `${name} ${word}`, { step: "any", placeholder: word });
+  const range = (name) => [end(name, "from"), end(name, "to")], ranges = { step: range("step"), score: range("score") };
   const search = input("search", "Search in all texts", { oninput: () => look(150) });
   const tally = make("span", { className: "soft", role: "status" }), leftOut = make("p", { className: "soft" });
   const spacer = box("spacer"), list = make("div", { className: "list", tabIndex: 0, ariaLabel: "Samples" }, spacer);
@@ -344,15 +352,12 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     leftOut.textContent = samples.left_out ?? "";
   };
   const passes = (sample) => {
-    const { columns } = samples;
-    for (const [name, menu] of Object.entries(choices)) {
-      if (menu.value !== "" && String(columns[name][sample]) !== menu.value) return false;
-    }
-    const within = (value, { value: least }, { value: most }) => {
-      if (least === "" && most === "") return true;
-      return value !== null && (least === "" || value >= Number(least)) && (most === "" || value <= Number(most));
-    };
-    if (!within(columns.step[sample], first, last) || !within(columns.score[sample], low, high)) return false;
+    const valueOf = (name) => samples.columns[name][sample];
+    const isChosen = ([name, { value }]) => value === "" || String(valueOf(name)) === value;
+    const isWithin = ([name, [{ value: least }, { value: most }]]) =>
+      (least === "" && most === "") ||
+      (valueOf(name) !== null && valueOf(name) >= (least || -Infinity) && valueOf(name) <= (most || Infinity));
+    if (!Object.entries(choices).every(isChosen) || !Object.entries(ranges).every(isWithin)) return false;
     return !found || found.has(sample);
   };
   const compare = (a, b) => {
@@ -370,11 +375,11 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     drawRows();
   };
   const rowOf = (sample) => {
-    const { columns } = samples;
-    const cell = (name) => (name === "end" ? columns.end[sample] : figure(columns[name][sample]));
-    const cells = Object.keys(ORDERS).map((name) => make("span", {}, cell(name)));
-    const row = make("a", { className: "sample", href: linkTo(sample), tabIndex: -1 }, cells, snippetOf(sample));
+    const cells = Object.keys(ORDERS).map((name) => make("span", {}, cellOf(sample, name)));
+    if (samples.columns.kind[sample] === "validation") cells[0].append(" val");
+    const row = link(sample, "sample", cells, snippetOf(sample));
     row.dataset.sample = sample;
+    row.tabIndex = -1;
     return row;
   };
   const drawRows = () => {
@@ -389,21 +394,25 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
     });
     spacer.replaceChildren(...rows);
   };
+  // Searches after `wait` ms without another key; then the list, unless `wait` is 0, shows what was found so far.
   const look = async (wait) => {
-    const mine = ++searches, goesOn = () => mine === searches, hits = new Set();
-    await new Promise((resolve) => setTimeout(resolve, wait));
-    if (!goesOn()) return;
-    const tell = () => {
-      found = hits;
-      refresh();
-      tally.textContent += ", searching …";
-      return goesOn();
-    };
-    if (search.value) {
-      if (wait) tell();
-      await searchAll(search.value, (sample) => hits.add(sample), wait ? tell : goesOn);
+    const mine = ++searches, hits = new Set(), pause = (time) => new Promise((resolve) => setTimeout(resolve, time));
+    let since = 0;
+    await pause(wait);
+    if (mine !== searches) return;
+    for await (const more of search.value ? searchAll(search.value) : []) {
+      more.forEach((sample) => hits.add(sample));
+      if (performance.now() - since > 150) {
+        if (wait) {
+          found = hits;
+          refresh();
+          tally.textContent += ", searching …";
+        }
+        await pause(0);
+        since = performance.now();
+      }
+      if (mine !== searches) return;
     }
-    if (!goesOn()) return;
     found = search.value ? hits : null;
     refresh();
     highlight();
@@ -444,30 +453,35 @@ const samplesTab = ({ make, box, fields, figure, count, visible }, data) => {
   list.addEventListener("scroll", drawRows);
   new ResizeObserver(drawRows).observe(list);
   document.addEventListener("keydown", (event) => {
-    const step = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key], elsewhere = "input, select, textarea";
-    if (!step || event.ctrlKey || event.metaKey || event.altKey || event.target.closest(elsewhere)) return;
+    const inList = pane.contains(event.target) ? { ArrowDown: 1, ArrowUp: -1 } : {}; // elsewhere they scroll the page
+    const step = { j: 1, k: -1, ...inList }[event.key];
+    if (!step || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")) return;
     if (!section.isConnected || section.hidden) return;
     event.preventDefault();
+    if (pane.contains(event.target)) list.focus({ preventScroll: true }); // its rows come and go
     move(step);
   });
 
-  const range = (label, ...ends) => make("span", { className: "range soft" }, label, ends);
-  const filters = [...Object.values(choices), range("step", first, last), range("score", low, high)];
+  const limits = Object.entries(ranges).map(([name, ends]) => make("span", { className: "range soft" }, name, ends));
   const pane = box("pane", box("heads", heads), list);
-  const section = box("samples", box("bar", search, filters, tally), leftOut, box("split", pane, view), tip);
+  const bar = box("bar", search, Object.values(choices), limits, tally);
+  const section = box("samples", bar, leftOut, box("split", pane, view), tip);
 
   // Shows the sample with this key; without one the sample that was shown last, or the first of the list.
   section.open = async (key) => {
     hideTip();
     const sample = key === undefined ? (current ?? shown[0]) : samples.find(key);
-    if (sample === undefined) return view.replaceChildren(box("soft", "This report has no such sample."));
     if (sample === current && view.firstChild) return;
-    current = sample;
+    current = sample ?? null;
+    if (current === null) {
+      drawRows();
+      return view.replaceChildren(box("soft", "This report has no such sample."));
+    }
     const top = shown.indexOf(sample) * ROW, bottom = top + ROW;
     const isSeen = top >= list.scrollTop && bottom <= list.scrollTop + list.clientHeight;
     if (top >= 0 && !isSeen) list.scrollTop = top - 2 * ROW;
     drawRows();
-    const made = await viewSample(sample, move);
+    const made = await viewSample(sample);
     if (current !== sample) return;
     view.replaceChildren(made);
     highlight();

@@ -88,19 +88,38 @@ def about_progress(run: RunRecord) -> Iterator[str]:
         yield f"{in_words(name)}: {short(before)} at step {first}{then}{top}."
     if len(validations) > MOST_CURVES:
         yield f"{len(validations) - MOST_CURVES} further validations are among the curves."
+    for title, over, first, last in trained(run):
+        span = f"{over} steps" if over > 1 else "step"
+        yield f"{title}: {short(first)} over the first {span}, {short(last)} over the last."
+
+
+def trained(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
+    """Yields what training makes better: its name in words, a number of steps, and its means over the first and last so
+    many steps."""
     for name, title in (("critic/score/mean", "Mean score in training"), ("train/loss", "Loss in training")):
-        steps = len(points(run, name))
-        if steps > 1:
-            over = min(WINDOW, steps // 2)
-            ends = (mean(points(run, name)[:over]), mean(points(run, name)[-over:]))
-            span = f"{over} steps" if over > 1 else "step"
-            yield f"{title}: {short(ends[0])} over the first {span}, {short(ends[1])} over the last."
+        if over := min(WINDOW, len(points(run, name)) // 2):
+            yield title, over, mean(points(run, name)[:over]), mean(points(run, name)[-over:])
+
+
+def headline(run: RunRecord) -> dict[str, str]:
+    """Returns label → text of what one asks first: did it learn, in how many steps, in how long."""
+    validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
+    ends = {in_words(name): (points(run, name)[0][1], points(run, name)[-1][1]) for name in validations[:2]}
+    ends |= {title: (first, last) for title, _, first, last in trained(run)}
+    table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
+    total, seconds = total_steps(run), points(run, "training/seconds")
+    table["Steps"] = f"{(run.steps or [0])[-1]}{f' of {total}' if total else ''}"
+    return table | ({"Time": duration(seconds[-1][1])} if seconds else {})
+
+
+def total_steps(run: RunRecord) -> int | None:
+    return run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
 
 
 def about_time(run: RunRecord) -> Iterator[str]:
     """Says how many steps were done, in how long, and of a run that goes on how long the others will take."""
     done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
-    total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
+    total = total_steps(run)
     spent, left = points(run, "training/seconds"), ""
     whole = f", in {duration(spent[-1][1])}" if spent else ""
     pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
