@@ -94,7 +94,7 @@ def take_pictures(browser: Browser, run: str, other: str, sample: str, folder: P
         bottom = browser.run("return document.querySelector('main').getBoundingClientRect().bottom")
         path = ROOT / "docs" / f"{name}.png"
         picture = picture.crop((0, 0, picture.width, min(picture.height, round(bottom))))
-        picture.quantize(96, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+        picture.quantize(112, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
         print(f"{path} {path.stat().st_size:,} bytes")
 
 

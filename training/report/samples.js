@@ -115,7 +115,8 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     const strength = value === 0 ? 0 : Math.round(12 + 56 * Math.min(1, Math.abs(value) / top));
     return blend(SHADES[name] ?? (value > 0 ? "--plus" : "--minus"), strength);
   };
-  const legendOf = (name, { top }) => {
+  const legendOf = (name, numbers) => {
+    const { top } = numbers[name];
     const swatch = (background, className = "") => make("i", { className, style: `background:${background}` });
     if (name === "mask") return [1, 2, 0].flatMap((mask) => [swatch(MASKS[mask][1]), MASKS[mask][0]]);
     const low = name === "entropy" ? 0 : -top, high = name === "log_prob" ? 0 : top;
@@ -168,25 +169,18 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     ];
   };
 
-  // Shows the response of an opened sample: what the policy said and, set apart, what the environment said, token by
-  // token, with rewards at their places.
-  const viewResponse = (opened) => {
-    const { ids, mask, numbers, words, prompts, start, detail } = opened;
-    const spans = [], modes = Object.keys(numbers), all = box("tokens"), [first, last] = answerIn(opened);
-    const select = make("select", { id: "colour", ariaLabel: "Colour of tokens" }), legend = box("legend");
+  // Shows the tokens of an opened sample: what the policy said and, set apart, what the environment said, with rewards
+  // at their places. `paint` colours a token's element.
+  const viewTokens = (opened, paint) => {
+    const { ids, mask, numbers, words, prompts, start, detail } = opened, [first, last] = answerIn(opened);
     const inAnswer = (token) => token >= first && token <= last;
-    const paint = (span) => {
-      const token = Number(span.dataset.token), { at, top } = numbers[select.value];
-      span.style.background = mask[token] ? shadeOf(select.value, at(token), top) : "";
-    };
     const spanOf = (token) => {
       const text = words.texts[ids[token]], kind = text === "" ? " part" : text.trim() ? "" : " blank";
       const className = `token${kind}${inAnswer(token) ? " answer" : ""}`;
-      const span = make("span", { className, tabIndex: spans.length ? -1 : 0 }, text);
+      const span = make("span", { className, tabIndex: token === start ? 0 : -1 }, text);
       span.dataset.token = token;
       span.dataset.mark = text === "" ? "·" : "↵".repeat(text.split("\n").length - 1);
       paint(span);
-      spans.push(span);
       const reward = numbers.reward?.at(token), sign = reward > 0 ? "+" : "";
       return reward ? [span, make("span", { className: "reward", title: "reward" }, sign + figure(reward))] : [span];
     };
@@ -204,23 +198,12 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
       };
       if (now < to) into.append(make("button", { onclick: more }, `Show more of ${count(to - now, "token")}`));
     };
-    const recolour = () => {
-      spans.forEach(paint);
-      legend.replaceChildren(...legendOf(select.value, numbers[select.value]));
-    };
-    select.append(...modes.map((name) => make("option", { value: name }, nameOf(name))));
-    select.value = modes.includes(chosen) ? chosen : modes[0];
-    select.onchange = () => {
-      chosen = select.value;
-      recolour();
-    };
-    recolour();
+    const all = box("tokens");
     let from = start;
     detail.rows.forEach(([prompt, length], place) => {
       if (place) all.append(box("environment prompt", prompts[prompt]));
-      const row = box("row");
-      fill(from, (from += length), row);
-      all.append(row);
+      all.append(box("row"));
+      fill(from, (from += length), all.lastChild);
     });
 
     const describe = ({ target }) => {
@@ -229,14 +212,33 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
       else hideTip();
     };
     const walk = (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], spans = [...all.querySelectorAll(".token")];
       if (!step) return;
       event.preventDefault();
       spans[spans.indexOf(event.target) + step]?.focus();
     };
     const acts = { pointerover: describe, focusin: describe, pointerleave: hideTip, focusout: hideTip, keydown: walk };
     for (const [name, act] of Object.entries(acts)) all.addEventListener(name, act);
-    return [box("bar", make("h3", {}, "Response"), make("label", {}, "coloured by ", select), legend), all];
+    return all;
+  };
+
+  const viewResponse = (opened) => {
+    const { mask, numbers } = opened, modes = Object.keys(numbers), legend = box("legend");
+    const options = modes.map((name) => make("option", { value: name }, nameOf(name)));
+    const select = make("select", { id: "colour", ariaLabel: "Colour of tokens" }, options);
+    const paint = (span) => {
+      const token = Number(span.dataset.token), { at, top } = numbers[select.value];
+      span.style.background = mask[token] ? shadeOf(select.value, at(token), top) : "";
+    };
+    select.value = modes.includes(chosen) ? chosen : modes[0];
+    const tokens = viewTokens(opened, paint), tell = () => legend.replaceChildren(...legendOf(select.value, numbers));
+    select.onchange = () => {
+      chosen = select.value;
+      tokens.querySelectorAll(".token").forEach(paint);
+      tell();
+    };
+    tell();
+    return [box("bar", make("h3", {}, "Response"), make("label", {}, "coloured by ", select), legend), tokens];
   };
 
   const runOf = (sample, before = "", after = "") =>
