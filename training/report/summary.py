@@ -88,12 +88,12 @@ def about_progress(run: RunRecord) -> Iterator[str]:
         yield f"{in_words(name)}: {short(before)} at step {first}{then}{top}."
     if len(validations) > MOST_CURVES:
         yield f"{len(validations) - MOST_CURVES} further validations are among the curves."
-    for title, over, first, last in trained(run):
+    for title, over, first, last in training_means(run):
         span = f"{over} steps" if over > 1 else "step"
         yield f"{title}: {short(first)} over the first {span}, {short(last)} over the last."
 
 
-def trained(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
+def training_means(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
     """Yields what training makes better: its name in words, a number of steps, and its means over the first and last so
     many steps."""
     for name, title in (("critic/score/mean", "Mean score in training"), ("train/loss", "Loss in training")):
@@ -105,7 +105,7 @@ def headline(run: RunRecord) -> dict[str, str]:
     """Returns label → text of what one asks first: did it learn, in how many steps, in how long."""
     validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
     ends = {in_words(name): (points(run, name)[0][1], points(run, name)[-1][1]) for name in validations[:2]}
-    ends |= {title: (first, last) for title, _, first, last in trained(run)}
+    ends |= {title: (first, last) for title, _, first, last in training_means(run)}
     table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
     total, seconds = total_steps(run), points(run, "training/seconds")
     table["Steps"] = f"{(run.steps or [0])[-1]}{f' of {total}' if total else ''}"
