@@ -94,8 +94,7 @@ def about_progress(run: RunRecord) -> Iterator[str]:
 
 
 def training_means(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
-    """Yields what training makes better: its name in words, a number of steps, and its means over the first and last so
-    many steps."""
+    """Yields the score, or the loss, in words, a number of steps, and its means over the first and last so many."""
     for name, title in (("critic/score/mean", "Mean score in training"), ("train/loss", "Loss in training")):
         if over := min(WINDOW, len(points(run, name)) // 2):
             yield title, over, mean(points(run, name)[:over]), mean(points(run, name)[-over:])
@@ -107,19 +106,14 @@ def headline(run: RunRecord) -> dict[str, str]:
     ends = {in_words(name): (points(run, name)[0][1], points(run, name)[-1][1]) for name in validations[:2]}
     ends |= {title: (first, last) for title, _, first, last in training_means(run)}
     table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
-    total, seconds = total_steps(run), points(run, "training/seconds")
-    table["Steps"] = f"{(run.steps or [0])[-1]}{f' of {total}' if total else ''}"
-    return table | ({"Time": duration(seconds[-1][1])} if seconds else {})
-
-
-def total_steps(run: RunRecord) -> int | None:
-    return run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
+    times = [duration(seconds) for _, seconds in points(run, "training/seconds")[-1:]]
+    return table | {"Steps": str((run.steps or [0])[-1])} | dict(zip(["Time"], times, strict=False))
 
 
 def about_time(run: RunRecord) -> Iterator[str]:
     """Says how many steps were done, in how long, and of a run that goes on how long the others will take."""
     done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
-    total = total_steps(run)
+    total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
     spent, left = points(run, "training/seconds"), ""
     whole = f", in {duration(spent[-1][1])}" if spent else ""
     pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
