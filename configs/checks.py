@@ -41,15 +41,15 @@ def check_config(config: Config) -> None:
     check_policy(config)
     if not has_validation(config) and (config.trainer.test_freq > 0 or config.trainer.val_only):
         raise ConfigError(
-            "validation is asked for (trainer.test_freq or trainer.val_only), but there is nothing to validate on: set "
-            "data.val_files, or with an environment env.val_episodes or env.val_size."
+            f"validation is asked for (trainer.test_freq={config.trainer.test_freq}, trainer.val_only), but there is "
+            "nothing to validate on: set data.val_files, or with an environment env.val_episodes or env.val_size."
         )
     if not config.trainer.val_only:  # which only reads there
         check_output_folder(config.trainer.default_local_dir)
 
 
 def check_data(config: Config) -> None:
-    if config.env.id is None and not config.data.train_files:
+    if config.env.id is None and not config.data.train_files and not config.trainer.val_only:
         raise ConfigError(
             "there is nothing to train on: set data.train_files (docs/data.md says what it may name), or env.id to a "
             "gymnasium environment (python main.py --config-name frozenlake shows one)."
@@ -61,17 +61,21 @@ def check_data(config: Config) -> None:
         )
     chosen = config.data.custom_cls
     for key in ("train_files", "val_files") if chosen.path is None else ():  # a class of the user's may fetch them
-        files = getattr(config.data, key) or []
-        for file in [files] if isinstance(files, str) else files:
-            try:
-                _ = is_named_source(file) or source_files(file)
-            except FileNotFoundError as error:
-                raise ConfigError(f"data.{key}={error}") from error
+        check_sources(f"data.{key}", getattr(config.data, key))
     if chosen.path is None and chosen.kwargs:
         raise ConfigError(
             f"data.custom_cls.kwargs holds {sorted(chosen.kwargs)}, which only a dataset class of yours reads, and "
             "data.custom_cls.path is null: set it to a Python file, or take them back."
         )
+
+
+def check_sources(key: str, files: str | list[str] | None) -> None:
+    """Raises ConfigError if the setting `key` names a file, folder or glob without any data."""
+    for file in [files] if isinstance(files, str) else files or []:
+        try:
+            _ = is_named_source(file) or source_files(file)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{key}={error}") from error
 
 
 def check_batches(config: Config) -> None:
@@ -356,10 +360,8 @@ def check_sft(config: SFTConfig) -> None:
             "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses, or of "
             "conversations (column messages)."
         )
-    for key, files in (("train_files", data.train_files), ("val_files", data.val_files or [])):
-        for file in [files] if isinstance(files, str) else files:
-            if not find_path(file).is_file():
-                raise ConfigError(f"data.{key}={file}: there is no such file (looked in {Path.cwd()}).")
+    check_sources("data.train_files", data.train_files)
+    check_sources("data.val_files", data.val_files)
     if not data.val_files and config.trainer.test_freq != -1:
         raise ConfigError(
             f"trainer.test_freq={config.trainer.test_freq} asks for validation, of no rows: set data.val_files."

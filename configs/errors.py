@@ -30,7 +30,7 @@ if find_spec("omegaconf") is None:  # here, as all commands import this file fir
         "or `source .venv/bin/activate` first. `make setup` makes .venv."
     )
 
-FRAMEWORK = ("configs", "data", "training", "workers", "scripts", "main.py")
+FRAMEWORK = [ROOT / part for part in ("configs", "data", "training", "workers", "scripts", "custom/gym", "main.py")]
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
 HEAD = "notice: "  # of a notice's line on stderr
@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 notices = logging.getLogger("notice")
 noticed: set[Hashable] = set()
 ELSEWHERE = {  # name in other frameworks → ours
-    "learning_rate": "lr",
-    "batch_size": "train_batch_size",
-    "total_steps": "total_training_steps",
-    "max_steps": "total_training_steps",
-    "num_train_epochs": "total_epochs",
-    "epochs": "total_epochs",
-}
+    "batch_size": "train_batch_size", "beta": "kl_loss_coef", "epochs": "total_epochs", "epsilon": "clip_ratio",
+    "epsilon_high": "clip_ratio_high", "eval_steps": "test_freq", "grad_clip": "clip_grad",
+    "group_size": "n", "learning_rate": "lr", "max_completion_length": "max_response_length",
+    "max_grad_norm": "clip_grad", "max_new_tokens": "max_response_length", "max_steps": "total_training_steps",
+    "num_generations": "n", "num_samples": "n", "num_train_epochs": "total_epochs", "output_dir": "default_local_dir",
+    "rollout_n": "n", "run_name": "experiment_name", "save_steps": "save_freq", "seed": "trainer.seed",
+    "steps": "total_training_steps", "total_steps": "total_training_steps", "val_freq": "test_freq",
+}  # fmt: skip
 
 
 class Events(logging.Handler):
@@ -237,9 +238,9 @@ def is_on_purpose(error: BaseException) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` belongs neither to a library nor to this repository; custom/ counts as the user's."""
+    """Whether `file` belongs neither to a library nor to this repository; custom/, but custom/gym, is the user's."""
     path = Path(file)
-    framework = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FRAMEWORK
+    framework = any(map(path.is_relative_to, FRAMEWORK))
     return path.is_file() and not framework and not is_library(file)  # compiled libraries name files that are absent
 
 

@@ -127,7 +127,7 @@ def parse_arguments(argv: list[str], default_config: str, description: str | Non
         epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "
         f"--cfg job prints them all; {schema} explains each.",
     )
-    parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="yaml in the config dir")
+    parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="a yaml (%(default)s)")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
     parser.add_argument("--cfg", choices=("job",), help="print the composed config and exit")
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)

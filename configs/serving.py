@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import check_functions, check_output_folder, is_greedy
+from configs.checks import check_functions, check_output_folder, check_sources, is_greedy
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
@@ -169,6 +169,7 @@ def check_server(config: ServerConfig) -> None:
 def check_files(path: str | list[str] | None, what: str) -> None:
     if not path:
         raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {what}.")
+    check_sources("data.path", path)
 
 
 def check_engine_settings(

@@ -75,9 +75,9 @@ def save_tiny_model(folder: str | Path, seed: int = 0, hidden_size: int = 128, l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where to write the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    parser.add_argument("--hidden-size", type=int, default=128, help="width of the model, a multiple of 8")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (%(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=128, help="width, a multiple of 8 (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers (%(default)s)")
     arguments = parser.parse_args()
     save_tiny_model(arguments.folder, arguments.seed, arguments.hidden_size, arguments.layers)
     print(f"wrote a model and its tokenizer to {arguments.folder}")

@@ -25,6 +25,7 @@ RM_KEY = "reward.reward_model.model"  # where the config has the reward model
 QUESTION, ANSWER = "question-0417", "answer-0417"  # stand for the turns before an increment, which it does not repeat
 THOUGHT = "thought-0417"
 THOUGHTFUL = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+WRITTEN_OUT = re.compile(r"""\[\{\s*['"](role|content)['"]\s*:""")  # a list of messages, as str or json.dumps writes it
 BREAK = "\ufdd0"  # within the name of a special token that is text; Unicode keeps it out of all texts
 
 
@@ -37,6 +38,8 @@ def parse_prompt(value: Any) -> Prompt:
     if isinstance(value, np.ndarray):  # what pandas makes of a list in a parquet file
         value = value.tolist()
     if isinstance(value, str):
+        if WRITTEN_OUT.match(value):  # a model would read brackets and quotes
+            raise ValueError(f"the prompt is {reprlib.repr(value)}, a text: give the list itself, and in CSV JSON.")
         return value
     if not isinstance(value, list) or not value:
         raise ValueError(f"the prompt is {reprlib.repr(value)}; it must be a string or a list of chat messages.")

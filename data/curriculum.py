@@ -115,12 +115,7 @@ class CurriculumSampler(AbstractCurriculumSampler):
         self._draw_from = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rates": dict(self.rates),
-            "observed": dict(self.observed),
-            "drawn": self.drawn,
-            "place": self.place,
-        }
+        return {"rates": dict(self.rates), "observed": dict(self.observed), "drawn": self.drawn, "place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rates, self.drawn, self.place = dict(state["rates"]), state["drawn"], state["place"]

@@ -78,6 +78,12 @@ def spread(what: str, lengths: Sequence[int]) -> str:
     return f"{what} of {min(lengths)} to {max(lengths)} tokens, half of them at most {median}, 95 % at most {most}"
 
 
+def filled_columns(row: Row) -> str:
+    """Lists the columns in which a row has something, but for what a run adds to it."""
+    added, empty = ("raw_prompt", "raw_prompt_ids", "index"), ("None", "{}", "{'ground_truth': None}")
+    return ", ".join(name for name, value in row.items() if name not in added and str(value) not in empty)
+
+
 def by_source(rows: Sequence[Row], key: str) -> str:
     """Counts the rows of the commonest values of the column `key`."""
     counts = Counter(str(row.get(key) or "unknown") for row in rows).most_common()
@@ -88,7 +94,8 @@ def mixed_labels(rows: Sequence[Row]) -> Iterator[str]:
     """Yields a line if ground truths are of several types: a rule that compares texts fails on a number among them."""
     places: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
-        places[type((row.get("reward_model") or {}).get("ground_truth")).__name__].append(place)
+        kind = type((row.get("reward_model") or {}).get("ground_truth")).__name__
+        places[kind.replace("NoneType", "none")].append(place)
     if len(places) > 1:
         listed = ", ".join(f"{name} {len(found)} (the first is row {found[0]})" for name, found in places.items())
         yield f"ground truths are of several types: {listed}"

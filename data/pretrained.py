@@ -145,6 +145,10 @@ def check_model_path(path: str | None, key: str) -> str:
     folder = find_path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            places = ("", "actor/", "global_step_*/", "global_step_*/actor/")  # of a checkpoint, and of a run
+            found = [file for place in places for file in folder.glob(f"{place}huggingface/config.json")]
+            if found:
+                remedy = f"It holds one: {max(found, key=lambda file: file.stat().st_mtime).parent}"
             raise ValueError(f"{key}={path}: the folder has no config.json, so it is not a model. {remedy}")
         return str(folder)
     if folder.is_absolute() or path.startswith((".", "~")) or not HUB_NAME.fullmatch(path) or folder.parent.is_dir():

@@ -28,6 +28,7 @@ from data.chat import Prompt, encode_prompt, parse_prompt
 from data.data_report import (
     BadRows,
     by_source,
+    filled_columns,
     mixed_labels,
     print_report,
     prompt_text,
@@ -297,10 +298,9 @@ class RLHFDataset(Dataset):
             check_says_something(prompt)
             ids = self.encode_prompt(prompt)
         except (ValueError, TypeError, TemplateError) as error:  # templates refuse messages by the last two
-            filled = ", ".join(name for name, value in columns.items() if value is not None)
             raise ValueError(
                 f"{origin}: {error} The prompt is read from the column data.prompt_key={self.prompt_key}; "
-                f"this row fills the columns {filled}."
+                f"this row fills the columns {filled_columns(columns)}."
             ) from error
         if not ids:
             raise ValueError(f"{origin}: the prompt has no tokens; remove the row.")

@@ -368,6 +368,8 @@ def test_roles_follow_from_the_arguments_of_the_estimator_whatever_its_name(esti
     plain = compose("algorithm.adv_estimator=grpo", here, name="ppo_trainer")
     assert not needs_critic(plain) and not needs_reference(plain)
     assert needs_critic(compose("critic.enable=true", here))
+    measured = compose("algorithm.adv_estimator=asking", "trainer.val_only=true", here)
+    assert not needs_critic(measured) and not needs_reference(measured)
     with pytest.raises(ConfigError, match=r"adv_estimator=asking needs values, and critic\.enable=false"):
         check_algorithm(compose("algorithm.adv_estimator=asking", "critic.enable=false", here))
     too_long = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"  # checked, as the reference will be there
@@ -409,6 +411,10 @@ def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
         ("env.kwarg.size", "env.kwargs"),
         ("trainer.seed.value", "trainer.seed"),
         ("learning_rate", "actor_rollout_ref.actor.optim.lr"),
+        ("num_generations", "actor_rollout_ref.rollout.n"),
+        ("max_grad_norm", "actor_rollout_ref.actor.optim.clip_grad"),
+        ("trainer.output_dir", "trainer.default_local_dir"),
+        ("seed", "trainer.seed"),
         ("critic.optim.learning_rate", "critic.optim.lr"),
         ("total_steps", "trainer.total_training_steps"),
         ("trainer.total_steps", "trainer.total_training_steps"),
@@ -1120,3 +1126,20 @@ def test_a_dataset_class_takes_keys_of_its_own():
     for given in (("data.train_batchsize=2", *files), ("+data.level=2", "data.custom_cls.path=mine.py")):
         with pytest.raises(ConfigError, match=r"unknown key 'data\.(train_batchsize|level)'"):
             compose(*given)
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("algorithm.adv_estimator=gropo", "'grpo'"),
+        ("algorithm.adv_estimator=REINFORCE++", "'reinforce_plus_plus'"),
+        ("algorithm.adv_estimator=ppo", "recipe=ppo"),
+        ("algorithm.adv_estimator=Dr_GRPO", "recipe=dr_grpo"),
+        (f"{LOSS}.loss_mode=gsppo", "'gspo'"),
+        (f"{LOSS}.loss_mode=gmpo", "recipe=gmpo"),
+    ],
+)
+def test_an_algorithm_that_is_spelt_otherwise_is_guessed(setting, meant):
+    says = rf"^{re.escape(setting)}: there is none of this name\. Did you mean {meant}\?"
+    with pytest.raises(ConfigError, match=says):
+        check_algorithm(compose(setting, name="ppo_trainer"))

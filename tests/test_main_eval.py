@@ -139,6 +139,7 @@ def test_columns_of_other_names_and_a_single_response(tmp_path):
     ("rows", "overrides", "message"),
     [
         (ROWS, ["data.path=null"], "data.path is not set"),
+        (ROWS, ["data.path=none.jsonl"], "data.path=none.jsonl: there is no such file"),
         (
             ROWS,
             ["reward.custom_reward_function.path=null"],

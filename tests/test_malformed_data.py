@@ -133,6 +133,11 @@ UNREADABLE = {
         parquet({"question": "1"}),
         "row 0: the prompt is None.*data.prompt_key=prompt; this row fills the columns question",
     ),
+    "printed.csv": (
+        b"prompt,ground_truth\n\"[{'role': 'user', 'content': '1+1='}]\",2\n",
+        "row 0: the prompt is .*, a text: give the list itself, and in CSV JSON.*columns prompt, ground_truth",
+    ),
+    "quoted.jsonl": (b'{"prompt": "[{\\"role\\": \\"user\\"}]"}\n', "row 0: .*a text: give the list itself"),
     "parquet.jsonl": (WHOLE, "line 1: "),
     "gzip.jsonl": (gzip.compress(LINE), "line 1: byte"),
     "wide.jsonl": (LINE.decode().encode("utf-16"), "this is UTF-16"),
@@ -208,9 +213,9 @@ def test_marks_of_windows_do_no_harm(tmp_path, tokenizer):
 
 def test_labels_of_several_types_are_told(tmp_path, tokenizer, capsys):
     file = tmp_path / "data.jsonl"
-    file.write_bytes(LINE * 2 + b'{"prompt": "1", "ground_truth": 2}\n')
-    assert len(load(file, tokenizer)) == 3
-    told = "ground truths are of several types: str 2 (the first is row 0), int 1 (the first is row 2)"
+    file.write_bytes(LINE * 2 + b'{"prompt": "1", "ground_truth": 2}\n{"prompt": "1"}\n')
+    assert len(load(file, tokenizer)) == 4
+    told = "ground truths are of several types: str 2 (the first is row 0), int 1 (the first is row 2), none 1 (the"
     assert told in capsys.readouterr().out
 
 

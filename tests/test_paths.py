@@ -54,6 +54,11 @@ def test_a_shipped_model_is_found_from_elsewhere(tmp_path, monkeypatch):
     assert check_model_path("outputs/quickstart/warm_start", key) == str(model)
     with pytest.raises(ValueError, match="there is no such folder"):
         check_model_path("outputs/quickstart/cold_start", key)
+    model.rename(model.with_name("huggingface"))
+    with pytest.raises(
+        ValueError, match=r"no config.json, so it is not a model. It holds one: .*quickstart/huggingface$"
+    ):
+        check_model_path("outputs/quickstart", key)
 
 
 def test_home_is_spelt_out_at_the_start_of_a_path_alone():

@@ -74,8 +74,15 @@ def test_validation_alone_reads_a_folder_that_another_run_has(tiny_model, tmp_pa
         assert tree_of(tmp_path) == before
 
 
-def test_validation_alone_makes_no_folder(tiny_model, tmp_path):
-    main.run(compose(*short_run(tiny_model, tmp_path / "run", "trainer.val_only=true")))
+def test_validation_alone_reads_no_other_rows_and_makes_no_folder(tiny_model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"}\n' * 2)
+    (tmp_path / "score.py").write_text("def compute_score(prompt, response):\n    return 0.5\n")
+    command = [
+        f"actor_rollout_ref.model.path={tiny_model}", f"data.val_files={tmp_path}/rows.jsonl", "trainer.val_only=true",
+        f"reward.custom_reward_function.path={tmp_path}/score.py", "data.max_response_length=2",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]  # fmt: skip
+    assert main.run(compose(*command, name="ppo_trainer"))["val-core/sums/reward/mean@1"] == 0.5
     assert not (tmp_path / "run").exists()
 
 

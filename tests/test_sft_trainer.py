@@ -382,7 +382,7 @@ def test_the_command_line_explains_itself(capsys):
     ("arguments", "message"),
     [
         ([], "data.train_files is not set: give .parquet, .json or .jsonl files"),
-        (["data.train_files={folder}/none.jsonl"], "there is no such file"),
+        (["data.train_files={folder}/none.jsonl"], "none.jsonl: there is no such file (looked in"),
         (["data.train_files={folder}/rows.jsonl", "trainer.test_freq=2"], "set data.val_files"),
         (["data.train_files={folder}/rows.jsonl", "data.max_length=20000"], "Raise it to at least 20000"),
         (["data.train_files={folder}/rows.jsonl", "data.roles_to_train=[]"], "nothing to learn"),

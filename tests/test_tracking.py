@@ -189,6 +189,11 @@ def test_an_unknown_logger_is_refused_with_the_known_ones(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_logger_needs_no_package(monkeypatch):
+    monkeypatch.setitem(tracking.VIEWS, "mine", object)
+    assert tracking.check_loggers(["mine", "file"]) == ["mine"]
+
+
 @pytest.mark.parametrize(
     ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard")]
 )

@@ -115,8 +115,9 @@ def groups_by_signal(batch: DataProto, metric: str) -> tuple[list[list[int]], li
 def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
     """[B] bool: rows of the groups (rows of one uid) whose completed samples differ in `metric`.
 
-    `metric` is "score" (or "reward"), the sum of token_level_scores, or a numeric column such as what the reward
-    returned beside the score. Raises ValueError if there is no such column, or it holds anything but numbers.
+    `metric` is "score" (or "reward", or of a reward that returns a lone number "acc", as in verl), the sum of
+    token_level_scores, or a numeric column such as what the reward returned beside the score. Raises ValueError if
+    there is no such column, or it holds anything but numbers.
     """
     episodes = EpisodeRows(batch)
     values = metric_of_episodes(episodes, metric)
@@ -129,13 +130,13 @@ def rows_with_signal(batch: DataProto, metric: str) -> Tensor:
 def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
     """[E] float32, the numbers that `rows_with_signal` compares; a column's are those of an episode's last row."""
     batch = episodes.batch
-    if metric in ("score", "reward"):
+    returned, is_column = batch.meta_info.get("reward_extra_keys"), metric in batch.non_tensor_batch
+    if metric in ("score", "reward") or (metric == "acc" and not returned and not is_column):
         return episodes.scores()
     key = f"algorithm.filter_groups.metric={metric}"
-    if metric not in batch.non_tensor_batch:
-        raise ValueError(
-            f"{key}: the reward returns no such number. Use score, or one of {batch.meta_info['reward_extra_keys']}."
-        )
+    if not is_column:
+        others = f", or one of {returned}" if returned else ", or let it return a dict with score and others"
+        raise ValueError(f"{key}: the reward returns no such number. Use score{others}.")
     try:
         return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
     except (TypeError, ValueError) as error:

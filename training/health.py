@@ -91,39 +91,39 @@ class MismatchAlarm:
                 "probabilities than the policy has. Often: top_p or top_k below, which only the engine applies; an "
                 "engine of lower precision; weights that it did not take up. "
                 "algorithm.rollout_correction.rollout_is=token weighs what remains; null is silent.",
-                MEAN_MISMATCH,
-                metrics[MEAN_MISMATCH],
-                self.limit,
-            )
+                MEAN_MISMATCH, metrics[MEAN_MISMATCH], self.limit,
+            )  # fmt: skip
         self.raised = too_far
 
 
 class NoSignal:
-    """Looks at the last `limit` steps, and warns once when next to no row of theirs had anything to teach; 0: never.
+    """Looks at the last `limit` steps, and warns when next to no row of theirs had anything to teach; 0: never.
 
-    A row teaches if it has an advantage other than 0; of steps whose scores are all equal none does. One stray sample
-    changes nothing: at most STRAY of the rows of all these steps may teach. Said are the likeliest cause and, to see
-    it, the best and the worst response of the last of them, decoded by `tokenizer`.
+    Of several such stretches the 1st, the 10th, the 100th, … are told: a run that learns slowly has many. A row teaches
+    if it has an advantage other than 0; of steps whose scores are all equal none does. One stray sample changes
+    nothing: at most STRAY of the rows of all these steps may teach. Said are the likeliest cause and, to see it, the
+    best and the worst response of the last of them, decoded by `tokenizer`.
     """
 
     def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self.limit = limit
         self.tokenizer = tokenizer
         self.taught: deque[float] = deque(maxlen=limit)  # shares of rows
-        self.said = False
+        self.is_silent, self.times = False, 0
 
     def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Counts a step, by its metrics and the batch that it learnt from."""
         self.taught.append(0.0 if teaches_nothing(metrics) else share_that_teaches(batch))
         silent = len(self.taught) == self.limit > 0 and sum(self.taught) <= STRAY * self.limit
-        if silent and not self.said:
-            logger.warning(
-                "%d steps in a row taught nothing (trainer.no_signal_steps): %s", self.limit, likeliest_cause(metrics)
-            )
+        begins, self.is_silent = silent and not self.is_silent, silent
+        self.times += begins
+        if begins and self.times in (1, 10, 100, 1000):
+            again = f", for the {self.times}th time" if self.times > 1 else ""
+            cause = likeliest_cause(metrics)
+            logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
             shown = spread(EpisodeRows(batch).scores().tolist(), SHOWN)
             rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]), shown)
             print_records("of a step that taught nothing", rows, brief=True)
-        self.said = silent
 
 
 def share_that_teaches(batch: DataProto) -> float:
@@ -173,7 +173,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
         return f"{all_of} response scores {score:g}, and {cut} and may be cut before they answer: raise it."
     return (
         f"{all_of} response scores {score:g}. The reward is the same for all answers, it is too rare to be found by "
-        "chance, or the task is mastered. docs/environments.md (What a step trains on) shows what to do about a "
+        "chance, or the task is mastered. docs/environments.md (The training prompts) shows what to do about a "
         "reward that comes at the end alone."
     )
 

@@ -10,10 +10,11 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
-from configs.errors import ConfigError, events, notice
+from configs.errors import ConfigError, did_you_mean, events, notice
+from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig, RolloutConfig
 from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
-from data.data_report import report_overlap
+from data.data_report import filled_columns, report_overlap
 from data.import_utils import accepts, load_modules, load_subclass, split_object
 from data.interactions import interaction_of, load_interactions
 from data.pretrained import (
@@ -34,14 +35,7 @@ from data.rl_dataset import (
     report_overlong,
     row_maker,
 )
-from data.sampler import (
-    Dynamic,
-    PromptLoader,
-    SequentialSampler,
-    create_rl_sampler,
-    epoch_rows,
-    fitting_batch_size,
-)
+from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler, epoch_rows, fitting_batch_size
 from data.seeding import seed_everything
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
@@ -49,8 +43,9 @@ from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.agents import known_names, load_agents
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
     NEEDS_GROUPS,
-    get_adv_estimator_fn,
+    POLICY_LOSS_REGISTRY,
     get_policy_loss_fn,
     policy_loss_name,
     register_adv_est,
@@ -116,7 +111,7 @@ def prepare(config: Config) -> Parts:
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
     val_loader = build_val_loader(config, data, tokenizer, environment)
-    if val_loader:
+    if val_loader and (environment or config.data.train_files):
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
     sources: set[Any] = set()
     for loader in filter(None, (train_loader, val_loader)):
@@ -161,11 +156,10 @@ def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     check_columns(functions, rows)
     truths = [row["reward_model"].get("ground_truth") for row in rows if isinstance(row.get("reward_model"), dict)]
     if any(one.form.needs_ground_truth for one in functions) and all(truth is None for truth in truths):
-        columns = ", ".join(name for name, value in rows[0].items() if value is not None)
         raise ConfigError(
             f"the reward {reward_name(reward)} needs ground_truth, and none of {len(rows)} rows has one; the first "
-            f"fills the columns {columns}. Put it into reward_model.ground_truth, or into a column ground_truth; or, "
-            "if the reward does without, give the argument a default: ground_truth=None."
+            f"fills the columns {filled_columns(rows[0])}. Put it into reward_model.ground_truth, or into a column "
+            "ground_truth; or, if the reward does without, give the argument a default: ground_truth=None."
         )
 
 
@@ -236,24 +230,21 @@ def check_models(config: Config) -> None:
 
 def needed_roles(config: Config) -> list[str]:
     """The roles that a run has workers for: actor and rollout, and ref, critic and rm where it needs them."""
-    optional = {
-        "ref": needs_reference(config),
-        "critic": needs_critic(config),
-        "rm": config.reward.reward_model.enable,
-    }
+    optional = {"ref": needs_reference(config), "critic": needs_critic(config), "rm": config.reward.reward_model.enable}
     return ["actor", "rollout", *(role for role, needed in optional.items() if needed)]
 
 
 def needs_critic(config: Config) -> bool:
     """Whether values are computed: as critic.enable says; null: if the estimator cannot do without."""
     wanted = "values" in estimator_needs(config.algorithm.adv_estimator)
-    return wanted if config.critic.enable is None else config.critic.enable
+    return not config.trainer.val_only and (wanted if config.critic.enable is None else config.critic.enable)
 
 
 def needs_reference(config: Config) -> bool:
     """Whether there is a reference policy: a KL term or the estimator asks for it."""
     wanted = "ref_log_prob" in estimator_needs(config.algorithm.adv_estimator)
-    return wanted or config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    wanted = wanted or config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    return wanted and not config.trainer.val_only
 
 
 def check_algorithm(config: Config) -> None:
@@ -266,19 +257,20 @@ def check_algorithm(config: Config) -> None:
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     mode = policy_loss_name(settings, algorithm.rollout_correction)
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    for key, chosen, get, decorator, kwargs in (
-        ("algorithm.adv_estimator", name, get_adv_estimator_fn, register_adv_est, algorithm.adv_estimator_kwargs),
-        (loss_key, mode, get_policy_loss_fn, register_policy_loss, settings.kwargs),
+    losses = {known: loss.function for known, loss in POLICY_LOSS_REGISTRY.items()}
+    for key, chosen, known, decorator, kwargs in (
+        ("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY, register_adv_est, algorithm.adv_estimator_kwargs),
+        (loss_key, mode, losses, register_policy_loss, settings.kwargs),
     ):
-        try:
-            function = get(chosen)
-        except ValueError as error:
-            loaded = config.actor_rollout_ref.model.external_lib
+        if chosen not in known:
+            plain, loaded = chosen.lower(), config.actor_rollout_ref.model.external_lib
             raise ConfigError(
-                f"{key}={chosen}: {error}. One of yours stands under @{decorator.__name__}({chosen!r}) in a file that "
-                f"actor_rollout_ref.model.external_lib names; it names {loaded or 'none'}."
-            ) from error
-        if strangers := sorted(argument for argument in kwargs if not accepts(function, argument)):
+                f"{key}={chosen}: there is none of this name."
+                + (f" Did you mean recipe={plain}?" if plain in options("recipe") else did_you_mean(plain, list(known)))
+                + f" There are {list(known)}; one of yours stands under @{decorator.__name__}({chosen!r}) in a "
+                f"file that actor_rollout_ref.model.external_lib names; it names {loaded or 'none'}."
+            )
+        if strangers := sorted(argument for argument in kwargs if not accepts(known[chosen], argument)):
             raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")
     if name in NEEDS_GROUPS and samples < 2:
         raise ConfigError(
@@ -313,7 +305,7 @@ def build_train_loader(
 ) -> PromptLoader:
     left_out = frozenset()
     if environment is None:
-        dataset = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples)
+        dataset = create_rl_dataset(data.train_files or data.val_files, data, tokenizer, data.train_max_samples)
         left_out = overlong_rows(dataset, tokenizer, data)
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)

@@ -376,9 +376,9 @@ def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: s
         return
     error = RuntimeError(
         f"{what}. {len(failures)} of {rows} responses could not be scored ({counts}), more than "
-        f"reward.max_failed_fraction={config.max_failed_fraction:g} allows. Try it alone: "
-        "reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]})); with reward.in_process=true "
-        "breakpoints work in it."
+        f"reward.max_failed_fraction={config.max_failed_fraction:g} allows. "
+        "`python -m training.reward FILE --data ROWS` tries a function alone; with reward.in_process=true breakpoints "
+        "work in it."
     )
     if example.trace:
         error.add_note(f"in the process of the reward function:\n{example.trace}")

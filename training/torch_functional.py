@@ -115,11 +115,7 @@ def linear_schedule_multiplier(step: int, warmup_steps: int, total_steps: int, m
 
 
 def cosine_schedule_multiplier(
-    step: int,
-    warmup_steps: int,
-    total_steps: int,
-    min_lr_ratio: float = 0.0,
-    num_cycles: float = 0.5,
+    step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
 ) -> float:
     """Linear warm-up from 0 to 1, then a cosine down to `min_lr_ratio`; half a cycle ends at the minimum."""
     if step < warmup_steps:

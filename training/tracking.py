@@ -8,6 +8,7 @@ Left out: artifacts at the services, which get a new run each time training is s
 
 import atexit
 import importlib
+import inspect
 import logging
 import math
 import sys
@@ -369,7 +370,7 @@ def check_loggers(logger: str | Sequence[str] | None) -> list[str]:
         if name not in VIEWS:
             raise ValueError(f"trainer.logger has {name!r}: choose from {', '.join([*VIEWS, 'file'])}")
         try:
-            importlib.import_module(VIEWS[name].module)
+            importlib.import_module(inspect.getattr_static(VIEWS[name], "module", "rich"))  # yours may need none
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"trainer.logger has {name!r}, which needs a package that is not installed ({error}): "

@@ -112,12 +112,7 @@ def load_value_model(
 
 
 def _load(
-    auto_class: type,
-    model: ModelConfig,
-    key: str,
-    device: torch.device,
-    sharding: Sharding | None,
-    **overrides: Any,
+    auto_class: type, model: ModelConfig, key: str, device: torch.device, sharding: Sharding | None, **overrides: Any
 ) -> PreTrainedModel:
     config = load_model_config(model, model.path, key)
     config.update({**no_dropout(config), **model.override_config, **overrides})

@@ -187,6 +187,8 @@ class TextEnv:
         self._worlds: dict[Layout, gym.Env] = {}  # to compute states in, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
         self._optimal = lru_cache(maxsize=1024)(self._find_optimal)  # all samples of a prompt ask for it
+        if "action_space" not in dir(self._env.unwrapped):
+            raise ValueError(f"{self.env_id} has no action_space: gymnasium asks for one, gym.spaces.Text for any text")
         self._space = self._env.action_space
         self._set_actions(self._space)
         if self.max_turns is None:
