@@ -358,8 +358,8 @@ def test_a_served_page_takes_new_steps_in_and_keeps_ones_place(browser, live, tm
     seen_at = "return document.querySelector('.here').getBoundingClientRect().top"
     browser.click("#colour option", "entropy")
     before = [browser.driver.current_url, browser.see(".view").text, browser.run(seen_at)]
-    write_run(tmp_path / "live", steps=4, samples=96, tokens=5)
-    (tmp_path / "live/metrics.jsonl").touch()  # a run writes its samples first
+    with live.report.lock:  # a run writes its samples first, and each file whole
+        write_run(tmp_path / "live", steps=4, samples=96, tokens=5)
     browser.see(".bar", "64 of 112 samples")
     assert browser.texts("[aria-sort=descending]") == ["score"]
     assert [browser.driver.current_url, browser.see(".view").text, browser.run(seen_at)] == before
