@@ -378,8 +378,8 @@ def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path,
         assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []
     assert not OF_PPO & steps[0].keys() or extra
     *stages, other = summary.stages(read_run(tmp_path))["seconds"]
-    assert sum(map(sum, [*stages, other])) == pytest.approx(steps[-1]["training/seconds"])
-    assert min(other) > 0, "timers overlap"
+    assert sum(map(sum, [*stages, other])) == pytest.approx(steps[-1]["training/seconds"], abs=0.01)
+    assert min(other) >= 0, "timers overlap"
 
 
 # Rollout correction
