@@ -90,7 +90,7 @@ def end_by(number: int) -> NoReturn:
         if signal.getsignal(other) is interrupt:
             signal.signal(other, signal.SIG_DFL)
     ended_by.append(number)
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number))
 
 
 def in_words(number: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -134,12 +135,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def restored_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_registries() -> Iterator[None]:
     """Forgets after the test what it registers, by hand or by a user's file."""
-    from training import core_algos
+    from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    for name in ("ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
-        monkeypatch.setattr(core_algos, name, copy.copy(vars(core_algos)[name]))
+    with patch.dict(ADV_ESTIMATOR_REGISTRY), patch.dict(POLICY_LOSS_REGISTRY):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -32,21 +32,21 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 36_498,
+    "product lines": 36_478,
     "product files": 182,
     "names in training/": 39,
     "names in workers/": 28,
     "names in data/": 23,
     "names in configs/": 11,
     "names in custom/": 4,
-    "modules under 60 lines": 16,
-    "modules with one importer": 43,
+    "modules under 60 lines": 15,
+    "modules with one importer": 42,
     "settings": 274,
     "file names in two folders": 5,
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_900,
+    "test lines": 37_870,
 }
 
 
@@ -172,7 +172,7 @@ def test_the_whole_stays_within_its_budget(figure):
     )
 
 
-STEP_CEILINGS = {"files": 55, "functions": 533, "lines": 3_478}  # functions: as Python 3.11 counts comprehensions
+STEP_CEILINGS = {"files": 55, "functions": 527, "lines": 3_466}  # functions: as Python 3.11 counts comprehensions
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():

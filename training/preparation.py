@@ -264,11 +264,12 @@ def check_algorithm(config: Config) -> None:
     ):
         if chosen not in known:
             plain, loaded = chosen.lower(), config.actor_rollout_ref.model.external_lib
+            is_recipe = plain in options("recipe")
+            guess = f" Did you mean recipe={plain}?" if is_recipe else did_you_mean(plain, list(known))
             raise ConfigError(
-                f"{key}={chosen}: there is none of this name."
-                + (f" Did you mean recipe={plain}?" if plain in options("recipe") else did_you_mean(plain, list(known)))
-                + f" There are {list(known)}; one of yours stands under @{decorator.__name__}({chosen!r}) in a "
-                f"file that actor_rollout_ref.model.external_lib names; it names {loaded or 'none'}."
+                f"{key}={chosen}: there is none of this name.{guess} There are {list(known)}; one of yours stands "
+                f"under @{decorator.__name__}({chosen!r}) in a file that actor_rollout_ref.model.external_lib names; "
+                f"it names {loaded or 'none'}."
             )
         if strangers := sorted(argument for argument in kwargs if not accepts(known[chosen], argument)):
             raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from configs.errors import events, now, users_line
 from configs.paths import ROOT
-from configs.process import ended_by, in_words
+from configs.process import in_words
 from configs.schema import Config, SFTConfig
 from configs.threads import available_cores
 from data.files import dispensable, json_line, replacing, rewrite
@@ -91,7 +91,8 @@ class Start:
         if kind is None:
             self.write(now(), "done", None)
         elif issubclass(kind, KeyboardInterrupt):
-            self.write(now(), "stopped", in_words([signal.SIGINT, *ended_by][-1]))
+            number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
+            self.write(now(), "stopped", in_words(number))
         else:
             text, place = f"{kind.__name__}: {error}", users_line(error)
             where = f" ({place})" if place and place not in text else ""
