@@ -14,16 +14,21 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 PATIENCE = 60  # seconds, on a busy machine, for what takes a tenth of one
 # Colours of the pixels of each chart, copied: to read a chart's own canvas again and again is a warning of Chromium's.
+# Charts are drawn once they are near the window: the first that is not is brought there, until there is none.
 COLOURS = """
-return [...document.querySelectorAll(".plot")]
-  .filter((plot) => plot.offsetParent).map((plot) => {
-    const [canvas, copy] = [plot.querySelector("canvas"), document.createElement("canvas")];
-    if (!canvas || !canvas.width) return 0;
-    [copy.width, copy.height] = [canvas.width, canvas.height];
-    const context = copy.getContext("2d", { willReadFrequently: true });
-    context.drawImage(canvas, 0, 0);
-    return new Set(new Uint32Array(context.getImageData(0, 0, copy.width, copy.height).data.buffer)).size;
-  });
+if (!document.querySelector("nav a[aria-current]")) return null;
+const plots = [...document.querySelectorAll(".plot")].filter((plot) => plot.offsetParent);
+const colours = plots.map((plot) => {
+  const [canvas, copy] = [plot.querySelector("canvas"), document.createElement("canvas")];
+  if (!canvas || !canvas.width) return 0;
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  return new Set(new Uint32Array(context.getImageData(0, 0, copy.width, copy.height).data.buffer)).size;
+});
+const pale = plots.find((_, place) => colours[place] <= 50);
+pale?.scrollIntoView();
+return pale ? null : [colours];
 """
 SHOWN = """
 const [css, text] = arguments, holder = (element) => (element.tagName === "OPTION" ? element.parentElement : element);
@@ -64,10 +69,8 @@ class Browser:
         return WebDriverWait(self.driver, PATIENCE, 0.05).until(lambda _: condition())
 
     def drawn(self) -> list[int]:
-        """Looks at all charts of a tab, and returns how many colours each has."""
-        for plot in self.all(".plot"):
-            self.run("arguments[0].scrollIntoView()", plot)
-        return self.wait(lambda: [colours] if min(colours := self.run(COLOURS), default=99) > 50 else None)[0]
+        """Scrolls to all charts of a tab, one after the other, and returns how many colours each has."""
+        return self.wait(lambda: self.run(COLOURS))[0]
 
     def all(self, css: str, text: str = "") -> list[WebElement]:
         """Lists the elements that are shown, with this text in them; an option of a menu is shown if its menu is."""
@@ -81,6 +84,10 @@ class Browser:
         element = self.see(css, text)
         self.run("arguments[0].scrollIntoView({ block: 'center' })", element)  # from below the head of the page
         element.click()
+
+    def turn_to(self, tab: str) -> None:
+        self.click("nav a", tab)
+        self.see("nav a[aria-current]", tab)
 
     def point(self, element: WebElement) -> None:
         ActionChains(self.driver, duration=0).move_to_element(element).perform()

@@ -166,6 +166,19 @@ def test_a_server_that_does_not_answer_in_time_is_named():
             over.set()
 
 
+def test_an_engine_that_is_collected_while_another_loop_runs_hangs_up():
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    session = runner.run(http.open_session())
+
+    async def collect() -> None:
+        openai_rollout.hang_up(runner, session)
+
+    asyncio.run(collect())
+    assert session.closed
+    with pytest.raises(RuntimeError, match="Runner is closed"):
+        runner.get_loop()
+
+
 def test_what_a_server_refuses_is_said_at_once_in_its_words(address: str, tiny_model: Path):
     with pytest.raises(RequestRefused, match=r"/v1/models refused the request, status 401: .*the API key is missing"):
         engine_for(address, tiny_model, api_key="another")

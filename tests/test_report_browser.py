@@ -55,10 +55,10 @@ def report(runs: list[Path]) -> Path:
 def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width, dark):
     browser.open(report, width, dark)
     drawn = []
-    for tab in browser.all("nav a"):
-        tab.click()
+    for tab in browser.texts("nav a"):
+        browser.turn_to(tab)
         drawn += browser.drawn()
-        assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), tab.text
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), tab
     assert len(drawn) == 9
     [shade] = browser.run("return [getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)]")
     assert (sum(shade) < 3 * 128) == dark
@@ -76,7 +76,7 @@ def test_figures_are_told_where_one_points_in_a_chart(browser, report):
 
 def test_any_metric_is_found_and_runs_are_hidden(browser, report):
     browser.open(report)
-    browser.click("nav a", "Curves")
+    browser.turn_to("Curves")
     before = len(browser.all(".plot"))
     browser.click("input[type=search]")
     browser.press("ACTOR pg")
@@ -95,7 +95,7 @@ def rows(browser: Browser) -> list[list[str]]:
 
 def test_samples_are_sorted_filtered_and_searched(browser, report, runs):
     browser.open(report)
-    browser.click("nav a", "Samples")
+    browser.turn_to("Samples")
     browser.see(".bar", "768 samples")
     browser.click(".heads button", "score")
     assert [row[1] for row in rows(browser)[:5]] == ["1"] * 5
@@ -108,7 +108,7 @@ def test_samples_are_sorted_filtered_and_searched(browser, report, runs):
     browser.see(".bar", f"{len(wanted)} of 768 samples")
     assert {row[4] for row in rows(browser)} == {"max_tokens"}
     browser.open(report)
-    browser.click("nav a", "Samples")
+    browser.turn_to("Samples")
     browser.click("input[type=search]")
     browser.press("EXPECTED 21, found 3")
     every = [json.loads(line) for run in runs for path in run.glob("samples/*/*.jsonl") for line in path.open()]
@@ -232,8 +232,8 @@ def test_a_run_of_which_a_part_is_missing_opens(browser, tmp_path, gone):
         file.write('{"step": 4, "data": {"mine": NaN}}\n{"step": 5, "da')
     browser.open(write_report([run]))
     assert "Not a number" in browser.see("main").text and "torn" in browser.see("main").text
-    for tab in browser.all("nav a"):
-        tab.click()
+    for tab in browser.texts("nav a"):
+        browser.turn_to(tab)
         browser.drawn()
         assert browser.see("main > :not([hidden])")
 
@@ -269,18 +269,18 @@ def test_hostile_text_is_shown_and_runs_nothing(browser, hostile):
     browser.open(write_report([hostile]))
     assert browser.run("return document.scripts.length + document.images.length") == 3
     assert browser.see("h1").text == SEEN.replace("⟨U+D800⟩", "")
-    browser.click("nav a", "Curves")
+    browser.turn_to("Curves")
     browser.click("input[type=search]")
     browser.press("mine")
     browser.click("button", f"mine/{SEEN}")
     browser.drawn()
-    browser.click("nav a", "Samples")
+    browser.turn_to("Samples")
     browser.see(".view .token", SEEN)
     for shown in (".snippet", ".view .prompt", ".view dd", ".view .scored b", ".view pre, .view dl", ".sample span"):
         assert any(SEEN in text for text in browser.texts(shown)), shown
     browser.point(browser.all(".view .token")[1])
     assert "onerror" in browser.see("#tip").text
-    browser.click("nav a", "Details")
+    browser.turn_to("Details")
     assert SEEN in browser.see("table").text
     assert browser.run("return window.ran ?? null") is None
     assert browser.run("return document.scripts.length + document.images.length") == 3
@@ -349,7 +349,7 @@ def test_a_served_page_takes_new_steps_in_and_keeps_ones_place(browser, live, tm
     browser.click("input[type=search]")
     browser.press("pg_loss")
     browser.click("button", "actor/pg_loss")
-    browser.click("nav a", "Samples")
+    browser.turn_to("Samples")
     browser.see(".bar", "80 samples")
     browser.click("option", "train")
     browser.click(".heads button", "score")
@@ -367,7 +367,7 @@ def test_a_served_page_takes_new_steps_in_and_keeps_ones_place(browser, live, tm
     browser.click(".view h2")  # away from the menu of colours, whose keys are its own
     browser.press("j")
     browser.wait(lambda: browser.driver.current_url != before[0])
-    browser.click("nav a", "Curves")
+    browser.turn_to("Curves")
     browser.see(".chart", "actor/pg_loss")
     browser.drawn()
     live.shutdown()

@@ -10,6 +10,7 @@ import resource
 import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from threading import Thread
 from typing import Any
 
 import aiohttp
@@ -172,5 +173,17 @@ def files_allowed() -> int:
 
 
 def hang_up(runner: asyncio.Runner, session: aiohttp.ClientSession) -> None:
-    runner.run(session.close())
-    runner.close()
+    """Closes both, in another thread if this one runs a loop: the garbage collector calls from wherever it is."""
+
+    def close() -> None:
+        runner.run(session.close())
+        runner.close()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        close()
+        return
+    closing = Thread(target=close)
+    closing.start()
+    closing.join()
