@@ -202,10 +202,10 @@ def check_run(trainer: RunConfig, checkpoint: CheckpointConfig, checkpoint_key: 
 
 
 def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> None:
-    folder = Path(path)
+    """Raises ConfigError if `path` cannot be written to; makes no folder, for a run may yet be refused."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
+        nearest = next(at for at in (Path(path), *Path(path).absolute().parents) if at.exists() or at.is_symlink())
+        with tempfile.TemporaryFile(dir=nearest) as probe:
             probe.write(b"a full disk takes a file, but nothing into it")
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error

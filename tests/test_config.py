@@ -556,7 +556,8 @@ REFUSED_ALGORITHMS = [
         ),
         (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
         (["reward.in_process=true", "reward.max_rpm=60"], "not counted by the minute. Set reward.in_process=false"),
-        (["trainer.default_local_dir=Makefile/run"], "cannot be written to .*: name another folder"),
+        (["trainer.default_local_dir=Makefile/run"], r"cannot be written to \(Not a directory\): name another folder"),
+        (["trainer.default_local_dir=/proc/run"], "cannot be written to .*: name another folder"),
         *REFUSED_ALGORITHMS,
     ],
 )

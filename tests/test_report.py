@@ -303,8 +303,16 @@ def test_the_command_writes_the_page_beside_the_first_run(run, tmp_path, capsys)
     assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").stat().st_size > 900_000
 
 
+def test_of_all_folders_of_outputs_those_without_a_run_are_left_out(run, tmp_path, capsys):
+    (tmp_path / "a_model").mkdir()
+    main([str(tmp_path / "a_model"), str(run)])
+    said = capsys.readouterr()
+    assert said.out == f"{run / 'report.html'}\n"
+    assert said.err == f"notice: {tmp_path / 'a_model'} is left out: there is no run in it.\n"
+
+
 REFUSED = {
-    "no run": (["{}/none"], "{}/none is no folder of a run: it is not there"),
+    "no run": (["{}/run", "{}/none"], "{}/none is no folder of a run: it is not there"),
     "an empty folder": (["{}"], "{} is no folder of a run: it has neither metrics.jsonl nor run.json"),
     "a page that is a folder": (["{}/run", "--out", "{}"], "{} cannot be written (Is a directory): name another"),
     "a page in a file": (["{}/run", "--out", "{}/run/run.json/a"], "{}/run/run.json/a cannot be written ("),

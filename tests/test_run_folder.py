@@ -143,6 +143,14 @@ def test_a_full_disk_is_known_at_the_start(tiny_model, tmp_path, capsys):
     assert "cannot be written to (File too large): name another folder" in capsys.readouterr().err
 
 
+def test_settings_that_are_refused_leave_no_folder(tiny_model, tmp_path, capsys):
+    folder = tmp_path / "new/run"
+    assert "reward.in_process=false" in refusal(
+        capsys, *short_run(tiny_model, folder, "reward.in_process=true", "reward.max_rpm=60")
+    )
+    assert not folder.parent.exists()
+
+
 def test_room_for_a_checkpoint_is_known_before_the_first_step(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
     usage = shutil.disk_usage(tmp_path)

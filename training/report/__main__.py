@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.errors import printable, refusals
+from configs.errors import notice, printable, refusals
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,10 +23,23 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.port is not None and not arguments.serve:
         parser.error("--port is of --serve, which is not there: add it")
     with refusals():
+        runs = runs_among(arguments.runs)
         if arguments.serve:
-            serve(arguments.runs, arguments.port or 0)
+            serve(runs, arguments.port or 0)
         else:
-            print(printable(str(write_report(arguments.runs, arguments.out))))
+            print(printable(str(write_report(runs, arguments.out))))
+
+
+def runs_among(folders: Sequence[Path]) -> Sequence[Path]:
+    """Leaves out folders without a run, and says which: `outputs/*` names them too. All stay if none has a run."""
+    from training.report.runs import holds_run
+
+    runs = [folder for folder in folders if holds_run(folder) or not folder.is_dir()]
+    if runs:
+        for folder in folders:
+            if folder not in runs:
+                notice(f"{folder} is left out: there is no run in it.")
+    return runs or folders
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:

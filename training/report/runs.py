@@ -107,9 +107,13 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
     return runs
 
 
+def holds_run(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in (METRICS, INFO))
+
+
 def read_run(folder: Path) -> RunRecord:
     """Reads one run's folder. Raises ValueError if it is none."""
-    if not any(os.path.isfile(folder / name) for name in (METRICS, INFO)):
+    if not holds_run(folder):
         there = "has neither metrics.jsonl nor run.json" if os.access(folder, os.X_OK) else "may not be opened"
         raise ValueError(
             f"{folder} is no folder of a run: it {there if folder.is_dir() else 'is not there'}. Name the folder that "
