@@ -2,7 +2,7 @@
 (tests/store_transfer.py); then both with vLLM's server behind them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -49,8 +49,7 @@ def stand_in() -> None:
         from tests import store_transfer  # noqa: F401
 
 
-@contextmanager
-def server_that(calls: list[tuple[str, dict | None]], **own: Answer) -> Iterator[str]:
+def server_that(calls: list[tuple[str, dict | None]], **own: Answer) -> AbstractContextManager[str]:
     """The address of a server that notes what it is asked, takes everything, and does `own`, by route, besides."""
 
     def answer(method: str, path: str, body: dict | None) -> tuple[int, dict]:
@@ -58,15 +57,12 @@ def server_that(calls: list[tuple[str, dict | None]], **own: Answer) -> Iterator
         does = own.get(path.strip("/").partition("?")[0])
         return does(body) if does else (200, {"success": True, "world_size": 1})
 
-    with answering(answer) as url:
-        yield url
+    return answering(answer)
 
 
-@contextmanager
-def sender(url: str, way: str, folder: Path, **settings: Any) -> Iterator[WeightTransfer]:
-    found = weight_transfer(OpenAISettings(f"{url}/v1", weight_transfer=way, weights_folder=str(folder), **settings))
-    yield found
-    found.close()
+def sender(url: str, way: str, folder: Path, **settings: Any) -> AbstractContextManager[WeightTransfer]:
+    own = OpenAISettings(f"{url}/v1", weight_transfer=way, weights_folder=str(folder), **settings)
+    return closing(weight_transfer(own))
 
 
 def some_weights(count: int = 5) -> dict[str, torch.Tensor]:
@@ -268,6 +264,8 @@ def test_a_transfer_that_never_ends_is_given_up(stand_in: None, tmp_path: Path, 
     over, calls = Event(), []
     monkeypatch.setattr(nccl_engine, waits, lambda *_, **__: over.wait())
     routes = Receiver().routes() | {"update_weights": lambda _: update}
+    if waits == "open_trainer_endpoint":  # which a server's worker would look for, for five minutes
+        del routes["init_weight_transfer_engine"]
     seconds = 60.0 if update[0] == 400 else 1.0
     with server_that(calls, **routes) as url, sender(url, "nccl", tmp_path, weights_timeout=seconds) as way:
         with pytest.raises(ValueError, match=message):
