@@ -46,7 +46,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_906,
+    "test lines": 37_917,
 }
 
 

@@ -16,7 +16,7 @@ from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from main import run
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
 from tests.forked import python
-from tests.operations import needs_onednn
+from tests.operations import Operations, needs_onednn
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
@@ -86,6 +86,17 @@ def test_updates_are_those_without_kernels(tiny_model: Path):
     for found, wanted in zip(*metrics, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert relative_distance(*weights) < 1e-5
+
+
+def test_no_gradient_depends_on_which_thread_is_first(tiny_model: Path):
+    """On CPUs the gradient of `values[rows]` does: where rows are taken twice, threads add as they come."""
+    model, config = load_causal_lm(ModelConfig(path=str(tiny_model))), ActorConfig()
+    engine = TrainEngine(model, config.optim, 10, torch.device("cpu"), torch.float32)
+    actor, batch = DataParallelPPOActor(config, engine, CUTS["3 rows"], CUTS["24 tokens"]), ragged_batch()
+    with Operations() as operations:
+        actor.update_policy(batch, update_of(batch, config))
+    assert "aten.embedding_dense_backward" in operations.count
+    assert not operations.count.keys() & {"aten.index_put", "aten._index_put_impl_"}
 
 
 WITHOUT_KL = ["actor_rollout_ref.actor.use_kl_loss=false"]  # to a reference that equals the policy: rounding alone

@@ -333,7 +333,7 @@ def packed_scores(
         use_cache=False,
         packed=packed,
     )
-    hidden = output.last_hidden_state.squeeze(0)[packed.predictors]
+    hidden = F.embedding(packed.predictors, output.last_hidden_state.squeeze(0))  # [] sums gradients in any order
     if "values" in ask:
         return TokenScores(values=micro.scatter(model.score(hidden)[:, 0].float()))
     head = model.get_output_embeddings()
