@@ -54,7 +54,7 @@ from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
 from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
-from workers.micro_batches import MicroBatchSize, score
+from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
 from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
@@ -321,6 +321,18 @@ def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
 def test_weights_are_gathered_in_float32_for_generation_and_where_bfloat16_cannot_be(ranks: Ranks, model: Path):
     low, exact = torch.bfloat16, torch.float32
     assert ranks.run(gathered, model) == [([low, exact, low, exact], True, True)] * 4
+
+
+def devices(path: Path) -> list[set[torch.device]]:
+    """Where an offloaded model's shards are, and where the micro-batches are that it is given."""
+    module = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding(offload=True))
+    module.computes_on = torch.device("meta")  # as a GPU would be
+    [micro] = cut(ragged_batch(), CUTS["all rows"], [], module)
+    return [{tensor.device for tensor in tensors} for tensors in (module.parameters(), micro.columns.values())]
+
+
+def test_rows_go_where_a_model_computes_and_not_where_its_shards_are_kept(ranks: Ranks, model: Path):
+    assert ranks.run(devices, model) == [[{CPU}, {torch.device("meta")}]] * 4
 
 
 def log_probs_of(batch: DataProto, **settings: Any) -> Tensor:

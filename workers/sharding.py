@@ -117,6 +117,8 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
         fully_shard(layer, reshard_after_forward=reshards, **kept)
     fully_shard(model, reshard_after_forward=False, **kept)
     model.reshards_layers, model.stays_gathered = reshards, False
+    model.computes_on = torch.device(mesh.device_type)
+    type(model).device = property(lambda sharded: sharded.computes_on)  # transformers' is where its shards are
     model.param_dtype = sharding.param_dtype  # from `gather_as` on; until then float32
     if sharding.param_dtype != torch.float32:
         read_in_float32(model.get_input_embeddings())
