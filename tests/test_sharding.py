@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -60,7 +62,6 @@ from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
 from workers.sharding import (
     Sharding,
-    class_name,
     gather_weights,
     make_mesh,
     sent_bytes,
@@ -479,7 +480,7 @@ def loaded(path: Path, of_critic: bool) -> tuple[str, dict[str, Tensor], bool, s
     tied = len(names) < len([*model.named_parameters(remove_duplicate=False)])
     weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     weights |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    return said.getvalue(), weights, tied, class_name(model)
+    return said.getvalue(), weights, tied, type(model).__name__
 
 
 @pytest.fixture(scope="module")
@@ -617,10 +618,19 @@ def test_a_sync_of_shards_is_certified_by_all_ranks(ranks: Ranks, uneven: Path, 
         assert probed[2] is None and max(probed[:2] + probed[3:]) < 1e-5
 
 
-@pytest.mark.parametrize("mesh", ["sharded", "split shards"])
-def test_an_engine_is_handed_whole_weights_under_all_their_names(ranks: Ranks, model: Path, mesh: str):
+@pytest.mark.parametrize(
+    ("mesh", "family", "head"),
+    [("sharded", "llama", "lm_head"), ("split shards", "llama", "lm_head"), ("sharded", "gpt_neox", "embed_out")],
+)
+def test_an_engine_is_handed_whole_weights_under_all_their_names(
+    ranks: Ranks, model: Path, tmp_path: Path, mesh: str, family: str, head: str
+):
+    """…which are those of a checkpoint, as of a GPT-NeoX, whose head transformers calls otherwise."""
+    if family == "gpt_neox":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=102, **sizes)).save_pretrained(model := tmp_path)
     wanted = handed_over(model, mesh)
-    assert "lm_head.weight" in wanted
+    assert f"{head}.weight" in wanted
     for found in ranks.run(handed_over, model, mesh):
         assert found.keys() == wanted.keys()
         for name, weight in wanted.items():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.errors import notice
+
 BACKEND = "cpu:gloo,cuda:nccl"
 TIMEOUT = 600  # seconds
 
@@ -79,6 +81,12 @@ def group_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def common_notice(text: str) -> None:
+    """Prints a notice that all ranks have to give; the first does."""
+    if rank() == 0:
+        notice(text)
 
 
 def gather(value: Any) -> list[Any]:

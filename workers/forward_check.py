@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from configs.errors import notice
 from data.protocol import DataProto
-from workers.collectives import gather, rank
+from workers.collectives import common_notice, gather
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
-from workers.sharding import class_name, gather_as, gathers, without_sums
+from workers.sharding import gather_as, gathers, without_sums
 
 TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
 ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
@@ -136,10 +135,9 @@ def try_gathering(model: PreTrainedModel, checks: Sequence[ForwardCheck], dtype:
     gather_as(model, model.param_dtype)
     problems = [problem for problem in gather(first_problem(checks, [dtype])) if problem]
     if problems:
-        if rank() == 0:
-            notice(
-                f"the weights of {class_name(model)} are gathered in float32: in {model.param_dtype}, {problems[0]}."
-            )
+        common_notice(
+            f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {problems[0]}."
+        )
         model.reset_iter_state()
         gather_as(model, torch.float32)
 
@@ -259,7 +257,7 @@ def fix_rope(model: PreTrainedModel, longest: int) -> None:
         if changes_by_length(vars(module).get("rope_type")):
             module.register_forward_pre_hook(partial(add_position, last=longest - 1), with_kwargs=True)
             module.register_forward_hook(drop_position)
-    notice(
+    common_notice(
         f"{type(model).__name__} turns positions otherwise in batches of more than {min(changes)} tokens: as the run's "
         f"longest sequence has {longest}, all sequences are taken as such, short ones too. So must whoever serves the "
         "model. To keep to the shorter form, lower data.max_prompt_length or data.max_response_length."

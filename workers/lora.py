@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
-from workers.sharding import class_name, part_of, reshard, whole
+from workers.sharding import part_of, reshard, whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -211,9 +211,10 @@ def check_merges(model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], 
     if wrong := {name.rpartition(".")[2]: distance for name, distance in alone.items() if not distance < limit}:
         names = ",".join(sorted(wrong))
         raise ValueError(
-            f"LoRA's matrices beside {names} of {class_name(model)} cannot be merged: by merged weights log-probs then "
-            f"differ by {max(wrong.values()):.1g}, as the model reads these weights past their layer, or shares them "
-            f"among layers. Leave them out (model.exclude_modules=[{names}]), or name others in model.target_modules."
+            f"LoRA's matrices beside {names} of {type(model).__name__} cannot be merged: by merged weights log-probs "
+            f"then differ by {max(wrong.values()):.1g}, as the model reads these weights past their layer, or shares "
+            f"them among layers. Leave them out (model.exclude_modules=[{names}]), or name others in "
+            "model.target_modules."
         )
 
 

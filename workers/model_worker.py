@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.checks import cuts_by_tokens
-from configs.errors import notice, warns_of_close
+from configs.errors import warns_of_close
 from configs.schema import (
     ActorConfig,
     Config,
@@ -32,7 +32,7 @@ from training.mini_batches import first_policy_step
 from training.reward_function import Loadable
 from workers.agent_loop import AgentLoop
 from workers.certificate import WeightSync, probes
-from workers.collectives import compute_together, rank
+from workers.collectives import common_notice, compute_together, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.early_scores import EarlyScores
@@ -81,8 +81,8 @@ class ModelWorker:
         if self.mesh is not None and rank() == 0:
             print(shard_summary(module, self._sharding(self.offload.any)))
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
-        if said and rank() == 0:
-            notice(said)
+        if said:
+            common_notice(said)
         if has_lora(module) and rank() == 0:
             trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
             print(f"LoRA: {trained:,} of {module.num_parameters():,} parameters are trained.")

@@ -14,13 +14,13 @@ from types import MethodType
 import torch
 from transformers import PreTrainedModel
 
-from configs.errors import notice
 from configs.schema import ModelConfig
 from training.torch_functional import (
     calculate_sum_pi_squared_from_logits,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
 )
+from workers.collectives import common_notice
 from workers.forward_check import (
     FAILURES,
     SHORTEST,
@@ -121,13 +121,13 @@ def choose_forward(
             problem = first_problem(checks, [dtype])
             if problem is None:
                 return None
-            notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
+            common_notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
     set_forward(model, padded_scores, shares_prompts=False)
     model.set_attn_implementation(usual)
     problem = first_problem(checks, [torch.float32])  # roundings of two attentions may choose two experts
     if problem is None or usual == "eager":
         return problem
-    notice(f"{name} takes eager attention, which is slower: by {usual}, {problem}.")
+    common_notice(f"{name} takes eager attention, which is slower: by {usual}, {problem}.")
     model.set_attn_implementation("eager")
     return first_problem(checks, [torch.float32])
 

@@ -105,7 +105,7 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
 
     Gradients are plain sums over ranks, as a loss is divided by the counts of the whole mini-batch.
     """
-    mesh, reshards = sharding.mesh, sharding.reshard_after_forward
+    mesh, reshards, kind = sharding.mesh, sharding.reshard_after_forward, type(model)
     if "part" in mesh.mesh_dim_names:
         split_layers(model, mesh["part"])
         mesh = mesh[mesh.mesh_dim_names[:-1]]
@@ -118,7 +118,9 @@ def shard(model: PreTrainedModel, sharding: Sharding) -> None:
     fully_shard(model, reshard_after_forward=False, **kept)
     model.reshards_layers, model.stays_gathered = reshards, False
     model.computes_on = torch.device(mesh.device_type)
-    type(model).device = property(lambda sharded: sharded.computes_on)  # transformers' is where its shards are
+    made = type(model)  # by FSDP2, of the model's own class
+    made.__name__, made.__module__ = kind.__name__, kind.__module__  # by which transformers knows its weights' names
+    made.device = property(lambda sharded: sharded.computes_on)  # transformers' is where its shards are
     model.param_dtype = sharding.param_dtype  # from `gather_as` on; until then float32
     if sharding.param_dtype != torch.float32:
         read_in_float32(model.get_input_embeddings())
@@ -305,11 +307,6 @@ def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
 
 
-def class_name(model: nn.Module) -> str:
-    """Returns the name of the model's class, which FSDP2 puts one of its own in front of."""
-    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Moves `model` to `device`; of weights that are nowhere yet, room is made there for this rank's parts."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
@@ -327,7 +324,7 @@ def fill(model: PreTrainedModel, folder: Path, read: Callable[[], nn.Module]) ->
     else:
         if rank() == 0:
             notice_once(
-                f"{class_name(model)} is read whole by the first worker, which deals it out: in {folder}, the "
+                f"{type(model).__name__} is read whole by the first worker, which deals it out: in {folder}, the "
                 f"safetensors files {others}."
             )
         source = dict(read().state_dict()) if rank() == 0 else {}

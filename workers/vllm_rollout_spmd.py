@@ -31,7 +31,6 @@ from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
 from workers.lora import save_adapter
 from workers.rollout import Checksums, Rollout, check_finite, check_request, check_temperature
-from workers.sharding import class_name
 from workers.vllm_setup import engine_settings, held_weights, note_checksums, process_as_it_is, vllm_process
 
 SEGMENTS = "nano_verl_"  # begins the names of segments; behind it stands the process id of the run's first worker
@@ -300,7 +299,7 @@ def config_folder(model: PreTrainedModel) -> Path:
 def save_config(model: PreTrainedModel, folder: str) -> None:
     """Writes the config that vLLM builds the model from; the model's `save_pretrained` would write on rank 0 alone."""
     config = copy.deepcopy(model.config)
-    config.architectures = [class_name(model)]
+    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
 
 
