@@ -110,6 +110,16 @@ def test_numbers_by_hand():
     torch.testing.assert_close(squares, torch.full((3,), 30 / 64))
 
 
+def test_bf16_autocast_rounds_the_products_with_the_head_alone():
+    """Logits 0, 1 and 3 are whole in bfloat16; a sum of products under autocast would not be float32."""
+    logits = torch.tensor([0.0, 1.0, 3.0])
+    log_pi = logits.double().log_softmax(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, entropy, squares = score_tokens(torch.ones(1, 1), logits.unsqueeze(1), torch.zeros(1).long(), **EVERYTHING)
+    torch.testing.assert_close(entropy[0], -(log_pi.exp() * log_pi).sum().float())
+    torch.testing.assert_close(squares[0], log_pi.exp().square().sum().float())
+
+
 @pytest.mark.parametrize("kept_bytes", [0, KEEP_ALL])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_gradients_agree_with_finite_differences(softcap, kept_bytes):

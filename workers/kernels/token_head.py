@@ -65,7 +65,8 @@ def score_tokens(
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     sizes = tile_bytes or TILE_BYTES[device], kept_bytes if trained else 0
     head = _Head(dtype, temperature, softcap, *sizes, with_entropy, with_sum_pi_squared, spread)
-    return _ScoreTokens.apply(hidden, weight, bias, labels, head)
+    with torch.autocast(device, enabled=False):  # it would have sums of products rounded, too
+        return _ScoreTokens.apply(hidden, weight, bias, labels, head)
 
 
 @dataclass(frozen=True)
