@@ -4,7 +4,8 @@ import asyncio
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
+from time import sleep
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from workers.early_scores import EarlyScores
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
+from workers.rollout import Rollout
 
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))
@@ -358,6 +360,41 @@ def test_an_episode_whose_last_request_the_engine_aborts_is_left_out():
     loop = AgentLoop(config, TOKENIZER, Aborting(config, TOKENIZER, lambda text, times: "12"), None)
     batch = loop.generate_sequences(prompts("looker"), SAMPLED, seed=7, first_row=0)
     assert batch.end_reason.tolist() == ["aborted"] and not batch.response_mask.any()
+
+
+def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
+    """The engine is busy with a step when it is cancelled, and nobody asks it for another."""
+    stepping, over = Event(), Event()
+
+    class OneOfTwo(Scripted):
+        def generate(self, requests: Any) -> list[Completion]:
+            self.running |= {request.id: request for request in requests}
+            if len(self.running) > 1:  # both are there: the first is answered
+                return [self.completion(self.running.pop(min(self.running)))]
+            if not self.requests:
+                return []
+            stepping.set()
+            assert over.wait(60)
+            sleep(0.1)  # until the rollout is over, but for this step
+            return []
+
+    @register("two at once")
+    class TwoAtOnce(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            prompt = kwargs["raw_prompt_ids"]
+            asked = [asyncio.create_task(self.server_manager.generate("a", prompt_ids=prompt)) for _ in range(2)]
+            done = await asked[0]
+            await asyncio.to_thread(stepping.wait)
+            asked[1].cancel()
+            return output(prompt, list(done))
+
+    config = settings()
+    engine = OneOfTwo(config, TOKENIZER, lambda text, times: "12")
+    loop = AgentLoop(config, TOKENIZER, engine, None)
+    loop.on_finished = lambda row, samples: over.set()
+    batch = loop.generate_sequences(prompts("two at once"), SAMPLED, seed=7, first_row=0)
+    assert batch.end_reason.tolist() == ["terminated"] and len(engine.requests) == 1
+    assert not engine.has_unfinished_requests()
 
 
 class Shelf(load_extern_object(str(Path(__file__).parent / "verl_forms/59_trl_environment.py"), "Shelf")):

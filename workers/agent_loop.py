@@ -79,7 +79,7 @@ class AgentLoop:
             try:
                 episodes = thread.run_until(asyncio.run_coroutine_threadsafe(self.play_all(rows, policies), loop))
             finally:
-                self.engine.abort([*pump.clients])
+                self.engine.abort(range(next(pump.numbers)))  # each that was ever asked, left or not
         report_stuck(before)
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
