@@ -1,5 +1,6 @@
 """The OpenAI-compatible API: a stock client against a real server on loopback, and its parts by themselves."""
 
+import asyncio
 import itertools
 import json
 import signal
@@ -29,7 +30,7 @@ from data.types import Completion, Request, SamplingParams
 from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY, compose, serving
 from training.main_server import main, server_environment, vllm_command
-from workers.engine_pump import AsyncEngine
+from workers.engine_pump import AsyncEngine, EngineError
 from workers.models import load_causal_lm
 from workers.openai.weight_transfer import BACKEND, weight_transfer
 from workers.rollout import Rollout
@@ -369,6 +370,39 @@ def test_an_engine_that_refuses_or_raises_is_the_answer_of_that_request_and_the_
             assert refused.value.code == code and message in refused.value.read().decode()
         assert post(url, GOOD | {"prompt": "z"})["choices"][0]["text"] == "z"
     assert "the engine raised" in caplog.text
+
+
+def test_a_client_that_leaves_in_the_step_that_raises_takes_its_request_along(tiny_model):
+    left = Event()
+
+    class Breaking(Rollout):
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            self.running |= {one.id: one for one in requests}
+            if len(self.running) == 1:
+                return [Completion(self.running.popitem()[0], [70], [-1.0], "length", 0)]
+            assert left.wait(60)
+            raise RuntimeError("out of memory")
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine = Breaking(RolloutConfig(prompt_length=8, response_length=8), tokenizer, None)
+
+    async def ask() -> None:
+        pump = AsyncEngine(engine, nullcontext, ThreadPoolExecutor(1))
+
+        def asked() -> asyncio.Task[Completion]:
+            return asyncio.create_task(pump.complete([5], SamplingParams(False, 1.0, -1, 1.0, 8), 0, 0, False))
+
+        stays, leaves = asked(), asked()
+        while len(engine.running) < 2:
+            await asyncio.sleep(0.01)
+        leaves.cancel()
+        await asyncio.wait([leaves])
+        left.set()
+        with pytest.raises(EngineError, match="out of memory"):
+            await stays
+        assert (await asked()).token_ids == [70]
+
+    asyncio.run(ask())
 
 
 # Text from tokens

@@ -212,6 +212,6 @@ class AsyncEngine:
             return
         logger.error("the engine raised; the requests in flight are lost", exc_info=error)
         lost, self.clients, self.joining = self.clients, {}, []
-        self.leaving = list(lost)
+        self.leaving += lost
         for client in lost.values():
             client.pieces.put_nowait(EngineError(f"the engine raised {type(error).__name__}: {error}"))
