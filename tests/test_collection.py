@@ -268,12 +268,19 @@ def test_groups_count_however_many_rows_their_episodes_have():
 
 
 def test_the_metric_may_be_a_number_beside_the_score():
-    rows = rows_of(("1", "2"), ("1", "22"), ("3", "33"), ("4", "5"))
+    rows = rows_of(("1", "2"), ("1", "22"), ("3", "33"), ("4", "55"))
     by_size = collector(rows, FILTER, f"{METRIC}=size", reward=FunctionReward(with_length))
     batch, metrics = by_size.collect(1, {})
     assert places(batch) == [1, 1, 2, 2]
     assert batch.size.tolist() == [1, 2, 1, 2]
-    assert metrics["reward/size/mean"] == 1.25  # of all that the first draw said: what is filtered is no measurement
+    assert metrics["reward/size/mean"] == 11 / 8  # of all that was drawn
+
+
+def test_responses_that_could_not_be_scored_are_counted_in_all_draws():
+    rows = rows_of(TIE, DIFFER, DIFFER, ("1", "8"))
+    reward = FunctionReward(lambda solution_str: math.nan if solution_str == "8" else float(solution_str))
+    _, metrics = collector(rows, FILTER, reward=reward).collect(1, {})
+    assert metrics["train/num_gen_batches"] == 2 and metrics["reward/error"] == 1
 
 
 @pytest.mark.parametrize("metric", ["acc", "place_name"])
