@@ -51,6 +51,7 @@ def test_a_maximum_is_pooled_as_one():
     for value in (1.5, 4.0, 2.0):
         metrics.add_max("largest", torch.tensor(value))
         metrics.add_mean("mean", value, 2)
+    metrics.add_mean("mean", math.nan, 0)  # of a micro-batch without tokens
     assert metrics.reduce() == {"largest": 4.0, "mean": 2.5}
 
 
