@@ -208,21 +208,15 @@ class PooledMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Returns name → number, the same on every rank, all of which have to ask for it; a mean over nothing is 0."""
-        own = defaultdict(float), defaultdict(float), {}
-        for (kind, name, weight), number in zip(self._added, read_numbers(self._values), strict=True):
-            if kind == "max":
-                own[2][name] = max(own[2].get(name, number), number)
-                continue
-            own[0][name] += number * weight
-            if kind == "mean":
-                own[1][name] += weight
+        own = [*zip(self._added, read_numbers(self._values), strict=True)]
         totals, weights, maxima = defaultdict(float), defaultdict(float), {}
-        for part_totals, part_weights, part_maxima in gather_shares(own):
-            for into, part in ((totals, part_totals), (weights, part_weights)):
-                for name, value in part.items():
-                    into[name] += value
-            for name, value in part_maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
+        for (kind, name, weight), number in chain.from_iterable(gather_shares(own)):
+            if kind == "max":
+                maxima[name] = max(maxima.get(name, number), number)
+                continue
+            totals[name] += number * weight if weight else 0.0  # of no token it may be NaN
+            if kind == "mean":
+                weights[name] += weight
         means = {name: total / max(weights[name], 1) if name in weights else total for name, total in totals.items()}
         return means | maxima
 
