@@ -35,7 +35,7 @@ from training.torch_functional import (
     zero_masked,
 )
 
-MAX_SEQUENCE_LOG_RATIO = 10.0  # the same for the ratio of a whole sequence, from above only
+MAX_SEQUENCE_LOG_RATIO = 10.0  # of gspo: bounds a row's mean log-ratio, from above only
 
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float | Tensor]]]
@@ -636,7 +636,7 @@ def clip_bounds(config: LossConfig) -> tuple[float, float]:
 
 
 def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, Tensor]:
-    """The metrics of a policy loss: each [B, R] quantity's mean over the mask, shape (); nobody waits for them yet."""
+    """Means over the mask of a policy loss's [B, R] metrics: tensors of shape (), as to read them is to wait."""
     return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
 
 
@@ -647,7 +647,7 @@ def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLo
     none is, in the config's.
     """
 
-    def whole(of_tokens: Callable[..., TokenLosses]) -> PolicyLossFn:
+    def decorate(token_losses: Callable[..., TokenLosses]) -> PolicyLossFn:
         def policy_loss(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -658,17 +658,17 @@ def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLo
             *,
             rollout_is_weights: Tensor | None = None,
         ) -> tuple[Tensor, dict[str, float | Tensor]]:
-            losses, metrics = of_tokens(old_log_prob, log_prob, advantages, response_mask, config)
+            losses, metrics = token_losses(old_log_prob, log_prob, advantages, response_mask, config)
             if rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
             loss = agg_loss(losses, response_mask, mode or loss_agg_mode, **config.global_batch_info)
             return loss, masked_means(metrics, response_mask)
 
-        update_wrapper(policy_loss, of_tokens)
-        del policy_loss.__wrapped__  # its signature is its own
+        update_wrapper(policy_loss, token_losses)
+        del policy_loss.__wrapped__  # so that inspect.signature sees the arguments of policy_loss
         return policy_loss
 
-    return whole
+    return decorate
 
 
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from training.episode_rows import EpisodeRows
 from training.rollout_correction import MEAN_MISMATCH
 from training.transcripts import print_records, sample_rows, spread
 
-SHOWN = 2  # responses of a step that taught nothing
-STRAY = 0.05  # of the rows, or of the range of scores: what a stray sample makes of a run that teaches nothing
+SHOWN = 2  # responses that are printed of a step that taught nothing
+STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
 MAX_FILES = 3  # of refused mini-batches, each of which holds a whole one
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,11 @@ class MismatchAlarm:
 
 
 class NoSignal:
-    """Looks at the last `limit` steps, and warns when next to no row of theirs had anything to teach; 0: never.
+    """Warns when at most STRAY of the rows of the last `limit` steps had anything to teach; 0: never.
 
-    Of several such stretches the 1st, the 10th, the 100th, … are told: a run that learns slowly has many. A row teaches
-    if it has an advantage other than 0; of steps whose scores are all equal none does. One stray sample changes
-    nothing: at most STRAY of the rows of all these steps may teach. Said are the likeliest cause and, to see it, the
-    best and the worst response of the last of them, decoded by `tokenizer`.
+    A row teaches if it has an advantage other than 0; of a step whose scores are all equal none does. The warning names
+    the likeliest cause, and the best and the worst response of the last step are printed, decoded by `tokenizer`. A run
+    that learns slowly has many such stretches: it warns of the 1st, the 10th, the 100th and the 1000th.
     """
 
     def __init__(self, limit: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -83,9 +83,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if column in batch:
             counts = [one for one in batch.get(column)[episodes.last_row[finished.numpy()]] if one is not None]
             metrics |= _mean_max_min(column.strip("_"), torch.tensor([float(count) for count in counts]))
-    told = [row for row in batch.get("__agent_metrics__", []) if row]
-    for name in dict.fromkeys(name for row in told for name, value in row.items() if isinstance(value, Real)):
-        metrics |= _mean_max_min(f"agent_loop/{name}", torch.tensor([float(row.get(name, 0.0)) for row in told]))
+    reported = [row for row in batch.get("__agent_metrics__", []) if row]
+    for name in dict.fromkeys(name for row in reported for name, value in row.items() if isinstance(value, Real)):
+        metrics |= _mean_max_min(f"agent_loop/{name}", torch.tensor([float(row.get(name, 0.0)) for row in reported]))
     return metrics
 
 
@@ -274,8 +274,8 @@ def process_validation_metrics(
         assert len(values) == len(data_sources), (
             f"validation variable {name!r} has {len(values)} values for {len(data_sources)} samples"
         )
-    said = columns.get("pred", [None] * len(data_sources))
-    answers = [one if isinstance(one, Hashable) else repr(one) for one in said]  # such as a list of numbers
+    predictions = columns.get("pred", [None] * len(data_sources))
+    answers = [one if isinstance(one, Hashable) else repr(one) for one in predictions]  # such as a list of numbers
     over_prompts: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for (source, _), rows in rows_of_prompt.items():
         for name, values in columns.items():

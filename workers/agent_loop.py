@@ -43,15 +43,15 @@ class AgentLoop:
 
     Args:
         config: the whole run's.
-        engine: of which nothing else is asked meanwhile.
-        game: what episodes of an environment are played with, where there is one.
+        engine: answers nobody else meanwhile.
+        game: the environment, its prompts and its action parser; None: there is no environment.
     """
 
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: EnvSetup | None
     ) -> None:
         self.config, self.engine = config, engine
-        self.on_finished: Callable[[int, list[Sample]], None] = nothing  # hears of each row's episode when it is over
+        self.on_finished: Callable[[int, list[Sample]], None] = nothing  # called with a row's place and its episode
         rollout = config.actor_rollout_ref.rollout
         self.agents = load_agents(rollout.agent)
         self.game, self.free_environments = game, list[Seat]()

@@ -14,7 +14,7 @@ from data.types import Completion, Request, SamplingParams
 from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
-WAIT_SHARE = 1 / 4  # of a step's time, for which the next waits for turns about to come: few large steps cost less
+WAIT_SHARE = 1 / 4  # of a step's time: the next step waits so long for turns to come, as few large steps cost less
 
 
 class EngineError(RuntimeError):
@@ -84,11 +84,11 @@ class AsyncEngine:
         self.engine, self.precision, self.thread = engine, precision, thread
         self.numbers = itertools.count()
         self.clients: dict[int, Client] = {}  # by request id
-        self.joining: list[Request] = []
-        self.leaving: list[int] = []
-        self.ended: list[int] = []  # episodes
-        self.between_turns: set[int] = set()
-        self.all_back = asyncio.Event()
+        self.joining: list[Request] = []  # to be added in the next step
+        self.leaving: list[int] = []  # requests to be aborted then
+        self.ended: list[int] = []  # episodes to be forgotten then
+        self.between_turns: set[int] = set()  # episodes whose last turn is answered, and whose next may come soon
+        self.all_back = asyncio.Event()  # set while there are none
         self.all_back.set()
         self.pumping: asyncio.Task | None = None
 
@@ -157,6 +157,7 @@ class AsyncEngine:
             self.pumping.add_done_callback(self._on_pump_end)
 
     async def _pump(self) -> None:
+        """Steps the engine while there is work; after each step it waits a little for turns that may come."""
         loop = asyncio.get_running_loop()
         while self.joining or self.leaving or self.ended or self.clients:
             joining, leaving, ended = self.joining, self.leaving, self.ended

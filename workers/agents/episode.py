@@ -124,21 +124,21 @@ async def play(episode: Episode, answer: Answer, chat: ChatFormat, limits: Limit
             elif end_reason is None and not reply.messages:
                 end_reason = END_REASON_OF[done.finish_reason]
             elif end_reason is None:
-                told = chat.increment(reply.messages, done.finish_reason == "stop")
-                end_reason = append_observation(sample, told, limits, turn)
+                observation = chat.increment(reply.messages, done.finish_reason == "stop")
+                end_reason = append_observation(sample, observation, limits, turn)
             turn += 1
     except EpisodeFailed as failure:
         return finish_samples(samples, failure.end_reason, columns, turn, str(failure))
     return finish_samples(samples, end_reason, columns, turn)
 
 
-def append_observation(sample: Sample, told: list[int], limits: Limits, turn: int) -> str | None:
+def append_observation(sample: Sample, token_ids: list[int], limits: Limits, turn: int) -> str | None:
     """Appends what the policy is told; if there is no room for that and an answer, returns the end reason instead."""
     if len(sample.token_ids) == limits.response:
         return "max_tokens"
-    if len(sample.token_ids) + len(told) >= limits.response:
+    if len(sample.token_ids) + len(token_ids) >= limits.response:
         return "context_full"
-    sample.extend(told, None, policy=False, turn=turn)
+    sample.extend(token_ids, None, policy=False, turn=turn)
     return None
 
 

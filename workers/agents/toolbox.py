@@ -71,7 +71,7 @@ class Toolbox:
     async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
         """Runs the calls of an answer, the first max_parallel_calls of them side by side.
 
-        Never raises for what a tool does: the policy reads what went wrong, and earns nothing by that call.
+        The policy reads what a tool raises, and earns nothing by that call. Raises ValueError for what cannot be read.
         """
         replies, most = ToolReplies(), self.settings.max_parallel_calls
         calls, rest = parsed.calls[:most], parsed.calls[most:]
