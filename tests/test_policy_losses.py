@@ -23,7 +23,7 @@ from training.core_algos import (
     compute_policy_loss_reinforce,
     get_policy_loss_fn,
 )
-from training.policy_loss import LossConfig, call_policy_loss, is_number
+from training.policy_loss import ReadableNamespace, call_policy_loss, is_number
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
@@ -550,7 +550,7 @@ def test_what_a_loss_gets_wrong_is_named_with_its_file(result, words):
         return result((new - old).exp())
 
     with pytest.raises(ValueError, match=rf"the policy loss .*mine \({re.escape(__file__)}\) returned .*") as caught:
-        call_policy_loss(mine, ROWS, "token-mean", LossConfig(), {})
+        call_policy_loss(mine, ROWS, "token-mean", ReadableNamespace(), {})
     assert re.search(words, str(caught.value))
 
 
@@ -570,7 +570,7 @@ def test_a_loss_is_given_what_it_takes_in_every_form():
     def no_mode(old, new, advantages, mask, scale=1.0):
         return note(old, new, advantages, mask, scale=scale)
 
-    config = LossConfig(clip_ratio=0.2)
+    config = ReadableNamespace(clip_ratio=0.2)
     for function, wanted in (
         (by_place, {"by_place": "token-sum", "config": config, "scale": 3}),
         (by_text, {"by_text": "token-sum", "scale": 3}),

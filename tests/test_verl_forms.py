@@ -32,7 +32,7 @@ from tests.runs import compose
 from training.advantage import compute_advantage
 from training.core_algos import get_policy_loss_fn
 from training.environment import begin_episodes, data_settings
-from training.policy_loss import LossConfig, call_policy_loss
+from training.policy_loss import ReadableNamespace, call_policy_loss
 from training.preparation import build_train_loader, check_rows
 from training.ray_trainer import RayPPOTrainer
 from training.reward import FunctionReward, add_scores, load_reward_manager, reward_metrics
@@ -207,7 +207,7 @@ def test_a_policy_loss_of_verls_is_called_as_it_is_there(form, name, loss):
     load_modules(file_of(form))
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
     columns = [torch.full((2, 3), -0.5), log_probs, torch.ones(2, 3), torch.ones(2, 3)]
-    found, metrics = call_policy_loss(get_policy_loss_fn(name), columns, "token-mean", LossConfig(**LOSS), {})
+    found, metrics = call_policy_loss(get_policy_loss_fn(name), columns, "token-mean", ReadableNamespace(**LOSS), {})
     found.backward()
     assert found.item() == pytest.approx(loss) and log_probs.grad.abs().sum() > 0 and metrics
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from configs.settings import Readable
 from data.import_utils import bind, callable_name
+from training.core_algos import LossConfig
 
 Metrics = dict[str, float | Tensor]  # tensors of one element: reading them would wait for the device
 
@@ -17,8 +18,8 @@ TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # b
 OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # verl's, before losses gave a dict
 
 
-class LossConfig(Readable, SimpleNamespace):
-    """The `config` of a loss: attributes, which can be read like a mapping as well."""
+class ReadableNamespace(Readable, SimpleNamespace):
+    """Settings as attributes, which can be read like a mapping as well: the `config` that a loss is given."""
 
 
 def bind_policy_loss(

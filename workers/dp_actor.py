@@ -14,7 +14,7 @@ from data.protocol import DataProto
 from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty, policy_loss_name
 from training.mini_batches import Update
-from training.policy_loss import LossConfig, call_policy_loss
+from training.policy_loss import ReadableNamespace, call_policy_loss
 from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
@@ -49,7 +49,7 @@ class DataParallelPPOActor(TrainedModel):
         self.update_size = update_size
         self.log_prob_size = log_prob_size
         self.policy_loss = get_policy_loss(policy_loss_name(config.policy_loss, rollout_correction))
-        policy_loss = LossConfig(**vars(config.policy_loss), rollout_correction=rollout_correction)
+        policy_loss = ReadableNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
@@ -120,7 +120,7 @@ class DataParallelPPOActor(TrainedModel):
             self.policy_loss.function,
             (columns.get("old_log_probs", log_probs.detach()), log_probs, columns["advantages"], mask),
             self.config.loss_agg_mode,
-            LossConfig(**self.loss_config, global_batch_info=counts),
+            ReadableNamespace(**self.loss_config, global_batch_info=counts),
             ({} if weights is None else {"rollout_is_weights": weights}) | self.config.policy_loss.kwargs,
         )
         metrics.add_sum("actor/pg_loss", loss)
