@@ -58,10 +58,9 @@ class Collector:
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
         batch = self.draw(step, 0, timing)
-        metrics = reward_metrics(batch)
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
-            return batch, metrics
+            return batch, reward_metrics(batch)
         wanted, draws = len(rows_by_prompt(batch)), 1
         differ, tie = groups_by_signal(batch, settings.metric)
         while len(differ) < wanted and draws != settings.max_num_gen_batches:
@@ -69,7 +68,8 @@ class Collector:
             differ, tie = groups_by_signal(batch, settings.metric)
             draws += 1
         groups = [*differ, *tie]
-        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        metrics = {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        metrics |= reward_metrics(batch)  # of all that was drawn: what is left of it is chosen by its scores
         self.left_out = batch.select_idxs([*chain(*groups[wanted:])]) if len(groups) > wanted else None
         return batch.select_idxs([*chain(*groups[:wanted])]), metrics
 
