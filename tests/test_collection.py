@@ -140,12 +140,12 @@ def test_an_engine_that_fills_the_prompts_it_is_given_does_not_mix_greedy_and_sa
     assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9] and batch.double.tolist() == [2, 4, 8, 10]
 
 
-def test_a_greedy_answer_that_failed_is_a_baseline_of_zero():
+def test_where_the_greedy_answer_failed_its_prompts_samples_are_the_baseline():
     rows = rows_of(("1", "2"), ("4", "5"))
     rows[0]["greedy"] = ""
     rows[1]["greedy"] = "9"
     batch, _ = collector(rows, REMAX).collect(1, {})
-    assert batch.batch["reward_baselines"].tolist() == [0, 0, 9, 9]
+    assert batch.batch["reward_baselines"].tolist() == [1.5, 1.5, 9, 9]
 
 
 # A mean in which every token counts, so that no two answers that differ score alike.

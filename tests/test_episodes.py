@@ -185,9 +185,10 @@ def test_the_kl_controller_sees_the_mean_over_episodes():
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_greedy_episodes_return_is_the_baseline_of_every_row_of_its_prompt(history):
-    batch = episode_batch([[[Turn(1), Turn(1)]] * 2, [[Turn(2)]]], history)
+    """…or, if it failed, the mean return of the prompt's episodes that did not, which may be a single one."""
+    batch = episode_batch([[[Turn(1), Turn(1)]] * 2, [[Turn(2, 0, 0.5), Turn(1, 0, 1.0)], []]], history)
     greedy = episode_batch([[[Turn(1, 1, 0.5), Turn(1, 0, 0.25)]], [[]]], history)
-    expected = [0.75 if uid == "group-0" else 0.0 for uid in batch.uid]
+    expected = [0.75 if uid == "group-0" else 1.5 for uid in batch.uid]
     assert greedy_scores(greedy, batch).tolist() == expected
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from training.core_algos import Groups
 
 EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
 BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
@@ -99,10 +100,14 @@ class EpisodeRows:
 
 
 def greedy_scores(greedy: DataProto, batch: DataProto) -> Tensor:
-    """ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid; 0 if it failed."""
-    episodes = EpisodeRows(greedy)
-    of_uid = dict(zip(greedy.uid[episodes.last_row], episodes.scores().tolist(), strict=True))
-    return torch.tensor([of_uid[uid] for uid in batch.uid])
+    """ReMax's baselines, [B] float32: the score of the one episode that `greedy` has of a row's uid. Where it failed,
+    the mean of the prompt's own samples that did not: a lone one then teaches nothing."""
+    baselines, samples = EpisodeRows(greedy), EpisodeRows(batch)
+    groups = Groups(batch.uid[samples.last_row], samples.is_complete()[:, None])
+    means = groups.reduce(samples.scores(), "mean")[samples.of_row].tolist()
+    found = zip(greedy.uid[baselines.last_row], baselines.scores().tolist(), baselines.is_complete(), strict=True)
+    of_uid = {uid: score for uid, score, is_complete in found if is_complete}
+    return torch.tensor([of_uid.get(uid, mean) for uid, mean in zip(batch.uid, means, strict=True)])
 
 
 def score_others(batch: DataProto, score: Callable[[DataProto], Any]) -> Any:
