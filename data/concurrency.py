@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from threading import Thread, current_thread
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 from configs.errors import events
@@ -239,12 +239,19 @@ def background_loop() -> asyncio.AbstractEventLoop:
     return start_loop()[0]
 
 
-os.register_at_fork(after_in_child=background_loop.cache_clear)  # threads do not survive a fork
+starting = Lock()  # with a loop each, two threads that begin at once could not go on with the same process
+os.register_at_fork(
+    before=starting.acquire,
+    after_in_parent=starting.release,
+    after_in_child=lambda: (background_loop.cache_clear(), starting.release()),  # threads do not survive a fork
+)
 
 
 def run_in_background(work: Coroutine[Any, Any, Any]) -> Any:
     """Returns the result of `work`, run in an event loop that this process keeps in a thread for such callers."""
-    return asyncio.run_coroutine_threadsafe(work, background_loop()).result()
+    with starting:
+        loop = background_loop()
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
 def run_all(awaitables: Sequence[Awaitable], max_concurrent: int, timeout: float | None) -> list[Any]:

@@ -1,14 +1,19 @@
 """Episodes in other processes: the same as in this one, whatever hangs, crashes or raises beside them."""
 
+import asyncio
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from configs.errors import ConfigError
 from custom.env_wrapper import make_env
 from custom.gym.process_env import ProcessEnv
+from data import concurrency
 from tests.runs import compose
 from training.preparation import build_environment
 
@@ -94,6 +99,35 @@ def test_a_step_that_hangs_is_killed_and_the_episodes_beside_it_go_on_as_if_noth
     assert not is_running(pid)
     assert shared(twin.step("1")) == shared(local.step("1")) and twin.state == local.state
     assert env.reset(7) == local.reset(7) and env.step("1")[4]["return"] == 1.0
+
+
+def test_episodes_that_begin_at_once_in_several_threads_share_one_event_loop(monkeypatch):
+    """With two, the answers of a process that one of them started never reach whoever waits in the other."""
+    start, started = concurrency.start_loop, []
+
+    def start_slowly():
+        started.append(start())
+        time.sleep(0.2)  # until the other thread is there
+        return started[-1]
+
+    monkeypatch.setattr(concurrency, "start_loop", start_slowly)
+    concurrency.background_loop.cache_clear()
+    here = Barrier(2)
+
+    async def loop_of_work():
+        return asyncio.get_running_loop()
+
+    def ask(_):
+        here.wait()
+        return concurrency.run_in_background(loop_of_work())
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert len(set(threads.map(ask, range(2)))) == len(started) == 1
+    finally:
+        concurrency.background_loop.cache_clear()
+        for loop in started:
+            concurrency.stop_loop(*loop)
 
 
 def test_a_crash_and_an_exception_say_what_led_there(stubborn):
