@@ -335,9 +335,9 @@ class NoCacheBatch(SeparateRows):
 def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+    ids = np.array([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return on_device(ids, device), on_device(mask, device)
 
 
 def are_padded(prompts: Sequence[tuple[int, ...]]) -> list[bool]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from training.torch_functional import to_device
+
 BLOCK = 64  # columns added when the memory is full
 GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
 
@@ -25,10 +27,7 @@ GROWTH = 1 / 8  # of the places of prompts, at least, when others join while the
 def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
-    host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()  # of other memory it might wait
-    return host.to(device, non_blocking=True)
+    return to_device(torch.from_numpy(array), device)
 
 
 class RowLayer(CacheLayerMixin):
