@@ -230,6 +230,22 @@ def test_the_page_on_gpus_has_these_limits():
     assert f"heads narrower than {packed_attention.NARROWEST_HEAD}," in page
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_float32_fit_the_shared_memory_of_small_cards(dtype, monkeypatch):
+    """99 KiB have an RTX 4090, an L4 and an A10. Torch's choice for heads of 128 takes 128 there. One stage of keys and
+    values less than there are is kept beside a block of queries."""
+    given: dict = {}
+    monkeypatch.setattr(packed_attention, "compiled_flex", lambda: lambda *tensors, **options: given.update(options))
+    tensors = [torch.zeros(1, 2, 256, 256, dtype=dtype)] * 3
+    packed_attention.flex(*tensors, SimpleNamespace(shape=(1, 1, 256, 256)), None)
+    options = given.get("kernel_options")
+    if dtype == torch.bfloat16:
+        assert options is None
+        return
+    queries, keys, stages = (options[f"fwd_{name}"] for name in ("BLOCK_M", "BLOCK_N", "num_stages"))
+    assert 4 * 256 * (queries + 2 * keys * (stages - 1)) == 96 << 10 < 99 << 10
+
+
 def test_flex_attention_takes_no_narrow_heads():
     tensors = {width: SimpleNamespace(is_cuda=True, shape=(1, 2, 300, width)) for width in (8, 16)}
     taken = [(q, v) for q in tensors for v in tensors if packed_attention.takes_flex(tensors[q], tensors[v])]

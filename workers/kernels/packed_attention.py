@@ -35,6 +35,8 @@ NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here
 FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 NARROWEST_HEAD = 16  # of FlexAttention's kernels
+# Torch's own for heads of 128 in float32 take more shared memory than the 99 KiB of small cards; these fit up to 256.
+FLOAT32_BLOCKS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 MOST_GRAPHS = 64  # of FlexAttention in a process: a policy makes 2, a critic of other heads as many
 HAS_PADDING: ContextVar[bool | None] = ContextVar("has_padding", default=None)  # the batch; None: nobody has said
 PAIRS = 2**26  # of tokens that are looked at together where a mask is made: at 4 bytes a pair, 256 MiB
@@ -259,6 +261,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
     # Autocast leaves it alone, and the rotation of a bfloat16 query by float32 angles is float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if value.dtype == torch.float32:
+        options["kernel_options"] = FLOAT32_BLOCKS
     missing = mask.shape[-1] - query.shape[2]
     tensors = [laid_out(tensor, missing) for tensor in (query, key, value)]
     try:
