@@ -225,11 +225,15 @@ class Receiver:
 
 @needs_vllm
 def test_weights_are_sent_in_buckets_of_one_update(stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Their names, types and shapes go ahead of each bucket; the group is made once."""
+    """Their names, types and shapes go ahead of each bucket; the group is made once. A GPU has done what makes weights,
+    which may be gathered or merged, before any is sent."""
     monkeypatch.setattr(transfers, "BUCKET_BYTES", 100)
     weights, receiver, calls = some_weights() | {"half": torch.ones(3).bfloat16()}, Receiver(), []
+    had = []  # of the weights when the device was waited for
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: had.append(len(receiver.weights)))
     with server_that(calls, **receiver.routes()) as url, sender(url, "nccl", tmp_path) as way:
         way.send(iter(weights.items()), 1)
+        assert had[:2] == [0, 0]  # before the group is joined, and before the first bucket
         assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in weights.items())
         assert receiver.weights["half"].dtype == torch.bfloat16
         way.send(((name, tensor + 1) for name, tensor in weights.items()), 2)

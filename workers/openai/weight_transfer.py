@@ -197,6 +197,7 @@ class NCCL(WeightTransfer):
 
         def on_this_device() -> Any:  # a thread begins on the first one
             with torch.accelerator.device_index(here):
+                torch.accelerator.synchronize()  # vLLM sends on streams of its own, and weights may be on their way
                 return work()
 
         try:
