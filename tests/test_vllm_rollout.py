@@ -100,17 +100,27 @@ def test_it_sleeps_and_wakes_in_one_order(
 
 
 def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """…as a second draw of a step, or a validation, has none. They are the policy's, of the version that was there."""
-    module = load_causal_lm(ModelConfig(path=str(tiny_model)))
-    policy = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.float32)
+    """…as a second draw of a step, or a validation, has none. They are the policy's, of the version that was there, and
+    LoRA's matrices are added to them in float32."""
+    module, casts = load_causal_lm(ModelConfig(path=str(tiny_model))), []
+    policy = TrainEngine(module, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
     engine = MagicMock(own_weights=True, takes_adapter=False, lost_weights=True, weight_version=7)
     rollout = ColocatedRollout(compose(), Mock(), engine, policy)
-    monkeypatch.setattr(rollout, "_generate", Mock(return_value=DataProto()))
-    monkeypatch.setattr(rollout.sync, "update", lambda version: engine.load_weights(policy.weights(), version))
+
+    def bring(version: int) -> None:
+        casts.append(torch.is_autocast_enabled("cpu"))
+        engine.load_weights(policy.weights(), version)
+
+    def generate(*_: object) -> DataProto:
+        casts.append(torch.is_autocast_enabled("cpu"))
+        return DataProto()
+
+    monkeypatch.setattr(rollout, "_generate", generate)
+    monkeypatch.setattr(rollout.sync, "update", bring)
     monkeypatch.setattr(rollout.early_scores, "attach", lambda batch: batch)
     rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0, False)
     names = [name for name, *_ in engine.mock_calls if "together" not in name]
-    assert names == ["load_weights", "wake_up", "sleep"]
+    assert names == ["load_weights", "wake_up", "sleep"] and casts == [False, True]
     weights, version = engine.load_weights.call_args.args
     assert dict(weights).keys() == module.state_dict().keys() and version == 7
     engine.lost_weights = False
@@ -288,6 +298,9 @@ def test_a_model_that_cannot_be_split_so_is_refused(wide_headed_model: Path):
     assert engine_settings(RolloutConfig(**LENGTHS), model).get("tensor_parallel_size") is None
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: the model has intermediate_size=341, which"):
         engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
+    model.config.intermediate_size = 342
+    split = engine_settings(RolloutConfig(tensor_model_parallel_size=2, **LENGTHS), model)
+    assert split["tensor_parallel_size"] == 2 and split["disable_custom_all_reduce"]
 
 
 BREAKING = '''

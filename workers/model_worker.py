@@ -211,9 +211,9 @@ class ColocatedRollout:
                 held.enter_context(gather_weights(self.policy.module))
             if self.sync.gathers:
                 self.sync.check_gathered()
-            held.enter_context(self.policy.autocast())
             if self.engine.lost_weights:
                 self.update_weights(self.engine.weight_version)
+            held.enter_context(self.policy.autocast())
             self.engine.wake_up()
             try:
                 with self.engine.together():
