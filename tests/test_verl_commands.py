@@ -94,7 +94,7 @@ COMMANDS = {
         reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=False
         +reward_model.reward_kwargs.overlong_buffer_cfg.len=512 +reward_model.reward_kwargs.max_resp_len=1024
         trainer.val_before_train=False trainer.resume_mode=auto trainer.log_val_generations=2
-        actor_rollout_ref.nccl_timeout=14400
+        actor_rollout_ref.nccl_timeout=14400 {R}.repetition_penalty=1.0
         """,
     "dapo": f"""
         algorithm.adv_estimator=grpo {BY_TOKENS} data.prompt_key=prompt data.truncation=left data.gen_batch_size=3072
@@ -321,6 +321,8 @@ def test_whole_commands_of_all_kinds_and_versions_compose_or_say_why_not(name, c
         ("main", f"{A}.optim.min_lr=1e-6 {A}.optim.lr=0", f"{A}.optim.min_lr_ratio", 0),
         ("main", f"{A}.use_token_level_loss=False", f"{A}.loss_agg_mode", "seq-mean-token-mean"),
         ("main", f"{A}.optim.exp_avg_dtype=bf16", f"{A}.optim.moments_dtype", "bfloat16"),
+        ("main", f"{A}.use_rollout_log_probs=True", "algorithm.rollout_correction.bypass_mode", True),
+        ("main", f"{R}.multi_turn.max_turns=3", f"{R}.multi_turn.max_assistant_turns", 3),
         ("main", "algorithm.filter_groups.metric=seq_final_reward", "algorithm.filter_groups.metric", "reward"),
         ("main", "trainer.remove_previous_ckpt_in_save=True", "trainer.max_ckpt_to_keep", 1),
         ("main", "trainer.resume_from_path=", "trainer.resume_from_path", None),
@@ -368,10 +370,12 @@ actor_rollout_ref:
     fsdp_config: {strategy: fsdp, seed: 42, qat: {enable: false, mode: w4}, ulysses_sequence_parallel_size: 1}
     profiler: {enable: false, all_ranks: false, tool_config: {nsys: {discrete: false}}}
   model: {use_remove_padding: true, lora: {rank: 0, merge: false}}
-  rollout: {name: "???", nnodes: 0, mtp: "${oc.select:actor_rollout_ref.model.mtp,null}", trace: {token2text: false}}
+  rollout: {chat_scheduler: null, multi_turn: {max_turns: null},
+    name: "???", nnodes: 0, mtp: "${oc.select:actor_rollout_ref.model.mtp,null}", trace: {token2text: false}}
 critic: {forward_max_token_len_per_gpu: "${.ppo_max_token_len_per_gpu}", ppo_max_token_len_per_gpu: 99}
 reward_model: {forward_max_token_len_per_gpu: "${critic.forward_max_token_len_per_gpu}", nccl_timeout: 600}
 reward: {reward_model: {rollout: {name: "???"}}}
+algorithm: {rollout_is_level: token, rollout_is_mode: truncate, rollout_is_veto_threshold: 1e-4}
 trainer: {balance_batch: true, esi_redundant_time: 0, use_legacy_worker_impl: auto, device: cuda}
 data: {image_key: images, filter_overlong_prompts_workers: 1, return_raw_chat: false}
 ray_kwargs: {ray_init: {num_cpus: null}}
@@ -480,6 +484,9 @@ def test_an_unknown_key_beside_them_is_still_refused():
     "override",
     [
         f"{R}.quantization=fp8",
+        f"{R}.repetition_penalty=1.05",
+        f"{R}.stop=END",
+        f"{R}.chat_scheduler=mine.Scheduler",
         "critic.model.lora_rank=8",
         f"{A}.optim.optimizer=SGD",
         f"{A}.optim.eps=1e-06",
