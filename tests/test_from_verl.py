@@ -161,6 +161,8 @@ def test_a_scripts_own_flags_are_its_own(tmp_path: Path, capsys: pytest.CaptureF
     path = write(tmp_path, f'{PPO} {ROWS} trainer.experiment_name="$1$2"')
     assert from_verl.main([str(path), "--name", "x"]) == 0
     assert "trainer.experiment_name=--namex" in capsys.readouterr().out
+    assert from_verl.main([str(path)]) == 0
+    assert "Nothing is given to trainer.experiment_name=: is a variable not set?" in capsys.readouterr().out
 
 
 UNREADABLE = [
@@ -228,6 +230,7 @@ SETTINGS = [
     ("trainer.val_only=true", MISSING, "nothing to validate on"),
     ("data.val_files=not/here.parquet", WORKS, "data.val_files=not/here.parquet"),
     ("actor_rollout_ref.rollout.name=sglang", WORKS, "actor_rollout_ref.rollout.name=sglang"),
+    ("actor_rollout_ref.rollout.load_format=auto", WORKS, "actor_rollout_ref.rollout.load_format=auto"),
 ]
 
 
@@ -238,6 +241,7 @@ def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     assert said in f"{found.now} {found.said}"
     kept = [said] if fate in (WORKS, RENAMED) else [given] if "val_only" in given else []
     assert reading.command == ["main.py", *ROWS.split(), *kept]
+    assert ("load_format, which the vllm engine reads, and name=hf does not" in reading.notices) == ("load" in given)
 
 
 def test_a_key_of_a_users_own_goes_with_their_data_set():
@@ -292,7 +296,8 @@ def test_a_script_of_a_checkout_names_a_yaml_in_it(above: bool, tmp_path: Path, 
     (config := tmp_path / "examples/config").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
     write(config, "- {name: tool}", "tools.yaml")
-    search = "hydra: {searchpath: [file://verl/trainer/config]}\ndefaults: [ppo_trainer, _self_]\n"
+    base = "ppo_megatron_trainer" if above else "ppo_trainer"
+    search = f"hydra: {{searchpath: [file://verl/trainer/config]}}\ndefaults: [{base}, _self_]\n"
     write(config, f"{search}data: {{max_prompt_length: 64, return_raw_chat: true, no_such: 1}}", "mine.yaml")
     script = f"""PROJECT_DIR="$(pwd)"
     {PPO} --config-path="$PROJECT_DIR/examples/config" --config-name='mine' {ROWS} \

@@ -77,12 +77,13 @@ class Setting(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A command of verl's: its program, its settings, and the command for it here."""
+    """A command of verl's: its program, its settings, the command for it here, and the notices that this one prints."""
 
     program: str
     settings: list[Setting]
     command: list[str]
     variables: dict[str, str]
+    notices: str = ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,8 +132,9 @@ def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[s
     readings = readings_of(calls)
     if not readings:
         raise ValueError(f"{path} gave no command of verl's: it {said}. {REMEDY.format(path)}")
-    early = [f"{EARLY} {said}. {REMEDY.format(path)}"] if said else []
-    return readings, [*early, *notes_on(calls)]
+    empty = " ".join(it.given for reading in readings for it in reading.settings if it.given.endswith("="))
+    gaps = [f"{EARLY} {said}."] * bool(said) + [f"Nothing is given to {empty}: is a variable not set?"] * bool(empty)
+    return readings, [*gaps, *[REMEDY.format(path)] * bool(gaps), *notes_on(calls)]
 
 
 def readings_of(calls: list[Call]) -> list[Reading]:
@@ -196,12 +198,10 @@ def program_in(words: list[str]) -> tuple[str, list[str]] | None:
         if is_named and re.fullmatch(PROGRAM, name_of(word)):
             return word, words[place + 1 :]
     for word in words:  # a shell's command in one word, as for docker, ssh and ray
-        if re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word:
-            parts = shlex.split(word.replace(";", " ; "))
-            found = program_in(parts)
-            if found:
-                end = next((at for at, part in enumerate(found[1]) if END_OF_COMMAND.fullmatch(part)), None)
-                return found[0], found[1][:end]
+        is_named = re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word
+        if is_named and (found := program_in(shlex.split(word.replace(";", " ; ")))):
+            end = next((at for at, part in enumerate(found[1]) if END_OF_COMMAND.fullmatch(part)), None)
+            return found[0], found[1][:end]
     return None
 
 
@@ -265,14 +265,12 @@ def read_settings(program: str, entry: Entry, arguments: list[str], variables: d
         in_yaml = list(leaves(loader.read_yaml(parsed, {}))) if flags else []
     except ConfigError as error:
         found.append(Setting(" ".join(flags), MISSING, f"{error} A script in a checkout (.git) is read there."))
-        flags, in_yaml, parsed = [], [], None
-    for key, value in in_yaml:
-        found.append(judge_setting(f"{key}={value}", key, value, entry.schema)._replace(now=None))
-    for text in filter(str.strip, overrides):
-        found += read_override(text, parsed.config_dir if parsed else CONFIG_DIR, entry.schema)
-    found = compose(found, parsed, entry) if parsed else found
+        flags, in_yaml, parsed = [], [], loader.parse_arguments([], entry.config, None)
+    found += [judge_setting(f"{key}={it}", key, it, entry.schema)._replace(now=None) for key, it in in_yaml]
+    found += [it for text in overrides if text.strip() for it in read_override(text, parsed.config_dir, entry.schema)]
+    found, notices = compose(found, parsed, entry)
     command = [*entry.words, *flags, *(it.now for it in found if it.now and (it.fate != MISSING or it.now[0] == "~"))]
-    return Reading(program, found, command, variables)
+    return Reading(program, found, command, variables, notices)
 
 
 def part_arguments(arguments: list[str]) -> tuple[list[str], list[str], list[Setting]]:
@@ -332,11 +330,12 @@ def simple(value: Any) -> str | None:
     return str(value) if re.fullmatch(r"[\w.+-]+", str(value)) else None
 
 
-def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> list[Setting]:
+def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tuple[list[Setting], str]:
     """Composes and checks what works; whatever is refused then becomes missing, with the reason, until the rest is
-    accepted. For files and engines that are not on this machine others stand in."""
+    accepted. For files and engines that are not on this machine others stand in. Also returns the checks' notices."""
     stand_ins: dict[str, str] = {}
-    while error := refusal(arguments, entry, [*(it.now for it in settings if it.now), *stand_ins.values()]):
+    notices = StringIO()
+    while error := refusal(arguments, entry, [*(it.now for it in settings if it.now), *stand_ins.values()], notices):
         said, key = str(error), error.key
         named = [at for at, setting in enumerate(settings) if key in keys_of(setting)]
         if NOT_HERE.search(said):  # a matter of this machine
@@ -351,20 +350,23 @@ def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> list
         refused, taken_back = settings[named[-1]], f"~{key}"  # from a yaml
         settings[named[-1]] = Setting(refused.given, MISSING, said, None if refused.now else taken_back)
         if refused.now == taken_back:  # too late: it is refused before
-            return settings
-    return [it._replace(fate=WORKS, said="") if it.said.startswith(NO_SUCH) else it for it in settings]
+            return settings, ""
+    settings = [it._replace(fate=WORKS, said="") if it.said.startswith(NO_SUCH) else it for it in settings]
+    return settings, "" if any(it.endswith("=hf") for it in stand_ins.values()) else notices.getvalue()
 
 
 def keys_of(setting: Setting) -> set[str]:
     return {text.lstrip("+~").partition("=")[0] for text in (setting.given, setting.now or setting.given)}
 
 
-def refusal(arguments: Arguments, entry: Entry, overrides: list[str]) -> ConfigError | None:
+def refusal(arguments: Arguments, entry: Entry, overrides: list[str], notices: StringIO) -> ConfigError | None:
     arguments = replace(arguments, overrides=overrides)
+    notices.truncate(notices.seek(0))
     try:
         with redirect_stderr(StringIO()):
             config = loader.load_config(arguments, entry.schema)
             loader.check_is_whole(arguments, config)
+        with redirect_stderr(notices):
             entry.check(config)
     except ConfigError as error:
         return error
@@ -382,8 +384,7 @@ def notes_on(calls: Iterable[Call]) -> Iterator[str]:
         found = dict.fromkeys(shlex.join(words[1:]) for words in others if words[0] == name)
         if found:
             yield f"{said}: {'; '.join(found)}."
-    kinds = {"no-folder", "no-file", "no-command", "curl"}
-    found = dict.fromkeys(short(shlex.join(words)) for words in others if words[0] not in kinds)
+    found = dict.fromkeys(short(shlex.join(words)) for words in others if not re.fullmatch("no-.*|curl", words[0]))
     if found:
         yield f"It also calls, for you to do by hand if need be: {'; '.join(found)}."
 
@@ -407,6 +408,7 @@ def show(reading: Reading, number: str, console: Console) -> None:
         for first, (given, said) in zip([f"{head} ({len(found)})", *[""] * len(lines)], lines, strict=False):
             table.add_row(*map(Text, (first, given, said)), end_section=(given, said) == lines[-1])
     console.print(table)
+    console.print(Text(reading.notices), end="")
     if reading.variables:
         names = ", ".join(f"{name}={short(value)}" for name, value in reading.variables.items())
         console.print(Text(f"The script exports, and --run sets: {names}"))
@@ -416,10 +418,8 @@ def show(reading: Reading, number: str, console: Console) -> None:
 
 
 def by_reason(found: list[Setting]) -> list[tuple[str, str]]:
-    reasons: dict[str, list[str]] = {}
-    for setting in found:
-        reasons.setdefault(setting.said, []).append(short(setting.given))
-    return [(", ".join(dict.fromkeys(given)), said) for said, given in reasons.items()]
+    reasons = dict.fromkeys(setting.said for setting in found)
+    return [(", ".join(dict.fromkeys(short(it.given) for it in found if it.said == why)), why) for why in reasons]
 
 
 def quote(word: str) -> str:
