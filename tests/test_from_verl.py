@@ -244,6 +244,12 @@ def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     assert ("load_format, which the vllm engine reads, and name=hf does not" in reading.notices) == ("load" in given)
 
 
+def test_a_trainer_of_a_recipes_own_is_not_passed_over():
+    mains = [f"recipe.{name}" for name in ("dapo.main_dapo", "x.fully_async_main", "spin.main_spin")]
+    said = [settings(f"python3 -m {main} {ROWS}").notices for main in mains]
+    assert said == ["", "", f"notice: {mains[2]} is not read itself: its settings are taken as those of main_ppo.\n"]
+
+
 def test_a_key_of_a_users_own_goes_with_their_data_set():
     assert settings(f"{PPO} {ROWS} +data.mine=1 data.custom_cls.path=f.py").command[-2] == "+data.mine=1"
 

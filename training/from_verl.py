@@ -63,6 +63,7 @@ ENTRIES = (
     Entry(r"main_eval\w*", ("-m", "training.main_eval"), "evaluation", EvaluationConfig, check_evaluation),
     Entry(r"main_\w+|\w+_main", ("main.py",), "ppo_trainer", Config, check_config),
 )
+SAME_TRAINER = r"main_(ppo|dapo|entropy)\w*|\w*async_main"  # as verl.trainer.main_ppo, but for when it does what
 MERGER = r"(legacy_)?model_merger"
 PROGRAM = "|".join([MERGER, *(entry.programs for entry in ENTRIES)])
 
@@ -216,7 +217,10 @@ def read_program(call: Call, program: str, arguments: list[str]) -> Reading:
     entry = next(entry for entry in ENTRIES if re.fullmatch(entry.programs, name_of(program)))
     if entry.config == "sft":  # torchrun says how many workers there are
         arguments = [*arguments, *workers_of(call.words, arguments)]
-    return read_settings(program, entry, arguments, call.variables)
+    reading = read_settings(program, entry, arguments, call.variables)
+    has_own = entry is ENTRIES[-1] and not re.fullmatch(SAME_TRAINER, name_of(program))
+    said = f"notice: {program} is not read itself: its settings are taken as those of main_ppo.\n" * has_own
+    return reading._replace(notices=said + reading.notices)
 
 
 def workers_of(words: list[str], arguments: list[str]) -> Iterator[str]:
@@ -247,10 +251,8 @@ def entry_of_yaml(path: Path) -> Entry:
     """Returns the entry that a yaml is for, by its name or else by its sections."""
     sections = set(re.findall(r"^(\w+):", path.read_text(errors="replace"), re.MULTILINE))
     ours = bool(sections & {"actor_rollout_ref", "algorithm", "defaults"})
-    for entry, section in zip(ENTRIES, ("optim", "rollout", None), strict=False):
-        if entry.config in path.stem or (section in sections and not ours):
-            return entry
-    return ENTRIES[-1]
+    named = zip(ENTRIES, ("optim", "rollout", None), strict=False)
+    return next((it for it, own in named if it.config in path.stem or (own in sections and not ours)), ENTRIES[-1])
 
 
 def read_settings(program: str, entry: Entry, arguments: list[str], variables: dict[str, str]) -> Reading:
@@ -381,11 +383,9 @@ def notes_on(calls: Iterable[Call]) -> Iterator[str]:
         ("no-file", "It reads files that are not here, or may not be read"),
         ("no-command", "It calls commands that are not here"),
     ):
-        found = dict.fromkeys(shlex.join(words[1:]) for words in others if words[0] == name)
-        if found:
+        if found := dict.fromkeys(shlex.join(words[1:]) for words in others if words[0] == name):
             yield f"{said}: {'; '.join(found)}."
-    found = dict.fromkeys(short(shlex.join(words)) for words in others if not re.fullmatch("no-.*|curl", words[0]))
-    if found:
+    if found := dict.fromkeys(short(shlex.join(it)) for it in others if not re.fullmatch("no-.*|curl", it[0])):
         yield f"It also calls, for you to do by hand if need be: {'; '.join(found)}."
 
 
