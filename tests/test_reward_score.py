@@ -189,6 +189,25 @@ def test_a_program_that_leaves_before_its_asserts_passes_none(code):
     assert prime_code.compute_score(f"```python\n{code}\n```", test_cases, continuous=True)[0] == 0
 
 
+@pytest.mark.parametrize("expected", [None, "null", [None]])
+def test_a_program_that_leaves_before_its_function_returns_has_not_returned_none(expected):
+    test_cases = {"fn_name": "f", "inputs": ["1"], "outputs": [expected]}
+    for code, right in (("import os; os._exit(0)", False), ("def f(x): return x", False), ("def f(x): pass", True)):
+        assert prime_code.compute_score(f"```python\n{code}\n```", test_cases)[0] is right, code
+
+
+def test_cases_hold_numbers_as_well_as_texts():
+    cases = {"inputs": [3, "4", ["5"]], "outputs": [4, "5", ["6"]]}
+    assert prime_code.compute_score("print(int(input()) + 1)", cases)[0] is True
+    cases = {"fn_name": "f", "inputs": [3], "outputs": [4]}
+    assert prime_code.compute_score("def f(x): return x + 1", cases)[0] is True
+
+
+@pytest.mark.parametrize("cases", [{"inputs": 5, "outputs": 5}, {"inputs": ["1"], "outputs": ["2"], "fn_name": 5}])
+def test_what_is_no_list_of_cases_is_passed_by_no_program(cases):
+    assert prime_code.compute_score("print(5)", cases) == (False, None)
+
+
 def test_asserts_may_come_with_outputs_and_hold_beside_what_the_program_prints():
     test_cases = {"assert_case": ["print(5)\nassert f() == 3"], "inputs": ["1"], "outputs": ["4\n5"]}
     response = "```python\nprint(int(input()) + 3)\ndef f(): return 3\n```"
@@ -269,9 +288,10 @@ def test_references_may_be_numbers(truth):
         "numina_olympiads": "the answer is 72",
         "hiyouga/geometry3k": r"<think></think>\boxed{72}",
         "searchR1_nq": "<answer>72</answer>",
+        "searchR1_popqa": "<answer>72</answer>",
     }
     for source, response in responses.items():
-        right = {"target": [truth, "x"]} if source.startswith("search") else truth
+        right = {"target": [truth, "x"]} if source == "searchR1_nq" else truth
         for said, score in ((response, 1.0), (response.replace("72", "73"), 0.1)):
             result = default_compute_score(source, said, right)
             result = result["score"] if isinstance(result, dict) else result

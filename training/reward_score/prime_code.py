@@ -2,6 +2,7 @@
 
 import json
 import math
+import numbers
 import re
 import secrets
 import time
@@ -40,7 +41,9 @@ class TestCases:
 
     def stdin_of(self, place: int) -> str:
         given = self.inputs[place]
-        return given if isinstance(given, str) else "\n".join(map(json.dumps, given) if self.function else given)
+        if self.function is None or isinstance(given, str):
+            return as_lines(given)
+        return as_lines(map(json.dumps, [given] if isinstance(given, numbers.Real) else given))
 
     def checks_of(self, place: int, secret: str) -> tuple[str, ...]:
         """Returns the programs that run after the response's in a case: its assert, and one that prints `secret`, by
@@ -112,17 +115,24 @@ def judge(status: int | None, output: str | None, expected: Any, by_value: bool)
         return True
     if by_value:
         return same_value(output, expected)
-    return same_output(output, expected if isinstance(expected, str) else "\n".join(map(str, expected)))
+    return same_output(output, as_lines(expected))
+
+
+def as_lines(value: Any) -> str:
+    """A text as it is, a number as a text, the elements of anything else a line each."""
+    return str(value) if isinstance(value, str | numbers.Real) else "\n".join(map(str, value))
 
 
 def same_value(output: str, expected: Any) -> bool:
     """Whether the last line of `output` is the JSON of `expected`, or of the one element that it holds."""
     last = output.rstrip().rpartition("\n")[2].strip()
+    if not last:  # the function did not return, not even None
+        return False
     try:
-        result = json.loads(last) if last else None
+        result = json.loads(last)
         wanted = json.loads(expected) if isinstance(expected, str) else expected
     except (ValueError, RecursionError):
-        return bool(last) and last == json.dumps(expected)
+        return last == json.dumps(expected)
     return result == wanted or (isinstance(wanted, list) and len(wanted) == 1 and result == wanted[0])
 
 
@@ -166,13 +176,18 @@ def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
     cases = json.loads(given) if isinstance(given, str) else given
     if not isinstance(cases, dict) or not ("assert_case" in cases or {"inputs", "outputs"} <= cases.keys()):
         raise ValueError("test cases are a dict with inputs and outputs, each a list, or with assert_case.")
-    asserts = tuple(cases.get("assert_case") or ())
-    inputs, outputs = cases.get("inputs"), cases.get("outputs")
-    inputs = [""] * len(asserts) if inputs is None else list(inputs)
-    outputs = [None] * len(asserts) if outputs is None else list(outputs)
+    function, inputs, outputs = (cases.get(name) for name in ("fn_name", "inputs", "outputs"))
+    try:
+        asserts = tuple(cases.get("assert_case") or ())
+        inputs = [""] * len(asserts) if inputs is None else list(inputs)
+        outputs = [None] * len(asserts) if outputs is None else list(outputs)
+    except TypeError as error:
+        raise ValueError(f"inputs, outputs and assert_case of test cases are lists: {error}.") from error
+    if function:
+        outputs = ["null" if output is None else output for output in outputs]
     if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
         raise ValueError(f"test cases have {len(inputs)} inputs and {len(outputs)} outputs: one each.")
-    return TestCases(inputs, outputs, cases.get("fn_name"), asserts)
+    return TestCases(inputs, outputs, function, asserts)
 
 
 def python_block(text: str) -> str | None:
@@ -204,6 +219,6 @@ print(_json.dumps(_result) if _is_json else _result)
 
 def calling(code: str, function: str, always_json: bool) -> str:
     """`code`, and after it a call of `function` that prints what it returns: as JSON, or a number or text as it is."""
-    if not function.isidentifier():
+    if not str(function).isidentifier():
         raise ValueError(f"fn_name {function!r} of the test cases is no name of a function.")
     return code + CALL.format(name=function, always=always_json)

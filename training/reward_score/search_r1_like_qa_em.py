@@ -16,12 +16,13 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def compute_score(
     solution_str: str,
-    ground_truth: dict[str, Any],
+    ground_truth: Any,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` if the answer is one of ground_truth["target"], `format_score` if it is another, 0 if there is none.
+    """`score` if the answer is one of ground_truth["target"], or of a ground truth that is no dict, `format_score` if
+    it is another, 0 if there is none.
 
     `score` / 4 where <answer> or </answer> occurs more than ten times. `method` changes nothing, as in verl.
     """
@@ -34,7 +35,7 @@ def compute_score(
 
 def compute_score_subem(
     solution_str: str,
-    ground_truth: dict[str, Any],
+    ground_truth: Any,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
@@ -44,9 +45,10 @@ def compute_score_subem(
     return 0.0 if right is None else score if right else format_score
 
 
-def is_right(text: str, ground_truth: dict[str, Any], matches: Callable[[str, str], bool]) -> bool | None:
+def is_right(text: str, ground_truth: Any, matches: Callable[[str, str], bool]) -> bool | None:
     """Whether the last answer matches a target, both normalised; None: there is no answer."""
-    found, target = last_answer(text), as_text(ground_truth["target"])
+    found = last_answer(text)
+    target = as_text(ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth)
     if found is None:
         return None
     answer = normalise(found)

@@ -62,7 +62,7 @@ def run_python(
     When this returns, the process and all it started is gone, and so is its folder.
 
     Args:
-        then: programs that run after it in its module, and are not there for it to read before it ends.
+        then: programs that run after it in its module; each is read when those before it have ended.
         cpu_seconds: of computing; None: `seconds`. It is rounded up, and does not depend on what else the machine does.
         files_mb: MiB that it may write to files, and as output.
         readable: files and folders that it may read, beside Python and the system's libraries.
