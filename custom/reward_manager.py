@@ -7,8 +7,10 @@ Try it without a model:
     manager(DataProto.from_single_dict({"responses": ["right"], "extra_info": [{"state": state}]}))
 """
 
+from configs.errors import users_line
 from custom.env_wrapper import EnvState, TextEnv
 from data.protocol import DataProto
+from training.scorers import NotScored
 
 
 class CustomRewardManager:
@@ -17,12 +19,21 @@ class CustomRewardManager:
     def __init__(self, environment: TextEnv) -> None:
         self.environment = environment
 
-    def __call__(self, data: DataProto) -> list[dict[str, float]]:
+    def __call__(self, data: DataProto) -> list[dict[str, float] | NotScored]:
         """One dict per response: `score`, and `valid_action` to see in the log whether answers can be read.
 
-        `data.responses` are texts; `data.extra_info[i]["state"]` is the state that response i answers.
+        `data.responses` are texts; `data.extra_info[i]["state"]` is the state that response i answers. Where the
+        environment raises, the response is not scored, and the others are.
         """
-        return [self.score(text, info["state"]) for text, info in zip(data.responses, data.extra_info, strict=True)]
+        states = [info["state"] for info in data.extra_info]
+        return [self._score_or_failure(text, state) for text, state in zip(data.responses, states, strict=True)]
+
+    def _score_or_failure(self, response: str, state: EnvState) -> dict[str, float] | NotScored:
+        try:
+            return self.score(response, state)
+        except RuntimeError as error:  # the environment's, which names the seed and the actions
+            place = users_line(error.__cause__ or error)
+            return NotScored("error", f"{error} (at {place})" if place else str(error))
 
     def score(self, response: str, state: EnvState) -> dict[str, float]:
         action = self.extract_action(response)

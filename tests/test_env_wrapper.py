@@ -21,8 +21,11 @@ from custom.gym import text_env
 from custom.gym.planning import best_actions, shortest_paths
 from custom.gym.space_text import last_mention, mark_ansi
 from custom.gym.text_env import is_success, success_rule
+from custom.reward_manager import CustomRewardManager
+from data.protocol import DataProto
 from tests.runs import compose
 from training.environment import build_environment
+from training.scorers import NotScored
 
 LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
 RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}
@@ -612,6 +615,34 @@ def test_exceptions_of_an_environment_name_the_way_there(monkeypatch):
     ) as raised:
         env.step("3")
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (KeyError("lost"), "raised KeyError: 'lost'"),
+        (SystemExit(3), "raised SystemExit: 3"),
+        (StopIteration("no more levels"), "raised StopIteration: no more levels"),
+        (None, "raised ValueError: the reward nan is no finite number below 1e+30"),
+    ],
+)
+def test_a_move_that_the_environment_cannot_score_is_its_responses_failure_alone(monkeypatch, error, says):
+    env = make_env("Broken-v0")
+    manager, plain_step = CustomRewardManager(env), Broken.step
+
+    def step(self, action):
+        if action == 2 and error is not None:
+            raise error
+        observation, _, *rest = plain_step(self, action)
+        return observation, float("nan") if action == 2 else 0.5, *rest
+
+    monkeypatch.setattr(Broken, "step", step)
+    info = [{"state": env.start_state(7)}] * 3
+    data = DataProto.from_single_dict({"responses": ["1", "2", "3"], "extra_info": info})
+    before, failed, after = manager(data)
+    assert before == after == {"score": 0.5, "valid_action": 1.0} and isinstance(failed, NotScored)
+    assert failed.said.startswith(f"Broken-v0 {says}, after reset(seed=7) and actions [2]")
+    assert ("(at " in failed.said) is (error is not None)
 
 
 def test_unfit_settings_are_refused_with_a_remedy():

@@ -201,5 +201,5 @@ def play(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]
             moved = (*moved[:4], {key: moved[4][key] for key in READ})
         return (moved, episode.state), None, ""
     except (RuntimeError, ValueError, TypeError) as error:
-        raised = error if error.__cause__ is None else type(error)(f"{error} (at {users_line(error)})")
-        return None, raised, traceback.format_exc()
+        place = users_line(error) if error.__cause__ else None
+        return None, type(error)(f"{error} (at {place})") if place else error, traceback.format_exc()

@@ -413,7 +413,7 @@ class TextEnv:
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
         with self._blame(state.seed, [*state.actions, action]):
-            return float(env.step(native_action(self._space, action))[1])
+            return checked_step(env.step(native_action(self._space, action)))[1]
 
     def state_to_text(self, state: EnvState) -> str:
         """The prompt: the instruction, if there is one, and the observation."""
@@ -623,6 +623,8 @@ class TextEnv:
     def _blame(self, seed: int, actions: list[int]) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             story = f"after reset(seed={seed}) and actions {actions}"
-            raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {story}") from error
+            ended = isinstance(error, StopIteration)  # which a context manager would raise in place of ours
+            cause = RuntimeError(error).with_traceback(error.__traceback__) if ended else error
+            raise RuntimeError(f"{self.env_id} raised {type(error).__name__}: {error}, {story}") from cause
