@@ -237,7 +237,8 @@ def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, t
     assert policys and all(group["lr"] <= 1e-5 for group in policys)
 
 
-def test_a_folder_of_verls_is_gone_on_with(settings, unbroken, tmp_path, capsys):
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_of_verls_is_gone_on_with(settings, unbroken, tmp_path, capsys, named):
     """Its files are those of FSDP2 with one worker; the step is its name's, and the data begins anew."""
     ours, step = unbroken("grpo") / "global_step_3/actor", tmp_path / "verl/global_step_3"
     (step / "actor").mkdir(parents=True)
@@ -251,10 +252,12 @@ def test_a_folder_of_verls_is_gone_on_with(settings, unbroken, tmp_path, capsys)
     torch.save({"lr_scheduler": {}, "rng": {}}, step / "actor/extra_state_world_size_1_rank_0.pt")
     torch.save({"_snapshot": {}}, step / "data.pt")
     resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"
-    main.run(compose(*settings(tmp_path / "run", "grpo", *resume)))
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    run = tmp_path / "run" if named else step.parent
+    main.run(compose(*settings(run, "grpo", *(resume if named else ()))))
     assert f"{step} is verl's: its models and its step are taken over" in capsys.readouterr().err
-    assert sorted(learning_metrics(tmp_path / "run")) == [4, 5]
-    moved = read_weights(tmp_path / "run/global_step_4/actor")[1]
+    assert sorted(learning_metrics(run)) == [4, 5]
+    moved = read_weights(run / "global_step_4/actor")[1]
     assert all(0 < (moved[name] - weights[name]).abs().max() < 1e-3 for name in weights)
 
 
