@@ -42,7 +42,7 @@ RUN_COLUMNS = frozenset((
     "tool_failures",
     "tool_rewards", "turn_scores", "reset_seed", "reward_outcome", "reward_results",
 ))  # fmt: skip
-NO_TEXT = ("images", "videos")  # verl's columns, for which these stand in its prompts:
+NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns for which these stand in prompts:
 PLACEHOLDERS = ("<image>", "<video>")
 ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
