@@ -33,7 +33,6 @@ from workers.early_scores import EarlyScores
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
-from workers.rollout import Rollout
 
 TOKENIZER = build_tokenizer()
 SAMPLED = SamplingParams(True, 1.0, -1, 1.0, 24, stop_token_ids=tuple(range(0, 60, 3)))
