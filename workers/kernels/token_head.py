@@ -65,8 +65,7 @@ def score_tokens(
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     sizes = tile_bytes or TILE_BYTES[device], kept_bytes if trained else 0
     head = _Head(dtype, temperature, softcap, *sizes, with_entropy, with_sum_pi_squared, spread)
-    with torch.autocast(device, enabled=False):  # it would have sums of products rounded, too
-        return _ScoreTokens.apply(hidden, weight, bias, labels, head)
+    return _ScoreTokens.apply(hidden, weight, bias, labels, head)
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,9 @@ class _Head:
         if self.with_entropy or self.with_sum_pi_squared:
             pi = log_pi.exp()
             if self.with_entropy:
-                entropy = -torch.linalg.vecdot(pi, log_pi)
+                entropy = -(pi * log_pi).sum(1)  # not by vecdot, which autocast has in bfloat16
             if self.with_sum_pi_squared:
-                squares = torch.linalg.vecdot(pi, pi)
+                squares = pi.square().sum(1)
         return torch.stack([normalizer, entropy, squares])
 
     def gather(self, found: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
