@@ -51,7 +51,8 @@ CONFIG_DIR = Path(__file__).parent
 OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
 ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
 NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # in the name of a run without one
-LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", "reward.custom_reward_function", "reward.functions")
+REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
+LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS))
 OPENERS = ("path", "env.id")  # settings that decide which keys others take, and so are set first
 ONE_RUN = (
     "sweeps are not run here; start one run per value, each in its folder: for seed in 0 1 2; do python main.py "

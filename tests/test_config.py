@@ -117,6 +117,8 @@ def test_overrides_follow_hydras_grammar(override, key, value):
         ("actor_rollout_ref.model.path=elsewhere/Qwen", False),
         ("data.train_files=[/data/other/train.parquet]", False),
         ("reward.custom_reward_function.path=mine.py", False),
+        ("reward.reward_manager.name=mine", False),
+        ("reward.reward_model.model.path=judge", False),
     ],
 )
 def test_a_run_without_a_name_has_one_of_its_model_data_and_reward(more, same):
