@@ -13,7 +13,7 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import MultiTurnConfig
-from data.chat import ChatFormat, as_messages, tool_kwargs
+from data.chat import ChatFormat, as_messages, as_text, encode_pieces, tool_kwargs
 from data.import_utils import bind
 from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rows import RUN_COLUMNS, beside, kwargs_in
@@ -201,8 +201,11 @@ class EnvironmentEpisode(ToolEpisode):
                 self.messages[-1] = {**last, "content": text + said}
             case _:
                 self.messages.append({"role": "user", "content": said})
-        prompt = self.row["raw_prompt"]
-        self.prompt_ids = self.chat.prompt_ids(prompt + said if isinstance(prompt, str) else self.messages)
+        prompt, tokenizer = self.row["raw_prompt"], self.chat.tokenizer
+        if isinstance(prompt, str):
+            self.prompt_ids = encode_pieces(prompt + as_text(said, tokenizer), tokenizer, opens=True)
+        else:
+            self.prompt_ids = self.chat.prompt_ids(self.messages)
         self.data.prompt_ids = self.prompt_ids
         if len(self.prompt_ids) > self.width:
             raise ValueError(
