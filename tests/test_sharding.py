@@ -25,6 +25,8 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -364,9 +366,18 @@ def fresh_adapter(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, True])
 def test_lora_in_shards_has_the_start_the_gradient_the_reference_and_the_weights_of_one_process(
-    ranks: Ranks, model: Path, tmp_path: Path
+    ranks: Ranks, model: Path, tmp_path: Path, experts: bool
 ):
+    """…beside experts as well, which are one tensor and do not divide the ranks, with a gate of one row."""
+    if experts:
+        torch.manual_seed(4)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        routed = {"num_experts": 3, "num_experts_per_tok": 2}
+        routed |= {f"{kind}_intermediate_size": 16 for kind in ("moe", "shared_expert")}
+        Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=102, **sizes, **routed)).save_pretrained(tmp_path / "experts")
+        AutoTokenizer.from_pretrained(model).save_pretrained(model := tmp_path / "experts")
     torch.manual_seed(0)
     start = load_causal_lm(ModelConfig(path=str(model), lora_rank=4))
     for name, weight in start.named_parameters():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig
@@ -170,10 +171,26 @@ def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple
     for name, value in model.state_dict(keep_vars=True).items():
         layers = added.pop(id(value), ())
         for layer in layers if merged else ():
-            value = value + layer.get_delta_weight(ADAPTER)
+            value = value + product_of(layer, value)
         if not is_lora(name):
             yield name.replace(".base_layer", ""), value.detach()
     assert not added, f"{len(added)} of LoRA's layers add to no weight that has a name"
+
+
+def product_of(layer: Any, weight: Tensor) -> Tensor:
+    """Computes what one of LoRA's layers adds to the `weight` beside it, the same part of it. By whole matrices, which
+    are small: of shards DTensor would compute other parts, and of experts none."""
+    matrices = {f"layer.{name}": whole(matrix) for name, matrix in layer.named_parameters() if name.startswith("lora_")}
+    return part_of(functional_call(Product(layer), matrices), weight)
+
+
+class Product(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        return self.layer.get_delta_weight(ADAPTER)
 
 
 def lora_layers(model: PreTrainedModel) -> dict[str, tuple[Any, nn.Parameter]]:
@@ -232,7 +249,7 @@ def merge_distance(
         added = log_probs(model)
         reshard(model)
         for layer, weight in layers.values():
-            weight.copy_(weight + layer.get_delta_weight(ADAPTER))
+            weight.copy_(weight + product_of(layer, weight))
         for matrix in matrices.values():
             matrix.zero_()
         return (added - log_probs(model)).abs().max().item()

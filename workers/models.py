@@ -23,6 +23,7 @@ from configs.errors import first_line, notice
 from configs.schema import ModelConfig, PretrainedModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
+from workers.collectives import common_notice
 from workers.forward_check import score_equally
 from workers.lora import add_lora, load_adapter, reset_adapters
 from workers.scoring_model import scoring_model
@@ -229,7 +230,7 @@ def savable(generation: GenerationConfig, path: str) -> GenerationConfig:
     sampling.do_sample = True
     if is_savable(generation) or not is_savable(sampling):
         return generation
-    notice(
+    common_notice(
         f"the generation_config of {path} has settings of sampling without do_sample=true, which transformers does not "
         "save: checkpoints will have do_sample=true. This run reads none of it but the ids that end a response."
     )

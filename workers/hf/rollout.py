@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.errors import notice
 from configs.schema import RolloutConfig
 from data.padding import collate
 from data.pretrained import position_count
 from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
+from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
 from workers.hf.batch import NoCacheBatch, RunningBatch, SeparateRows, SharedPrompts
 from workers.hf.compiled import CompiledPrompts
@@ -78,7 +78,7 @@ class HFRollout(Rollout):
                 problem = self._problem()
                 if problem is None:
                     if problems:
-                        notice(f"{name} generates slower, as {batch_class.COST} ({problems[-1]}).")
+                        common_notice(f"{name} generates slower, as {batch_class.COST} ({problems[-1]}).")
                     return batch_class
                 problems.append(problem)
         if is_compiled:  # behind an empty line are hints for developers of torch
