@@ -38,7 +38,8 @@ def log_prob_columns(config: Config, step: int) -> list[str]:
 
     Old log-probs are needed by every update but a batch's first, whose ratio is 1, and by whatever reads them before
     the updates: the KL in the reward, rollout correction, an estimator that names them or another column of the pass.
-    In bypass mode the rollout's own stand in for them.
+    A pass that is made for one of these also has the entropies, if the run logs entropy: the samples show them. In
+    bypass mode the rollout's own log-probs stand in for the old ones.
     """
     algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
     correction = algorithm.rollout_correction
@@ -50,6 +51,8 @@ def log_prob_columns(config: Config, step: int) -> list[str]:
     read = estimator_needs(algorithm.adv_estimator) & set(LOG_PROB_COLUMNS)
     if updates_follow or algorithm.use_kl_in_reward or corrects:
         read |= {"old_log_probs"}
+    if read and (actor.calculate_entropy or actor.entropy_coeff):
+        read |= {"entropys"}
     return sorted(read)
 
 
