@@ -107,6 +107,7 @@ def test_samples_are_sorted_filtered_and_searched(browser, report, runs):
     wanted = [record for record in records if record["end_reason"] == "max_tokens"]
     browser.see(".bar", f"{len(wanted)} of 768 samples")
     assert {row[4] for row in rows(browser)} == {"max_tokens"}
+    browser.wait(lambda: all(row[5].startswith("a2: ") for row in rows(browser)))
     browser.open(report)
     browser.turn_to("Samples")
     browser.click("input[type=search]")
@@ -157,7 +158,13 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
         row |= {"policy_mask": [1, 1, 0, 0, 0, 1, 1, 1], "rewards": [0, 0.5, 0, 0, 0, 0, 0, -1.0]}
         row["loss_mask"] = [0, 1, 0, 0, 0, 1, 1, 1]
         row["token_texts"][5:] = ["= 4", "2.", " Not 421"]
-        record |= {"answer": 42, "rows": [row, row | {"prompt_texts": ["a new", " prompt"]}], "turns": []}
+        record |= {
+            "answer": 42,
+            "reset_seed": 376215466,
+            "gts": 3 * 10**18 + 1,
+            "rows": [row, row | {"prompt_texts": ["a new", " prompt"]}],
+            "turns": [],
+        }
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24, tokens=8), play)
     [row, _] = json.loads((run / "samples/train/1.jsonl").read_text().splitlines()[0])["rows"]
@@ -177,6 +184,7 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
     ):
         browser.point(tokens[place])
         assert said in browser.texts("#tip dd")
+    assert {"376215466", "3000000000000000001"} <= {*browser.texts(".view dd")}  # as they are, to be copied
     words = ["".join(row["token_texts"][part]) for part in (slice(2), slice(5, 8))] * 2
     browser.wait(lambda: browser.texts(".sample .snippet")[0] == " · ".join(words))
 

@@ -41,7 +41,6 @@
   const count = (number, noun) => `${number.toLocaleString("en-US")} ${noun}${number === 1 ? "" : "s"}`;
   const spell = (value) => {
     if (typeof value === "string") return value;
-    if (typeof value === "number") return figure(value);
     const line = JSON.stringify(value);
     return line.length < 100 ? line : JSON.stringify(value, null, 1);
   };

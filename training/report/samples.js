@@ -255,9 +255,9 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
     for (let sample = 0; sample < samples.total; sample++) if (fits(sample)) found.push(sample);
     return found;
   };
-  const snippetOf = (sample, most = SNIPPET) => {
+  const snippetOf = (sample, most = SNIPPET, before = "") => {
     const snippet = make("span", { className: "snippet" });
-    samples.text(sample, most).then((text) => (snippet.textContent = visible(text)));
+    samples.text(sample, most).then((text) => (snippet.textContent = visible(before + text)));
     return snippet;
   };
 
@@ -379,7 +379,7 @@ const samplesTab = ({ make, box, fields, figure, figures, count, visible }, data
   const rowOf = (sample) => {
     const cells = Object.keys(ORDERS).map((name) => make("span", {}, cellOf(sample, name)));
     if (samples.columns.kind[sample] === "validation") cells[0].append(" val");
-    const row = link(sample, "sample", cells, snippetOf(sample));
+    const row = link(sample, "sample", cells, snippetOf(sample, SNIPPET, runOf(sample, "", ": ")));
     row.dataset.sample = sample;
     row.tabIndex = -1;
     return row;

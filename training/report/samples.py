@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from training.report.runs import RunRecord, SampleFile
+from training.report.runs import LAST_STEP, RunRecord, SampleFile
 
 CHUNK_TOKENS = 200_000  # of one file, at most: more take too long to open
 LARGEST, NONE = 32.767, -(2**15)  # as thousandths in two bytes; what stands there for "not computed"
@@ -180,8 +180,10 @@ class Chunk:
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
-        said = {name: record[name] for name in record.get("reward_extra_keys") or () if name in record}
-        about = {name: value for name, value in record.items() if name not in PACKED | {*said} and value is not None}
+        said = {name: exact(record[name]) for name in record.get("reward_extra_keys") or () if name in record}
+        about = {
+            name: exact(value) for name, value in record.items() if name not in PACKED | {*said} and value is not None
+        }
         detail = {"rows": [[tables.prompts[prompts[place]], len(row["token_ids"])] for place, row in enumerate(rows)]}
         detail |= {"said": said, "about": about} | ({} if "rows" in record else {"output": str(record["output"])})
         told = json.dumps(detail, allow_nan=False)
@@ -248,6 +250,11 @@ def numbers_of(row: dict[str, Any]) -> np.ndarray:
     """Returns the LISTS of a row, [lists, tokens]; NaN where there is none. One of another length raises ValueError."""
     none = [math.nan] * len(row["token_ids"])
     return np.array([none if row.get(name) is None else row[name] for name in LISTS], float)
+
+
+def exact(value: Any) -> Any:
+    """Returns an integer that a browser would round as text, and any other value as it is."""
+    return str(value) if isinstance(value, int) and abs(value) > LAST_STEP else value
 
 
 def find(record: dict[str, Any], key: str) -> Any:
