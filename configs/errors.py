@@ -31,6 +31,7 @@ if find_spec("omegaconf") is None:  # here, as all commands import this file fir
     )
 
 FRAMEWORK = [ROOT / part for part in ("configs", "data", "training", "workers", "scripts", "custom/gym", "main.py")]
+ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # to custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
 HEAD = "notice: "  # of a notice's line on stderr
@@ -225,7 +226,7 @@ def users_line(error: BaseException) -> str | None:
         chain.append(chain[-1].__cause__)
     for cause in reversed(chain):
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            if is_users(frame.filename):
+            if is_users(frame.filename) and (frame.filename, frame.name) not in ENTRANCES:
                 return f"{frame.filename}:{frame.lineno}"
     return None
 

@@ -17,9 +17,10 @@ from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
+from gymnasium.envs.registration import find_highest_version
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from configs.errors import notice
+from configs.errors import notice_once
 from custom.gym.process_env import ProcessEnv
 from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.import_utils import load_module
@@ -137,7 +138,8 @@ def make_env(
     module, name, _ = split_id(env_id)
     if module:
         load_module(module)  # registers the id, and may add the entry
-    entry, env_kwargs = dict(ENVIRONMENTS.get(name, {})), {}
+    latest = find_highest_version(None, name)  # which gymnasium takes for an id without a version
+    entry, env_kwargs = dict(ENVIRONMENTS.get(name, ENVIRONMENTS.get(f"{name}-v{latest}", {}))), {}
     if strangers := entry.keys() - SETTINGS:
         able = ", ".join(setting.name for setting in fields(TextEnv) if setting.name in SETTINGS)
         raise ValueError(f"ENVIRONMENTS[{name!r}] has {sorted(strangers)}: an entry may hold {able}")
@@ -155,7 +157,7 @@ def make_env(
     environment = TextEnv(env_id, **entry, env_kwargs=env_kwargs, seed=seed, timeout=timeout)
     if environment.writes_out and environment.observation_names is None:
         shown = environment.start_state(0).text
-        notice(
+        notice_once(
             f"{env_id} has no text of its own, so the policy is shown its observations written out: "
             f"{shown!r}. ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
         )

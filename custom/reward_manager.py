@@ -1,4 +1,4 @@
-"""Scores responses by the environment: edit this file for an environment of yours.
+"""Scores answers to single states by the environment (which pays for whole episodes by itself): edit this file.
 
 Try it without a model:
 

@@ -15,6 +15,7 @@ from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from scripts.quickstart import demonstrations, safe_moves
 from tests.runs import compose, learning_metrics, short_run
+from training.preparation import prepare
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
@@ -134,6 +135,41 @@ def test_the_reward_manager_works_alone_as_its_docstring_shows():
     data = DataProto.from_single_dict({"responses": answers, "extra_info": [{"state": state}] * 5})
     expected = [{"score": float(action in best), "valid_action": 1.0} for action in range(4)]
     assert manager(data) == [*expected, {"score": 0.0, "valid_action": 0.0}]
+
+
+MANAGER = """
+from custom.reward_manager import CustomRewardManager
+
+
+class Mine(CustomRewardManager):
+    def __init__(self, environment, tokenizer):
+        super().__init__(environment)
+        self.tokenizer = tokenizer
+
+    def score(self, response, state):
+        return float(len(self.tokenizer(response).input_ids))
+
+
+class Reader(CustomRewardManager):
+    def __init__(self, *arguments, **kwargs):
+        super().__init__(*arguments, **kwargs)
+
+    def extract_action(self, text):
+        return None
+"""
+
+
+def test_a_manager_is_given_the_tokenizer_that_it_names_and_what_episodes_do_not_call_is_told(
+    tmp_path, tiny_model, capsys
+):
+    (tmp_path / "mine.py").write_text(MANAGER)
+    episodes = ["env.mode=episode", "env.history=turns", "env.val_size=0"]
+    for name, overrides, told in (("Mine", [], False), ("Mine", episodes, True), ("Reader", episodes, False)):
+        manager = f"reward.reward_manager={{path: {tmp_path}/mine.py, name: {name}}}"
+        parts = prepare(compose(*short_run(tiny_model, tmp_path / "run", manager, *overrides)))
+        assert ("env.mode=episode does not call its score." in capsys.readouterr().err) == told
+        if name == "Mine":
+            assert parts.reward.score("abc", None) == 3.0
 
 
 RESEARCHERS_FILES = """

@@ -164,6 +164,16 @@ def test_seed_and_actions_replay_every_state_through_gymnasium_alone(config):
         assert "\x1b" not in env.state_to_text(state)
 
 
+def test_an_optimal_action_is_told_of_a_state_or_of_its_number():
+    env = make_env(**LAKE)
+    assert [env.get_action(i) for i in range(9)] == [env.get_action(env.get_state(i)) for i in range(9)]
+
+
+def test_an_id_without_a_version_has_the_texts_of_the_latest_which_gymnasium_takes():
+    with pytest.warns(UserWarning, match="latest versioned environment"):
+        assert make_env("FrozenLake").start_state(0).text == make_env("FrozenLake-v1").start_state(0).text
+
+
 @all_shipped
 def test_states_depend_on_the_seed_and_the_index_alone(config):
     forwards, env = make_env(**config, seed=1), make_env(**config, seed=1)
@@ -809,6 +819,14 @@ def test_anything_else_is_refused_with_the_value_and_the_rule(returned):
         env.extract_action("hit")
 
 
+def test_an_action_of_no_form_of_the_environments_is_no_illegal_answer_but_a_mistake():
+    env = make_env("Lock-v0")
+    env.reset(0)
+    for play in (env.act, lambda action: env.compute_reward(env.start_state(0), action)):
+        with pytest.raises(ValueError, match="the action 'left' was given: an action of Lock-v0 is a whole number in"):
+            play("left")
+
+
 def test_a_number_that_is_no_action_is_an_illegal_answer():
     assert TextEnv("Blackjack-v1", text_to_action=lambda text: "7").extract_action("hit") is None
 
@@ -863,6 +881,8 @@ class Strange(Lock):
             "nan": (observation, float("nan"), terminated, truncated, info),
             "array": (observation, reward, terminated, truncated, {"success": np.array([True])}),
             "text": (observation, reward, terminated, truncated, {"success": "yes"}),
+            "players": (observation, reward, {"a": False, "b": False}, truncated, info),
+            "each paid": (observation, {"a": 1.0, "b": -1.0}, terminated, truncated, info),
             "half": (observation, reward, terminated, truncated, info),
         }[self.does]
 
@@ -881,6 +901,8 @@ gym.register("Strange-v0", Strange)
         ("nan", "the reward nan is no finite number"),
         ("array", r"info\['success'\] is array\(\[ True\]\): it must be True, False or a number"),
         ("text", r"info\['success'\] is 'yes': it must be True"),
+        ("players", r"terminated is \{'a': False, 'b': False\}: it must be True or False, once for all players"),
+        ("each paid", r"the reward is \{'a': 1.0, 'b': -1.0\}: it must be one number, of all players together"),
         ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, notice
 from configs.schema import Config, DataConfig, EnvConfig, RolloutConfig, SuccessConfig
 from data.chat import tool_kwargs
 from data.import_utils import load_extern_object
@@ -16,7 +16,7 @@ from data.seeding import derive_seed
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
 from data.types import Message
-from training.reward import RewardManager, load_reward_manager
+from training.reward import RewardManager, load_reward_manager, reward_name
 
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 
@@ -144,6 +144,14 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
             "turn_messages(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
             "(custom/env_dataset.py), or train on single states (env.mode=step) and validate on them "
             "(env.val_episodes=0, env.val_size)."
+        )
+    classes = [one for one in type(reward).__mro__ if one.__module__ != "custom.reward_manager"]
+    unused = [name for name in ("__call__", "score") if any(name in vars(one) for one in classes)]
+    if config.env.mode == "episode" and unused:
+        notice(
+            f"{reward_name(reward)}: env.mode=episode does not call its {' and '.join(unused)}. The environment pays "
+            "for its episodes, and of the manager extract_action alone is called. Put the reward into the environment "
+            "(a gymnasium wrapper), or train on single states: env.mode=step."
         )
     if seeds := episode_seeds(config.env)[:STARTS_CHECKED]:
         dataset.check_sizes(map(environment.start_state, seeds), "validation episodes")

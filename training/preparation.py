@@ -110,6 +110,8 @@ def prepare(config: Config) -> Parts:
     data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
     train_loader = build_train_loader(config, data, tokenizer, environment)
+    if config.env.mode == "episode":
+        check_has_state(train_loader)
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader and (environment or config.data.train_files):
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
@@ -335,6 +337,15 @@ def build_val_loader(
         drop_last=False,
         left_out=left_out,
     )
+
+
+def check_has_state(loader: PromptLoader) -> None:
+    """Raises ConfigError if a row, as the dataset makes it, does not say with which state its episode begins."""
+    if "state" not in loader.row(0)["extra_info"]:
+        raise ConfigError(
+            f"env.mode=episode: row 0 of {type(loader.dataset).__name__} has no extra_info['state'], with which its "
+            "episode begins: CustomEnvDataset.columns (custom/env_dataset.py) puts it there."
+        )
 
 
 def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -8,6 +8,7 @@ manager's; validation is scored by the manager alone, if there is one, and shows
 the model. `python -m training.reward FILE --data ROWS` tries a function without a model (training/try_reward.py).
 """
 
+import inspect
 import logging
 import numbers
 from collections import Counter
@@ -33,7 +34,7 @@ from configs.schema import (
 from configs.threads import available_cores
 from data.chat import parse_prompt
 from data.data_report import prompt_text
-from data.import_utils import callable_name, load_extern_object
+from data.import_utils import bind, callable_name, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.types import Row
@@ -87,7 +88,9 @@ def load_reward_manager(
         return reward
     if environment is not None:
         manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
-        return manager(environment)
+        named = inspect.signature(manager).parameters  # one that hands **kwargs on to ours is given none
+        offered = {key: value for key, value in {"tokenizer": tokenizer, "config": whole}.items() if key in named}
+        return bind(manager, offered, positional={"environment": environment}, key="reward.reward_manager")()
     if config.reward_model.enable:
         return zero_reward
     return load_default(config, config.sandbox_fusion, tokenizer)

@@ -129,6 +129,11 @@ def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
             f"step returned {found}{old}: gymnasium's returns observation, reward, terminated, truncated, info"
         )
     observation, reward, terminated, truncated, info = result
+    for flag, name in ((terminated, "terminated"), (truncated, "truncated")):
+        if isinstance(flag, Mapping | Sequence):
+            raise ValueError(f"{name} is {reprlib.repr(flag)}: it must be True or False, once for all players")
+    if isinstance(reward, Mapping | Sequence):
+        raise ValueError(f"the reward is {reprlib.repr(reward)}: it must be one number, of all players together")
     check_reward(reward := float(reward))
     success = info.get("success")
     if not isinstance(success, Real | np.bool_ | None):
@@ -399,16 +404,19 @@ class TextEnv:
         self._restore(env, seed, actions)
         return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
 
-    def get_action(self, state: EnvState) -> int | None:
-        """An optimal action, or None where there is no transition table."""
+    def get_action(self, state: EnvState | int) -> int | None:
+        """An optimal action in a state, or in the training state of this number; None where there is no transition
+        table."""
+        state = self.get_state(state) if isinstance(state, int) else state
         return next(iter(self.optimal_actions(state)), None)
 
     def compute_reward(self, state: EnvState, action: int | None) -> float:
         """Reward of one action, the same each time: under "progress" 1.0 if it is optimal, else 0.0; under "env" what
         the environment pays, and `invalid_reward` for one that is not legal (None, or outside the action space)."""
+        action = self._legal(action)
         if self.reward == "progress":
             return float(action in self.optimal_actions(state))
-        if not self._is_legal(action):
+        if action is None:
             return self.invalid_reward
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
@@ -423,19 +431,25 @@ class TextEnv:
         """The action an answer asks for; None if it names none that is legal."""
         if self.text_to_action is not None:
             action = self.text_to_action(text)
-            action = None if action is None else self._plain(action, text)
-        elif self._answers:
+            return self._legal(action, f"text_to_action returned {action!r} for the answer {text!r}")
+        if self._answers:
             index = last_mention(self.action_names, text)
             action = None if index is None else [*self._answers][index]
         else:
             action = read_action(self._space, text)
-        return action if self._is_legal(action) else None
+        return self._legal(action)
 
-    def _is_legal(self, action: Any) -> bool:
-        return action is not None and self._space.contains(native_action(self._space, action))
+    def _legal(self, action: Any, said: str = "") -> Any | None:
+        """Returns an action that others gave as plain data, or None if it is not in the action space.
 
-    def _plain(self, action: Any, text: str) -> Any:
-        """The action that `text_to_action` returned; where actions are numbered, "0" and 0.0 are 0."""
+        Raises:
+            ValueError: it is no action of any form. `said`: how the message begins.
+        """
+        action = None if action is None else self._plain(action, said or f"the action {action!r} was given")
+        return action if action is not None and self._space.contains(native_action(self._space, action)) else None
+
+    def _plain(self, action: Any, said: str) -> Any:
+        """The plain form of an action; where actions are numbered, "0" and 0.0 are 0."""
         numbered = isinstance(self._space, gym.spaces.Discrete)
         try:
             if not numbered:
@@ -446,10 +460,7 @@ class TextEnv:
         if number.is_integer():
             return int(number)
         form = "is a whole number in" if numbered else "has the form of"
-        raise ValueError(
-            f"text_to_action returned {action!r} for the answer {text!r}: an action of {self.env_id} {form} "
-            f"{self._space}, or None where the text names none"
-        )
+        raise ValueError(f"{said}: an action of {self.env_id} {form} {self._space}, or None where the text names none")
 
     def action_to_text(self, action: Any) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
@@ -496,8 +507,8 @@ class TextEnv:
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
-        legal, self._turns = self._is_legal(action), self._turns + 1
-        action = plain_action(self._space, action) if legal else None
+        action = self._legal(action)
+        legal, self._turns = action is not None, self._turns + 1
         if legal:
             reward, terminated, truncated, info = self._step(action)
         else:
