@@ -1,5 +1,6 @@
 """Where the worker lives changes no number; what fails there is reported here; what is taken is given back."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import ray
 import torch
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
@@ -38,6 +40,7 @@ from workers.worker_group import (
     remote_class,
     reserve,
     start_pools,
+    worker_environment,
     worker_summary,
 )
 
@@ -323,6 +326,16 @@ def test_neighbours_in_rank_are_on_one_machine():
     finally:
         ray.shutdown()
         machines.shutdown()
+
+
+def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypatch: pytest.MonkeyPatch):
+    """As verl's users have it set; a worker computes on the first GPU that it sees."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for name, value in worker_environment(1).items():
+        monkeypatch.setenv(name, value)
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):

@@ -304,9 +304,11 @@ def remote_class(resources: Resources, placement: PlacementGroup, place: int) ->
 
 
 def worker_environment(n_threads: int) -> dict[str, str]:
-    """Makes the environment of every worker process: our modules on the path, one pool of threads of that size."""
+    """Makes the environment of every worker process: our modules on the path, one pool of threads of that size, and
+    of a machine's GPUs its own alone, even where Ray is told to show all (it is the first that it computes on)."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **VARIABLES}
+    own_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(n_threads), **own_gpus, **VARIABLES}
 
 
 def reserve(resources: Resources) -> PlacementGroup:
