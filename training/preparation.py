@@ -341,7 +341,7 @@ def build_val_loader(
 
 def check_has_state(loader: PromptLoader) -> None:
     """Raises ConfigError if a row, as the dataset makes it, does not say with which state its episode begins."""
-    if "state" not in loader.row(0)["extra_info"]:
+    if "state" not in (loader.row(0).get("extra_info") or {}):
         raise ConfigError(
             f"env.mode=episode: row 0 of {type(loader.dataset).__name__} has no extra_info['state'], with which its "
             "episode begins: CustomEnvDataset.columns (custom/env_dataset.py) puts it there."
