@@ -771,8 +771,23 @@ async def cancels() -> str:
     raise asyncio.CancelledError("mine")
 
 
+class TimedOut(BaseException):
+    """No Exception, as those of some packages that end calls."""
+
+
+async def gives_up() -> str:
+    """Gives up."""
+    raise TimedOut("at last")
+
+
 @pytest.mark.parametrize(
-    ("tool", "says"), [(exits, "SystemExit: 3"), (cancels, "CancelledError: mine"), (broken, "no 1")]
+    ("tool", "says"),
+    [
+        (exits, "SystemExit: 3"),
+        (cancels, "CancelledError: mine"),
+        (gives_up, "TimedOut: at last"),
+        (broken, "no 1"),
+    ],
 )
 def test_whatever_a_tool_raises_is_an_answer_and_others_go_on(tool, says):
     box = toolbox(FunctionTool(tool), FunctionTool(slow), max_parallel_calls=2)

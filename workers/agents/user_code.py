@@ -241,7 +241,9 @@ async def contain(work: Coroutine[Any, Any, Any], owner: Blockable) -> Any:
     owners[task] = owner
     try:
         return await work
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
+    except Exception:
+        raise
+    except BaseException as raised:
         if task.cancelling():
             raise
         raise as_failure(raised) from raised
