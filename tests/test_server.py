@@ -270,6 +270,7 @@ HOSTILE = [
     (GOOD | {f"f{number}": 0 for number in range(10**5)}, 400, "at most 100 fields"),
     (b"[" * 10**6, 400, "body"),
     (b'{"seed": ' + b"9" * 10**6 + b"}", 400, ""),
+    (CHATS | {"messages": [{"role": "a" * 10**6, "content": "b"}]}, 400, "1000001 characters in 1 messages, more than"),
     (GOOD | {"prompt": "a\ud800"}, 400, "half a character"),
     (GOOD | {"\udfff": 0}, 400, "half a character"),
     (CHATS | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "half a character"),

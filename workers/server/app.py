@@ -225,7 +225,7 @@ async def encode(served: Served, prompt: Prompt | list[int]) -> list[int]:
     if the chat template does not write it."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
         return prompt
-    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
     characters = sum(map(len, texts))
     if characters > served.characters or len(texts) > served.context:
         raise HTTPException(
