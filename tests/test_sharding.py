@@ -50,6 +50,7 @@ from data.types import Request, SamplingParams
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
+from tests.test_families import eager_model
 from workers.certificate import WeightSync
 from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
@@ -276,6 +277,12 @@ def test_parts_of_layers_and_of_a_head_have_the_gradient_of_one_process(
 ):
     """…and its log-probs and entropies, where parts are uneven, and where all heads share a weight."""
     assert_same_gradient(ranks, uneven, settings, {}, mesh, peers=MESHES[mesh][1])
+
+
+@pytest.mark.slow
+def test_layers_that_take_the_keys_of_others_are_split_without_norms_of_keys(ranks: Ranks, tmp_path: Path):
+    eager_model("Gemma 3n").save_pretrained(tmp_path)
+    assert_same_gradient(ranks, tmp_path, {}, {}, "split shards", peers=2)
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
-    names = [name.removeprefix("layers.*.") for name, style in plan.items() if style == PARTIAL]
-    model.partial_layers = [layer.get_submodule(name) for layer in model.base_model.layers for name in names]
+    ends = tuple(name.removeprefix("layers.*") for name, style in plan.items() if style == PARTIAL)
+    model.partial_layers = [part for name, part in model.base_model.named_modules() if name.endswith(ends)]
     model.split_over = mesh.get_group()
 
 
