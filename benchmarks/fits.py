@@ -6,6 +6,8 @@ python -m benchmarks.fits [--write]
 Without --write they are only printed. No GPU is needed, and no model: sizes are read off the shapes of Qwen2.5.
 """
 
+from configs.loader import CONFIG_DIR, Arguments, load_config  # isort: skip
+
 import argparse
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from transformers import Qwen2Config
 
 from benchmarks.models import QWEN2
 from benchmarks.workload import VOCABULARY
-from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from data.pretrained import ModelSize
 from workers.memory_needs import GIB, Needs, memory_needs

@@ -17,18 +17,11 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from configs.paths import ROOT
 from configs.process import shows_tracebacks
-
-if find_spec("omegaconf") is None:  # here, as all commands import this file first
-    raise SystemExit(
-        f"error: {sys.executable} has none of the packages that are needed here: run {ROOT}/.venv/bin/python instead, "
-        "or `source .venv/bin/activate` first. `make setup` makes .venv."
-    )
 
 FRAMEWORK = [ROOT / part for part in ("configs", "data", "training", "workers", "scripts", "custom/gym", "main.py")]
 ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # to custom/gym

@@ -6,6 +6,8 @@ Old spellings are replaced by today's with a one-line notice. A recipe (`recipe=
 yaml file laid over the one of --config-name; a folder `recipe` beside a user's yaml adds to the shipped ones.
 """
 
+from configs.process import end_on_interrupt, set_environment  # isort: skip
+
 import argparse
 import copy
 import re
@@ -32,7 +34,6 @@ from yaml import YAMLError
 from configs import legacy
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.paths import ROOT, home_spelt_out
-from configs.process import end_on_interrupt, set_environment
 from configs.rollout_correction import expand_presets
 from configs.settings import (
     EACH_EPOCH,

@@ -15,8 +15,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, NoReturn, Self
+
+from configs.paths import ROOT
+
+if find_spec("omegaconf") is None:  # here, as every command imports this file before any package
+    raise SystemExit(
+        f"error: {sys.executable} has none of the packages that are needed here: run {ROOT}/.venv/bin/python instead, "
+        "or `source .venv/bin/activate` first. `make setup` makes .venv."
+    )
 
 VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",  # for other OpenMP runtimes

@@ -4,6 +4,8 @@ A character-level tokenizer with a chat template, and a Llama of about 0.8 milli
 an ordinary Hugging Face directory: everything that takes a model path takes this one.
 """
 
+from configs.process import end_on_interrupt  # isort: skip
+
 import argparse
 import string
 from pathlib import Path
@@ -79,6 +81,13 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=128, help="width, a multiple of 8 (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="number of layers (%(default)s)")
     arguments = parser.parse_args()
+    end_on_interrupt()
+    if arguments.hidden_size < 8 or arguments.hidden_size % 8 or arguments.layers < 1:
+        parser.error("--hidden-size must be a multiple of 8, and --layers at least 1")
+    try:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)  # save_pretrained would log that it cannot, and go on
+    except OSError as error:
+        parser.error(f"{arguments.folder}: no folder for the model can be made there: {error.strerror}")
     save_tiny_model(arguments.folder, arguments.seed, arguments.hidden_size, arguments.layers)
     print(f"wrote a model and its tokenizer to {arguments.folder}")
 

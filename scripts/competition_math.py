@@ -5,13 +5,14 @@ hub's DigitalLearningGmbH/MATH-lighteval), whose rows have `problem`, `level` an
 \\boxed{}. Writes train.parquet and test.parquet in verl's form; extra_info.difficulty is the level, 1 to 5.
 """
 
+from scripts.gsm8k import convert  # isort: skip
+
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data.rows import read_rows
-from scripts.gsm8k import convert
 from training.reward_score.math_reward import boxed_content
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."

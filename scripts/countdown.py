@@ -5,6 +5,8 @@ alone, and none of train.parquet is in test.parquet. training/reward_score/count
 extra_info.difficulty is how many numbers there are.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import argparse
 from collections.abc import Iterator
 from fractions import Fraction
@@ -14,7 +16,6 @@ from typing import Any
 import numpy as np
 import pandas
 
-from configs.errors import refusals
 from data.seeding import numpy_generator
 from training.reward_score.countdown import OPERATIONS
 

@@ -5,6 +5,8 @@ openai/gsm8k, configuration main): .jsonl, .json or .parquet with the columns `q
 is "#### 72". Writes train.parquet and test.parquet in verl's form; configs/gsm8k.yaml reads them.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 
 import pandas
 
-from configs.errors import refusals
 from data.rows import read_rows
 from training.reward_score.gsm8k import extract_solution
 

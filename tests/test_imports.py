@@ -6,6 +6,8 @@ Files move; these stay. A name that has to go is taken out here in the commit th
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,6 +87,17 @@ def commands() -> set[str]:
         name.rstrip(".") for page in pages for name in COMMAND.findall(page.read_text().replace("$(RUN)", "python"))
     }
     return {name for name in named if (ROOT / name.split(".")[0]).is_dir()}
+
+
+DEVELOPERS = {"benchmarks.report", "scripts.signals"}  # and those of tests
+
+
+def test_every_command_says_in_one_line_that_a_python_has_no_packages():
+    for name in sorted(commands() - DEVELOPERS):
+        if not name.startswith("tests."):
+            done = subprocess.run([sys.executable, "-S", "-m", name], cwd=ROOT, capture_output=True, text=True)
+            one_line = re.fullmatch(r"error: .* has none of the packages .*`make setup` makes \.venv\.\n", done.stderr)
+            assert one_line, f"{name}: {done.stderr}"
 
 
 def test_every_command_of_the_pages_is_a_module_that_runs():

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,24 @@ def test_a_saved_model_loads_as_any_other(tmp_path):
     torch.testing.assert_close(model(ids).logits, expected(ids).logits)
     assert tokenizer.chat_template == TOKENIZER.chat_template and tokenizer.get_vocab() == TOKENIZER.get_vocab()
     assert tokenizer.decode(ids[0]) == "left or right?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["taken"], "taken: no folder for the model can be made there: File exists"),
+        (["taken/model"], "Not a directory"),
+        (["model", "--layers", "0"], "--layers at least 1"),
+        (["model", "--hidden-size", "12"], "a multiple of 8"),
+    ],
+)
+def test_the_command_refuses_what_makes_no_model_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, says):
+    (tmp_path / "taken").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tiny_model", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and says in capsys.readouterr().err and not (tmp_path / "model").exists()
 
 
 def test_the_command_writes_one(tmp_path, monkeypatch, capsys):

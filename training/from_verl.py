@@ -6,6 +6,7 @@ missing, each with the reason, and the command that works here; --run runs it. A
 it starts nothing, writes nothing and has no network. Ends with 0, or with 2 if something is missing.
 """
 
+from configs.errors import ConfigError, did_you_mean, refusals  # isort: skip
 import argparse
 import os
 import re
@@ -26,7 +27,6 @@ from rich.text import Text
 
 from configs import legacy, loader
 from configs.checks import check_config, check_sft
-from configs.errors import ConfigError, did_you_mean, refusals
 from configs.loader import CONFIG_DIR, Arguments
 from configs.schema import Config, SFTConfig
 from configs.serving import EvaluationConfig, GenerationConfig, check_evaluation, check_generation

@@ -5,6 +5,8 @@
 Reads the shards of any number of workers, ours or verl's FSDP2. Weights keep the precision that they were trained in.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import argparse
 import shutil
 from pathlib import Path
@@ -14,7 +16,6 @@ import transformers
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.errors import refusals
 from training.checkpoint import FILE_ERRORS, unreadable
 from training.model_shards import MODEL, check_names, check_shape, once, rank_files, read_weights, write_pretrained
 

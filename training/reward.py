@@ -8,6 +8,8 @@ manager's; validation is scored by the manager alone, if there is one, and shows
 the model. `python -m training.reward FILE --data ROWS` tries a function without a model (training/try_reward.py).
 """
 
+from configs.errors import users_line  # isort: skip
+
 import inspect
 import logging
 import numbers
@@ -22,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import users_line
 from configs.schema import (
     Config,
     RewardConfig,

@@ -8,6 +8,8 @@ where a file imports verl. `python -m training.verl_compat FILE ARGUMENTS` runs 
 `padding`, `is_padding_enabled`, `to_tensordict`, `from_tensordict`, `get_data_info`, `print_size`.
 """
 
+import configs.process  # noqa: F401, isort: skip
+
 import logging
 import math
 import os
