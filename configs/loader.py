@@ -260,7 +260,7 @@ def parse_override(text: str) -> Override:
     """
     key, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
-        raise ConfigError(f"'{text}' is not of the form key=value, e.g. trainer.total_epochs=3.")
+        raise ConfigError(f"'{text}' is not of the form key=value, without spaces: trainer.total_epochs=3.")
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)
@@ -381,7 +381,7 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
             raise ConfigError(
                 f"the {parts[0]} sets '{key}' below itself: '# @package _global_' must be its first line."
             ) from None
-        near = did_you_mean(key, list(known_keys(base)))
+        near = did_you_mean(key, [*known_keys(base), "--config-name"])
         raise ConfigError(f"unknown key '{key}'.{near} --cfg job lists them all.{closed}", key) from None
     except OmegaConfBaseException as error:
         if OmegaConf.is_dict(node[parts[-1]]):

@@ -189,6 +189,8 @@ def read_csv(path: Path, content: bytes) -> Iterator[Found]:
     lines = csv.reader(io.StringIO(decode_text(path, content), newline=""), strict=True)
     try:
         names = next(lines, [])
+        if len(names) == 1 and (other := next((mark for mark in ";\t" if mark in names[0]), None)):
+            raise ValueError(f"data file {path}: its first line has {other!r} between the names; it must have commas.")
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated or not all(names):
             raise ValueError(f"data file {path}: its first line is {names}; it must name each column, once.")

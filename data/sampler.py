@@ -297,7 +297,7 @@ def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[in
 def fitting_batch_size(settings: DataConfig | SFTDataConfig, rows: int) -> int:
     """Chooses the rows of a batch: data.train_batch_size; of its default no more than an epoch's `rows`."""
     size = settings.train_batch_size
-    if not 1 < rows < size == type(settings).train_batch_size:
+    if not 0 < rows < size == type(settings).train_batch_size:
         return size
     notice(f"data.train_batch_size={size}, the default, is above the {rows} rows of an epoch: a batch has {rows}.")
     return rows

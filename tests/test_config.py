@@ -452,6 +452,7 @@ def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
         ("trainer.seed=1,2", "sweeps are not run here"),
         ("recipe=dapo,gspo", "sweeps are not run here"),
         ("trainer.seed", "'trainer.seed' is not of the form key=value"),
+        ("config_name=taxi", "unknown key 'config_name'. Did you mean '--config-name'"),
         ("trainer.logger=[console", r"cannot read trainer.logger=\[console: .* a comma stands in quotes"),
         ("trainer.seed={a", "cannot read trainer.seed={a: "),
         ("trainer.experiment_name=${nothing}", "trainer.experiment_name: .*nothing"),
@@ -618,8 +619,9 @@ def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
 
 
-def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?", "ground_truth": "2", "data_source": "math"}\n' * 4)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatch, capsys, rows):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?", "ground_truth": "2", "data_source": "math"}\n' * rows)
     monkeypatch.setattr(main, "start_pools", lambda config, *_: sys.exit(f"{config.data.train_batch_size} prompts"))
     settings = {
         "data.train_files": tmp_path / "rows.jsonl",
@@ -629,11 +631,11 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
         "data.max_response_length": 4,
         "trainer.test_freq": -1,
     }
-    with pytest.raises(SystemExit, match=r"^4 prompts"):
+    with pytest.raises(SystemExit, match=f"^{rows} prompts"):
         main.run(compose(*(f"{key}={value}" for key, value in settings.items()), name="ppo_trainer"))
     said = capsys.readouterr()
-    assert "data.train_batch_size=1024, the default, is above the 4 rows of an epoch" in said.err
-    assert "\n4 prompts × " in said.out
+    assert f"data.train_batch_size=1024, the default, is above the {rows} rows of an epoch" in said.err
+    assert f"\n{rows} prompt" in said.out
 
 
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):

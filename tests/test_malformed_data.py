@@ -152,6 +152,10 @@ UNREADABLE = {
     "pretty.json": (json.dumps(GOOD, indent=1).encode() * 2, "line 1: this is not JSON"),
     "names.csv": (b"prompt,prompt\n1,2\n", "must name each column, once"),
     "unnamed.csv": (b"prompt,\n1,2\n", "must name each column, once"),
+    "semicolons.csv": (
+        b"prompt;ground_truth\n1+1=;2\n",
+        "has ';' between the names; it must have commas",
+    ),
     "headless.csv": (b"1+1=,2\n1+1=,2\n", "row 0: the prompt is None"),
     "only names.csv": (b"prompt\n", "no rows in"),
     "quote.csv": (b'prompt\n"1\n', "line 2: this is not CSV"),
