@@ -414,15 +414,9 @@ class Drifting(Bandit):
         ([f"{CORRECTION}.rollout_is_threshold=3.0"], []),
         (["algorithm.adv_estimator=optimal_token_baseline"], ["old_log_probs", "sum_pi_squared"]),
         (["algorithm.use_pf_ppo=true"], []),
-        (["actor_rollout_ref.actor.calculate_entropy=true"], []),
-        (
-            ["actor_rollout_ref.actor.calculate_entropy=true", "actor_rollout_ref.actor.ppo_mini_batch_size=3"],
-            ["entropys", "old_log_probs"],
-        ),
-        (
-            ["actor_rollout_ref.actor.entropy_coeff=0.1", "algorithm.use_kl_in_reward=true"],
-            ["entropys", "old_log_probs"],
-        ),
+        ([MINI, "actor_rollout_ref.actor.calculate_entropy=true"], ["entropys", "old_log_probs"]),
+        ([MINI, "actor_rollout_ref.actor.entropy_coeff=0.1"], ["entropys", "old_log_probs"]),
+        (["actor_rollout_ref.actor.entropy_coeff=0.1"], []),
     ],
 )
 def test_the_log_prob_pass_is_made_where_something_reads_it_and_for_that_alone(overrides, columns):

@@ -69,17 +69,9 @@ def test_what_is_packed_equals_the_records(run):
     assert len(samples) == len(found) == 96 and packed["left_out"] is None
     for place, (sample, record) in enumerate(zip(samples, found, strict=True)):
         [row] = record["rows"]
-        assert (sample["ids"], sample["texts"], [*sample["mask"]]) == (
-            row["token_ids"],
-            row["token_texts"],
-            row["policy_mask"],
-        )
-        for name, key in {
-            "advantage": "advantages",
-            "log_prob": "log_probs",
-            "entropy": "entropys",
-            "reward": "rewards",
-        }.items():
+        lists = [row[name] for name in ("token_ids", "token_texts", "policy_mask")]
+        assert [sample["ids"], sample["texts"], [*sample["mask"]]] == lists
+        for name, key in NUMBERS.items():
             np.testing.assert_allclose(sample[name], row[key], atol=1e-3)
         np.testing.assert_allclose(sample["mismatch"], np.subtract(row["old_log_probs"], row["log_probs"]), atol=1e-3)
         assert "kl" not in sample and "value" not in sample  # not computed

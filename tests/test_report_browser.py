@@ -158,13 +158,8 @@ def test_an_episode_shows_whose_each_token_is_and_rewards_at_their_places(browse
         row |= {"policy_mask": [1, 1, 0, 0, 0, 1, 1, 1], "rewards": [0, 0.5, 0, 0, 0, 0, 0, -1.0]}
         row["loss_mask"] = [0, 1, 0, 0, 0, 1, 1, 1]
         row["token_texts"][5:] = ["= 4", "2.", " Not 421"]
-        record |= {
-            "answer": 42,
-            "reset_seed": 376215466,
-            "gts": 3 * 10**18 + 1,
-            "rows": [row, row | {"prompt_texts": ["a new", " prompt"]}],
-            "turns": [],
-        }
+        record |= {"answer": 42, "rows": [row, row | {"prompt_texts": ["a new", " prompt"]}], "turns": []}
+        record |= {"reset_seed": 376215466, "gts": 3 * 10**18 + 1}
 
     change_samples(run := write_run(tmp_path / "run", steps=1, samples=24, tokens=8), play)
     [row, _] = json.loads((run / "samples/train/1.jsonl").read_text().splitlines()[0])["rows"]

@@ -38,22 +38,19 @@ def log_prob_columns(config: Config, step: int) -> list[str]:
 
     Old log-probs are needed by every update but a batch's first, whose ratio is 1, and by whatever reads them before
     the updates: the KL in the reward, rollout correction, an estimator that names them or another column of the pass.
-    A pass that is made for one of these also has the entropies, if the run logs entropy: the samples show them. In
-    bypass mode the rollout's own log-probs stand in for the old ones.
+    In bypass mode the rollout's own stand in for them. The entropies are for the samples, where the run logs entropy.
     """
     algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
     correction = algorithm.rollout_correction
     if correction.bypass_mode:
         return []
     several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    updates_follow = several_updates and step >= first_policy_step(config)
     corrects = correction.rollout_is is not None or correction.rollout_rs is not None
     read = estimator_needs(algorithm.adv_estimator) & set(LOG_PROB_COLUMNS)
-    if updates_follow or algorithm.use_kl_in_reward or corrects:
+    if (several_updates and step >= first_policy_step(config)) or algorithm.use_kl_in_reward or corrects:
         read |= {"old_log_probs"}
-    if read and (actor.calculate_entropy or actor.entropy_coeff):
-        read |= {"entropys"}
-    return sorted(read)
+    logs_entropy = actor.calculate_entropy or actor.entropy_coeff
+    return sorted(read | {"entropys"} if read and logs_entropy else read)
 
 
 def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator[tuple[DataProto, Update]]:

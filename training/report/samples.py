@@ -119,8 +119,7 @@ class Packer:
                 self.read += len(line)
                 if not line.strip():
                     continue
-                found = UID.search(line)
-                uid = found[1] if found else b"line %d" % number
+                uid = found[1] if (found := UID.search(line)) else b"line %d" % number
                 if uid not in groups:
                     before = self.groups + self.dropped
                     keep = int((before + 1) * self.share) > int(before * self.share)
@@ -180,10 +179,9 @@ class Chunk:
         tokens = [tables.tokens[token] for token in zip(ids, texts, strict=True)]
         prompts = ["".join(row.get("prompt_texts") or "") or str(record["input"]) for row in rows or [record]]
         earned = lists["advantages"][mask & np.isfinite(lists["advantages"])]
-        said = {name: exact(record[name]) for name in record.get("reward_extra_keys") or () if name in record}
-        about = {
-            name: exact(value) for name, value in record.items() if name not in PACKED | {*said} and value is not None
-        }
+        known = {k: str(v) if isinstance(v, int) and abs(v) > LAST_STEP else v for k, v in record.items()}
+        said = {name: known[name] for name in record.get("reward_extra_keys") or () if name in known}
+        about = {name: value for name, value in known.items() if name not in PACKED | {*said} and value is not None}
         detail = {"rows": [[tables.prompts[prompts[place]], len(row["token_ids"])] for place, row in enumerate(rows)]}
         detail |= {"said": said, "about": about} | ({} if "rows" in record else {"output": str(record["output"])})
         told = json.dumps(detail, allow_nan=False)
@@ -250,11 +248,6 @@ def numbers_of(row: dict[str, Any]) -> np.ndarray:
     """Returns the LISTS of a row, [lists, tokens]; NaN where there is none. One of another length raises ValueError."""
     none = [math.nan] * len(row["token_ids"])
     return np.array([none if row.get(name) is None else row[name] for name in LISTS], float)
-
-
-def exact(value: Any) -> Any:
-    """Returns an integer that a browser would round as text, and any other value as it is."""
-    return str(value) if isinstance(value, int) and abs(value) > LAST_STEP else value
 
 
 def find(record: dict[str, Any], key: str) -> Any:
