@@ -69,9 +69,11 @@ class Bandit:
         return pull(data)
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        assert columns == ["old_log_probs"] and temperature == 1.0
+        assert "old_log_probs" in columns and temperature == 1.0
         self.calls.append("old_log_prob")
-        return DataProto.from_dict({"old_log_probs": self.log_probs(batch).detach()})
+        log_probs = self.log_probs(batch).detach()
+        found = {"old_log_probs": log_probs, "entropys": torch.zeros_like(log_probs)}
+        return DataProto.from_dict({column: found[column] for column in columns})
 
     def compute_values(self, batch: DataProto) -> DataProto:
         self.calls.append("values")
