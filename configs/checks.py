@@ -44,8 +44,9 @@ def check_config(config: Config) -> None:
             f"validation is asked for (trainer.test_freq={config.trainer.test_freq}, trainer.val_only), but there is "
             "nothing to validate on: set data.val_files, or with an environment env.val_episodes or env.val_size."
         )
-    if not config.trainer.val_only:  # which only reads there
-        check_output_folder(config.trainer.default_local_dir)
+    own = [] if config.trainer.val_only else ["default_local_dir", "rollout_data_dir"]  # val_only only reads there
+    for name in (name for name in (*own, "validation_data_dir") if config.trainer[name] is not None):
+        check_output_folder(config.trainer[name], f"trainer.{name}")
 
 
 def check_data(config: Config) -> None:
@@ -173,9 +174,8 @@ def check_policy(config: Config) -> None:
 
 
 def has_validation(config: Config) -> bool:
-    if config.env.id is not None:
-        return config.env.val_episodes > 0 or config.env.val_size > 0
-    return bool(config.data.val_files)
+    env = config.env
+    return bool(config.data.val_files) if env.id is None else env.val_episodes > 0 or env.val_size > 0
 
 
 def check_run(trainer: RunConfig, checkpoint: CheckpointConfig, checkpoint_key: str) -> None:

@@ -19,6 +19,7 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def parse_override(text: str) -> Override:
         ConfigError: it is not key=value, a malformed list or mapping, or a sweep.
     """
     key, equals, value = text.partition("=")
-    if not equals and not text.startswith("~"):
+    if not key or not (equals or key.startswith("~")):
         raise ConfigError(f"'{text}' is not of the form key=value, without spaces: trainer.total_epochs=3.")
     parser = OverridesParser.create()
     try:
@@ -309,7 +310,9 @@ def check_choices(chosen: dict[str, Any], folder: Path) -> None:
     """Raises ConfigError if a file `chosen` of a group (recipe: dapo; None: no file) does not exist."""
     for kind, option in chosen.items():
         if option is not None and option not in (known := options(kind.partition("@")[0], folder)):
-            raise ConfigError(f"{kind}={option}: no such {kind}.{did_you_mean(str(option), known)} {', '.join(known)}.")
+            raise ConfigError(
+                f"{kind}={option}: no such {kind}.{did_you_mean(str(option).lower(), known)} {', '.join(known)}."
+            )
 
 
 def choice(kind: str, option: str | None, present: Mapping[str, str]) -> str:
@@ -397,6 +400,7 @@ RULES = {
     "gt": (lambda value, bound: value > bound, "must be above {}"),
     "le": (lambda value, bound: value <= bound, "must be at most {}"),
     "lt": (lambda value, bound: value < bound, "must be below {}"),
+    "filled": (lambda value, _: value.strip() != "", "must not be empty"),
     "texts": (lambda value, _: is_text_or_texts(value), "must be a text or a list of texts"),
     "steps": (lambda value, _: value == EACH_EPOCH or type(value) is int, f"must be a whole number, or {EACH_EPOCH}"),
 }
@@ -413,6 +417,8 @@ def check_rules(config: Any, prefix: str = "") -> None:
         if is_dataclass(value):
             check_rules(value, f"{key}.")
             continue
+        if isinstance(value, float) and isnan(value):
+            raise ConfigError(f"{key}=nan is no number. {key}: {item.metadata['help']}")
         for rule, (holds, words) in RULES.items():
             if rule in item.metadata and value is not None and not holds(value, item.metadata[rule]):
                 bound = item.metadata[rule]

@@ -725,10 +725,12 @@ class RunConfig(Frozen):
     total_training_steps: int | None = setting(None, "Steps of the run; null: total_epochs decides.", ge=1)
     project_name: str = setting("nano_verl", "Project at the loggers.")
     experiment_name: str | None = setting(
-        None, "Experiment at the loggers, and folder of the run; null: a name made of model, data and reward."
+        None,
+        "Experiment at the loggers, and folder of the run; null: a name made of model, data and reward.",
+        filled=True,
     )
     default_local_dir: str = setting(
-        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints."
+        "outputs/${trainer.experiment_name}", "Folder of the run: metrics.jsonl, config.yaml, checkpoints.", filled=True
     )
     logger: Any = setting(
         ["console"], "Any of console, tensorboard, wandb, mlflow, trackio, swanlab, besides metrics.jsonl.", texts=True

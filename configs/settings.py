@@ -16,7 +16,7 @@ EACH_EPOCH = "after_each_epoch"  # for a number of steps
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
     """Declares a config field. `rules`: `choices` (a tuple), `ge`, `gt`, `le`, `lt` (bounds), `texts` (one or a list),
-    `steps` (a number, or after_each_epoch).
+    `filled` (a text that says something), `steps` (a number, or after_each_epoch).
 
     None always passes a rule. `free="NAME"` on a dict: the section accepts unknown keys where its setting NAME is set,
     which names a file of the user's, and keeps them in this dict; `free=True`: always.

@@ -266,7 +266,7 @@ def check_algorithm(config: Config) -> None:
     ):
         if chosen not in known:
             plain, loaded = chosen.lower(), config.actor_rollout_ref.model.external_lib
-            is_recipe = plain in options("recipe")
+            is_recipe = plain in options("recipe") and plain not in known
             guess = f" Did you mean recipe={plain}?" if is_recipe else did_you_mean(plain, list(known))
             raise ConfigError(
                 f"{key}={chosen}: there is none of this name.{guess} There are {list(known)}; one of yours stands "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
 from workers.sharding import part_of, reshard, whole
@@ -92,14 +93,14 @@ def adapter_config(settings: ModelConfig) -> "LoraConfig":
     return saved
 
 
-def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> ValueError:
+def unfit(model: PreTrainedModel, settings: ModelConfig, problem: str) -> ConfigError:
     path, targets, excluded = settings.lora_adapter_path, settings.target_modules, settings.exclude_modules
     if path is not None:
-        return ValueError(f"model.lora_adapter_path={path} does not fit {type(model).__name__}: {problem}.")
+        return ConfigError(f"model.lora_adapter_path={path} does not fit {type(model).__name__}: {problem}.")
     names = {name.removesuffix(".base_layer").rpartition(".")[2]: part for name, part in model.named_modules()}
     linear = sorted(name for name, part in names.items() if isinstance(part, nn.Linear) and name != ADAPTER)
     asked = f"model.target_modules={targets}" + (f" without model.exclude_modules={excluded}" if excluded else "")
-    return ValueError(
+    return ConfigError(
         f"{asked} does not fit {type(model).__name__} ({problem}). Take all-linear, or a list of names of its layers: "
         f"{', '.join(linear)}."
     )
