@@ -10,6 +10,7 @@ Qwen3, Llama, Phi-3 (fused projections), Mixtral and Qwen3-MoE (experts in one t
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -173,10 +174,14 @@ def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_r
         ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{key}={path}: the tokenizer has no eos_token, so no response would end: save one with it.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is known by lengths and masks, so any id will do
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
+    tokenizer.chat_template = model.custom_chat_template or tokenizer.chat_template
+    return as_users_read(tokenizer)
+
+
+def as_users_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Gives a tokenizer a pad token, and templates that return a list of ids, as transformers' did before 5."""
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # padding is known by masks, so any id will do
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
 
 

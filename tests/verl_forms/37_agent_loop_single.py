@@ -23,9 +23,7 @@ class OneAnswer(AgentLoopBase):
         messages = list(kwargs["raw_prompt"])
         prompt_ids = await self.loop.run_in_executor(
             None,
-            lambda: self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            ),
+            lambda: self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True),
         )
         metrics = {}
         with simple_timer("generate_sequences", metrics):

@@ -20,7 +20,7 @@ class Retrying(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
         prompt = self.tokenizer.apply_chat_template(
-            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True
         )
         for _ in range(self.tries):
             done = await self.server_manager.generate(

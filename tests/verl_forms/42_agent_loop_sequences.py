@@ -12,11 +12,8 @@ class Halves(AgentLoopBase):
     async def run(self, sampling_params, **kwargs) -> list[AgentLoopOutput]:
         outputs = []
         for words in ("one", "two"):
-            prompt = self.tokenizer.apply_chat_template(
-                [*kwargs["raw_prompt"], {"role": "user", "content": words}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
+            messages = [*kwargs["raw_prompt"], {"role": "user", "content": words}]
+            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             done = await self.server_manager.generate(
                 request_id=uuid4().hex, prompt_ids=prompt, sampling_params=sampling_params
             )
