@@ -22,6 +22,7 @@ from custom.tiny_model import build_tokenizer
 from data import tool_files
 from data.chat import encode_prompt
 from data.import_utils import load_extern_object, load_module, load_modules, load_subclass, table_of_verl
+from data.pretrained import as_users_read
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.sft_dataset import answer_end, create_sft_dataset
@@ -44,7 +45,7 @@ from workers.agents.conversation import ToolEpisodes
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 
 FORMS = Path(__file__).parent / "verl_forms"
-TOKENIZER = build_tokenizer()
+TOKENIZER = as_users_read(build_tokenizer())
 R = "reward.custom_reward_function"
 LOSS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "global_batch_info": {}}
 
@@ -117,6 +118,7 @@ REWARDS = {  # form: (keys, scores of ROWS, extra columns)
     "15": ([EXTERNAL, "reward.reward_manager.name=doubled", f"{R}.path={FORMS}/01_reward_per_sample.py"],
            [2, 2, 0, 0], {"acc": [1, 1, 0, 0]}),
     "16": ([EXTERNAL, "reward.reward_manager.name=ranked"], [1, 0, 0, 0], {}),
+    "60": ([EXTERNAL, "reward_model.reward_manager=measured"], [9, 1, 0, 7], {"long": [True, False, False, True]}),
 }  # fmt: skip
 
 

@@ -113,8 +113,12 @@ class NaiveRewardManager(AbstractRewardManager):
         self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
         self.compute_score = compute_score
 
+    def verify(self, data: DataProto) -> Any:
+        """Returns a number or a dict for each row; what verl's managers of batches have their subclasses override."""
+        return FunctionReward(self.compute_score, self.tokenizer)(data)
+
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        mask, results = data.batch["response_mask"], FunctionReward(self.compute_score, self.tokenizer)(data)
+        mask, results = data.batch["response_mask"], self.verify(data)
         scores, extra, _ = parse_scores(results, tuple(mask.shape), type(self).__name__)
         placed = torch.where(last_token(mask) == 1, scores[:, None], 0.0) if scores.ndim == 1 else scores
         return {"reward_tensor": placed, "reward_extra_info": extra} if return_dict else placed
