@@ -181,15 +181,15 @@ class DataProto(_Columns):
             self.batch = self.batch.to(device)
         return self
 
-    def save_to_disk(self, path: str | PathLike) -> None:
-        """Pickles into `path`, which then holds all of it or what it held before."""
-        with replacing(path) as file:
+    def save_to_disk(self, filepath: str | PathLike) -> None:
+        """Pickles into `filepath`, which then holds all of it or what it held before."""
+        with replacing(filepath) as file:
             pickle.dump(self, file)
 
     @staticmethod
-    def load_from_disk(path: str | PathLike) -> DataProto:
+    def load_from_disk(filepath: str | PathLike) -> DataProto:
         """Unpickles: open only files you trust."""
-        with open(path, "rb") as file:
+        with open(filepath, "rb") as file:
             return pickle.load(file)
 
     # Rows

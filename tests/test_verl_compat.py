@@ -20,17 +20,19 @@ from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFu
 from data.import_utils import names_of_verl
 from data.protocol import DataProto, object_array
 from tests.batches import aggregate, close
-from training.core_algos import ADV_ESTIMATOR_REGISTRY
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from training.reward import load_reward_manager
 from training.rollout_correction import correct_log_probs
 from training.torch_functional import logprobs_and_entropy_from_logits
 from training.verl_compat import (
     AbstractCurriculumSampler,
+    ActorConfig,
     as_torch_index,
     compute_entropy_loss,
     compute_grpo_vectorized_outcome_advantage,
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_policy_loss,
+    compute_policy_loss_reinforce,
     compute_rewards,
     compute_rollout_correction_and_rejection_mask,
     entropy_from_logits,
@@ -212,6 +214,18 @@ def test_the_older_policy_loss_returns_four_tensors_of_the_vanilla_loss():
     close(older_policy_loss(0.2, clip_ratio_c=2.0)[0], 0.607143 - 2 / 7)
 
 
+def test_losses_are_called_as_verls_own_tests_call_them():
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size=2, clip_ratio=0.2)
+    names = ("old_log_prob", "log_prob", "advantages", "response_mask")
+    given = dict(zip(names, ANCHOR, strict=True), config=config)
+    for mode, loss in (("vanilla", 0.607143), ("gspo", 0.241507), ("cispo", -0.094284), ("geo_mean", 0.312173)):
+        close(get_policy_loss_fn(mode)(**given)[0], loss)
+    given["rollout_log_prob"] = given.pop("old_log_prob")
+    close(compute_policy_loss_reinforce(**given)[0], -(ANCHOR[2] * ANCHOR[1] * ANCHOR[3]).sum() / 2)
+    with pytest.raises(TypeError, match="clip_ration"):
+        ActorConfig(clip_ration=0.1)
+
+
 def test_low_and_high_default_to_cliprange():
     assert older_policy_loss(0.05) == older_policy_loss(cliprange_low=0.05, cliprange_high=0.05)
     assert older_policy_loss(0.05) != older_policy_loss(0.05, cliprange_high=0.4) != older_policy_loss(0.4)
@@ -284,6 +298,7 @@ def test_the_forms_of_import_give_our_own_objects():
     exec("from verl.utils.reward_score import gsm8k\nimport verl.utils.torch_functional as verl_F\nimport verl", names)
     assert names["gsm8k"].compute_score is training.reward_score.gsm8k.compute_score
     assert names["verl_F"].masked_mean is training.torch_functional.masked_mean
+    assert names["verl"].utils.reward_score.search_r1_like_qa_em.subem_check("The cat sat", ["a dog", "cat"]) == 1
     assert names["verl"].DataProto is DataProto and names["verl"].utils.fs.copy_to_local("a") == "a"
     assert not hasattr(names["verl"], "nothing")
     exec("from verl.trainer.ppo.core_algos import *", names)

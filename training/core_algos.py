@@ -640,11 +640,11 @@ def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[st
     return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
 
 
-def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLosses]], PolicyLossFn]:
+def aggregate_tokens(mode: str | None = None, default: str = "token-mean") -> Callable[[Callable], PolicyLossFn]:
     """Decorator that makes a policy loss of a function that returns losses and metrics token by token.
 
     The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or, if
-    none is, in the config's.
+    none is, in the config's; without one, as in a call by hand, in `default`.
     """
 
     def decorate(token_losses: Callable[..., TokenLosses]) -> PolicyLossFn:
@@ -653,8 +653,8 @@ def aggregate_tokens(mode: str | None = None) -> Callable[[Callable[..., TokenLo
             log_prob: Tensor,
             advantages: Tensor,
             response_mask: Tensor,
-            loss_agg_mode: str,
-            config: LossConfig,
+            loss_agg_mode: str = default,
+            config: LossConfig | None = None,
             *,
             rollout_is_weights: Tensor | None = None,
         ) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -799,7 +799,7 @@ def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
 
 
 @register_policy_loss("gspo", silent_at_zero=True)
-@aggregate_tokens()
+@aggregate_tokens(default="seq-mean-token-mean")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
 ) -> TokenLosses:
@@ -924,8 +924,8 @@ def compute_policy_loss_geo_mean(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -983,7 +983,7 @@ def compute_policy_loss_dro(
     return losses, {"actor/ppo_kl": -log_ratio}
 
 
-@aggregate_tokens()
+@aggregate_tokens(default="seq-mean-token-sum")
 def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
 ) -> TokenLosses:
@@ -1005,8 +1005,8 @@ def compute_policy_loss_bypass_mode(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str,
-    config: LossConfig,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float | Tensor]]:

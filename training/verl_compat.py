@@ -19,9 +19,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,14 @@ import torch
 import torch.nn.functional as F
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from configs import schema
+from configs.legacy import judge
 from configs.rollout_correction import RolloutCorrectionConfig, Threshold
 from data.interactions import BaseInteraction as BaseInteraction
 from data.interactions import load_interactions
+from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
 from data.tool_files import load_tools
@@ -40,6 +44,7 @@ from data.tools import BaseTool as BaseTool
 from data.tools import ToolResponse as ToolResponse
 from data.tools import ToolSchema
 from data.tools import function_tool as function_tool
+from training import core_algos
 from training.core_algos import (
     Groups,
     agg_loss,
@@ -56,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
 OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
+ACTOR = "actor_rollout_ref.actor"
 __version__ = "0.9.1"  # the version of verl whose names and keys are meant where versions differ
 initialize_interactions_from_config = load_interactions
 
@@ -156,8 +162,8 @@ for method in (sample_level_repeat, unfold_column_chunks, padding, is_padding_en
     setattr(DataProto, method.__name__, method)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of each softmax: [..., V] of any float dtype -> [...] float32."""
+def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Entropy in nats of each softmax: [..., V] of any float dtype -> [...] float32; at once, whatever `chunk_size`."""
     log_probs = logits.float().log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
@@ -293,13 +299,8 @@ def compute_policy_loss(
     warnings.warn(
         'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
     )
-    config = SimpleNamespace(
-        clip_ratio=cliprange,
-        clip_ratio_low=cliprange_low,
-        clip_ratio_high=cliprange_high,
-        clip_ratio_c=clip_ratio_c,
-        global_batch_info={},
-    )
+    bounds = {"clip_ratio": cliprange, "clip_ratio_low": cliprange_low, "clip_ratio_high": cliprange_high}
+    config = ActorConfig(**bounds, clip_ratio_c=clip_ratio_c)
     if None in clip_bounds(config):
         raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
     loss, metrics = compute_policy_loss_vanilla(
@@ -308,6 +309,21 @@ def compute_policy_loss(
     return loss, *(
         metrics[f"actor/{name}"].detach().to(loss) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
     )
+
+
+def compute_policy_loss_reinforce(rollout_log_prob: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Calls `core_algos.compute_policy_loss_reinforce`; the first argument has verl's name."""
+    return core_algos.compute_policy_loss_reinforce(rollout_log_prob, *args, **kwargs)
+
+
+class ActorConfig(schema.ActorConfig):
+    """The actor's settings as verl's losses and their tests take them: by all of its keys, with counts for agg_loss."""
+
+    def __init__(self, global_batch_info: dict[str, Any] | None = None, **settings: Any) -> None:
+        known = {item.name for item in fields(schema.ActorConfig)}
+        verdicts = {key: judge(f"{ACTOR}.{key}", None, schema.Config).kind for key in settings.keys() - known}
+        super().__init__(**{key: it for key, it in settings.items() if verdicts.get(key) in (None, "unknown")})
+        self.global_batch_info = global_batch_info or {}
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
@@ -350,9 +366,16 @@ def marked_timer(name: str, timing_raw: dict[str, float], *args: Any, **kwargs: 
         yield
 
 
-def identity(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Returns its argument: a decorator, a log or a conversion of verl's that has nothing to do here."""
-    return value
+def identity(*args: Any, **kwargs: Any) -> Any:
+    """Returns its first argument: a decorator, a log or a conversion of verl's that has nothing to do here."""
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer, with a pad token; Gemma 2's ends a turn as its template does, without being told."""
+    return as_users_read(AutoTokenizer.from_pretrained(name_or_path, **kwargs))
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
