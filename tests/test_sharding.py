@@ -56,6 +56,7 @@ from workers.collectives import Peers, compute_together, data_rank, gather, grou
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
+from workers.forward_check import ForwardCheck
 from workers.hf.rollout import HFRollout
 from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
@@ -546,6 +547,20 @@ def test_shards_are_loaded_as_a_whole_model_is(ranks: Ranks, folders: dict[str, 
             assert torch.equal(found[key], weight), key
         assert ("is read whole" in said) == (place == 0 and trouble != "")
         assert place > 0 or not trouble or (f"{kind} is read whole by the first worker" in said and trouble in said)
+
+
+def shares_prompts(path: Path) -> bool:
+    """Whether the packed forward is taken, where one rank alone finds that it scores otherwise."""
+    scores, packed = ForwardCheck.scores, lambda check, *_: check.model.shares_prompts
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(ForwardCheck, "scores", lambda *args, **mode: scores(*args, **mode) + packed(*args))
+        return load_causal_lm(ModelConfig(path=str(path)), sharding=sharding()).shares_prompts
+
+
+def test_a_forward_that_one_rank_refuses_is_taken_by_none(ranks: Ranks, model: Path):
+    """In the trials that follow all of them have to take part."""
+    assert ranks.run(shares_prompts, model) == [False] * 4
 
 
 def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], list[float]]], Tensor, bool]:

@@ -4,6 +4,7 @@ A worker on its own is a group of one: nothing is sent and nothing changes. Weig
 workers/sharding.py.
 """
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -87,6 +88,11 @@ def common_notice(text: str) -> None:
     """Prints a notice that all ranks have to give; the first does."""
     if rank() == 0:
         notice(text)
+
+
+def largest(number: float) -> float:
+    """Returns the largest of all ranks' numbers, by which they decide alike; NaN is larger than any."""
+    return max(gather(number), key=lambda found: (math.isnan(found), found))
 
 
 def gather(value: Any) -> list[Any]:

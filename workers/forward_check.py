@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from data.protocol import DataProto
-from workers.collectives import common_notice, gather
+from workers.collectives import common_notice, largest
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 from workers.sharding import gather_as, gathers, without_sums
 
@@ -59,7 +59,8 @@ class ForwardCheck:
 
     def problem(self, dtypes: Collection[torch.dtype]) -> str | None:
         """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
-        on each row alone, and on all together as generation computes and as the trainer does; its gradient too."""
+        on each row alone, and on all together as generation computes and as the trainer does; its gradient too. All
+        ranks are told the same, as each has to take part in what is tried next."""
         differences, together = [], len(self.batch)
         try:
             for dtype in dtypes:
@@ -67,14 +68,15 @@ class ForwardCheck:
                     distance = (self.scores(rows, dtype, training) - self.wanted[dtype]).abs().max().item()
                     if not distance < self.tolerances[dtype]:
                         differences.append(distance)
-            if differences:
-                return f"{self.ask} then differ by {max(differences):.1g}"
+            if worst := largest(max(differences, default=0.0)):
+                return f"{self.ask} then differ by {worst:.1g}"
             for dtype in dtypes:
                 wanted, exact = self.gradients[dtype], self.gradients[torch.float32]
                 distance, norm = (self.gradient(len(self.short), dtype) - wanted).norm(), wanted.norm()
                 limit = max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm())
-                if norm.isfinite() and not distance <= limit:  # some enlarged weights have no gradient at all
-                    return f"gradients then differ by {distance / norm:.1g} of their norm"
+                is_wrong = norm.isfinite() and not distance <= limit  # some enlarged weights have no gradient at all
+                if worst := largest(float(distance / norm) if is_wrong else 0.0):
+                    return f"gradients then differ by {worst:.1g} of their norm"
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -133,10 +135,9 @@ def try_gathering(model: PreTrainedModel, checks: Sequence[ForwardCheck], dtype:
         return
     model.reset_iter_state()  # a forward that raised leaves the root gathered
     gather_as(model, model.param_dtype)
-    problems = [problem for problem in gather(first_problem(checks, [dtype])) if problem]
-    if problems:
+    if problem := first_problem(checks, [dtype]):
         common_notice(
-            f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {problems[0]}."
+            f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {problem}."
         )
         model.reset_iter_state()
         gather_as(model, torch.float32)

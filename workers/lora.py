@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from configs.errors import ConfigError
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
+from workers.collectives import largest
 from workers.sharding import part_of, reshard, whole
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def merge_distance(
             weight.copy_(weight + product_of(layer, weight))
         for matrix in matrices.values():
             matrix.zero_()
-        return (added - log_probs(model)).abs().max().item()
+        return largest((added - log_probs(model)).abs().max().item())
     finally:
         reshard(model)
         for tensor, value in kept:
