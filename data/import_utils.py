@@ -2,8 +2,8 @@
 
 A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
 that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
-name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. Such a
-file may import the modules beside it, where nothing else has their names, and verl, where that is not installed.
+name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. It may
+import the modules beside it, where nothing else has their names, and verl, where that is not installed.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from configs.errors import is_users
 from configs.paths import ROOT, find_path
 
 
@@ -39,7 +40,9 @@ class Neighbours:
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
-        return spec if spec is not None and spec.origin else None  # a folder of that name alone is no module
+        if spec is None or spec.origin is None:  # a folder of that name alone is no module
+            return None
+        return spec if is_users(spec.origin) else None  # custom/gym is no gym
 
 
 class StandIn(ModuleType):
@@ -292,6 +295,8 @@ def _name_and_file(function: Callable) -> tuple[str, str]:
 
 
 def _load_file(file: Path) -> ModuleType:
+    if str(file.parent) not in Neighbours.folders:
+        Neighbours.folders.append(str(file.parent))
     if name := _importable_name(file):
         return importlib.import_module(name)
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
@@ -299,8 +304,6 @@ def _load_file(file: Path) -> ModuleType:
         return sys.modules[name]
     loader = SourceFileLoader(name, str(file))
     module = module_from_spec(spec_from_file_location(name, file, loader=loader))
-    if str(file.parent) not in Neighbours.folders:
-        Neighbours.folders.append(str(file.parent))
     sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
     with ExitStack() as undo:
         undo.callback(sys.modules.pop, name)

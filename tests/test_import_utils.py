@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 
+from configs.paths import ROOT
 from data.import_utils import bind, load_extern_object, load_module, load_modules
 
 REWARD = """
@@ -107,6 +108,18 @@ def test_a_loaded_file_imports_its_neighbours_now_and_later_and_sys_path_stays(t
     module = load_module(str(tmp_path / "mine.py"))
     assert module.neighbour_now.MINE == module.late() == 7 and not hasattr(module.random, "MINE")
     assert sys.path == path and importlib.util.find_spec("only_a_folder") is None
+
+
+def test_neighbours_are_found_where_import_finds_the_file_too_and_are_no_part_of_this_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "judges").mkdir()
+    (tmp_path / "judges/scale.py").write_text("MINE = 7")
+    (tmp_path / "judges/mine.py").write_text("from scale import MINE")
+    module = load_module(str(tmp_path / "judges/mine.py"))
+    assert module.__name__ == "judges.mine" and module.MINE == 7
+    load_module(str(ROOT / "custom/env_dataset.py"))
+    assert importlib.util.find_spec("gym") is None
 
 
 def test_dataclasses_work_in_a_loaded_file(tmp_path):
