@@ -38,9 +38,10 @@ ELSEWHERE = {  # name in other frameworks → ours
     "epsilon_high": "clip_ratio_high", "eval_steps": "test_freq", "grad_clip": "clip_grad",
     "group_size": "n", "learning_rate": "lr", "max_completion_length": "max_response_length",
     "max_grad_norm": "clip_grad", "max_new_tokens": "max_response_length", "max_steps": "total_training_steps",
-    "num_generations": "n", "num_samples": "n", "num_train_epochs": "total_epochs", "output_dir": "default_local_dir",
-    "rollout_n": "n", "run_name": "experiment_name", "save_steps": "save_freq", "seed": "trainer.seed",
-    "steps": "total_training_steps", "total_steps": "total_training_steps", "val_freq": "test_freq",
+    "num_epochs": "total_epochs", "num_generations": "n", "num_samples": "n", "num_train_epochs": "total_epochs",
+    "output_dir": "default_local_dir", "rollout_n": "n", "run_name": "experiment_name", "save_steps": "save_freq",
+    "seed": "trainer.seed", "steps": "total_training_steps", "total_steps": "total_training_steps",
+    "val_freq": "test_freq", **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path"), "model.path"),
 }  # fmt: skip
 
 
@@ -262,18 +263,24 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Returns " Did you mean …?" with the nearest key, by its full spelling or else its last part; or an empty text.
+    """Returns " Did you mean …?" with the nearest key, or an empty text: one of its section by the last part, one with
+    its last part, or the nearest by its full spelling or else its last part.
 
     A name that other frameworks have for the last part is read as ours."""
     section, dot, last = name.rpartition(".")
     name = section + dot + ELSEWHERE.get(last, last)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not close:
-        last = name.rpartition(".")[2]
-        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-        close = [by_last[match] for match in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
+    section, _, last = name.rpartition(".")
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    close = nearest_by_last_part(last, [key for key in known if key.rpartition(".")[0] == section])
+    close = close or [key for key in same if f".{section}." in f".{key}"] or same
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or nearest_by_last_part(last, known)
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def nearest_by_last_part(last: str, keys: list[str]) -> list[str]:
+    by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [by_last[match] for match in difflib.get_close_matches(last, [*by_last], n=1, cutoff=0.6)]
 
 
 def first_line(error: Exception) -> str:

@@ -422,6 +422,10 @@ def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
         ("trainer.total_steps", "trainer.total_training_steps"),
         ("batch_size", "data.train_batch_size"),
         ("data.batch_size", "data.train_batch_size"),
+        ("trainer.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("trainer.learning_rate", "actor_rollout_ref.actor.optim.lr"),
+        ("num_epochs", "trainer.total_epochs"),
+        ("model", "actor_rollout_ref.model.path"),
     ],
 )
 def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
