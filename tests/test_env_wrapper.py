@@ -972,6 +972,7 @@ def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(m
     ("env_id", "says"),
     [
         ("ALE/Pong-v5", "another package: `pip install ale-py`, and env.id=ale_py:ALE/Pong-v5"),
+        ("PongNoFrameskip-v4", "another package: `pip install ale-py`, and env.id=ale_py:PongNoFrameskip-v4"),
         ("MiniGrid-Empty-5x5-v0", "pip install minigrid`, and env.id=custom/examples/minigrid_env.py:MiniGrid-Empty"),
     ],
 )

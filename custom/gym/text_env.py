@@ -41,8 +41,8 @@ from data.types import check_reward, check_text
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
 TRIAL_SECONDS = 2.0  # after which it says what takes so long
 MAX_WORLDS = 256  # environments that states are computed in
-PACKAGES = {  # what ids begin with -> the package, and the id with which it runs
-    "ALE/": ("ale-py", "ale_py:{}"),
+PACKAGES = {  # what is part of ids -> the package, and the id with which it runs
+    **dict.fromkeys(("ALE/", "NoFrameskip-v", "Deterministic-v"), ("ale-py", "ale_py:{}")),
     "MiniGrid-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
     "BabyAI-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
 }
@@ -592,8 +592,8 @@ class TextEnv:
                 if module
                 else "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
             )
-            for start, (package, form) in PACKAGES.items() if not module else ():
-                if name.startswith(start):
+            for part, (package, form) in PACKAGES.items() if not module else ():
+                if part in name:
                     remedy = f"It is of another package: `pip install {package}`, and env.id={form.format(name)}."
             raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
 
