@@ -32,7 +32,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 36_548,
+    "product lines": 36_710,
     "product files": 182,
     "names in training/": 39,
     "names in workers/": 28,
@@ -46,7 +46,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 37_947,
+    "test lines": 38_420,
 }
 
 
@@ -172,7 +172,7 @@ def test_the_whole_stays_within_its_budget(figure):
     )
 
 
-STEP_CEILINGS = {"files": 55, "functions": 527, "lines": 3_466}  # functions: as Python 3.11 counts comprehensions
+STEP_CEILINGS = {"files": 55, "functions": 530, "lines": 3_489}  # functions: as Python 3.11 counts comprehensions
 
 
 def test_a_grpo_step_enters_no_more_than_its_budget():
