@@ -255,9 +255,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--output {output}: a module is written, so its name is one that can be imported, with .py.")
     if found := [str(path) for path in (output, test) if path.exists()]:
         parser.error(f"--output {output}: {' and '.join(found)} would be overwritten; choose another name.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in zip((output, test), TASKS[arguments.task], strict=True):
-        path.write_text(text.replace("MODULE", output.stem))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in zip((output, test), TASKS[arguments.task], strict=True):
+            path.write_text(text.replace("MODULE", output.stem))
+    except OSError as error:
+        parser.error(f"--output {output} cannot be written: {error.strerror}.")
     print(f"{output}, and its test: python -m pytest {test}")
 
 

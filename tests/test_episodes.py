@@ -274,10 +274,14 @@ def failing(*reasons: str | None, cause: str = "KeyError: {} (at my_env.py:7)") 
     return batch
 
 
-def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_cause():
+def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_cause(caplog):
     batch = failing("env_error", "env_error", "timeout", None, None, "aborted")
     batch.failure[batch.episode == 2] = "no answer within env.timeout=5 seconds (at other.py:3)"
     check_failures(batch, 0.5)  # three of six are no more than a half, though there are eight rows
+    said = (
+        "3 of 6 episodes failed (2 by env_error, 1 by timeout), and are left out. Most frequent, 2 times: KeyError: 0"
+    )
+    assert caplog.messages == [f"{said} (at my_env.py:7)"]
     with pytest.raises(RuntimeError) as raised:
         check_failures(batch, 0.4)
     message = str(raised.value)
@@ -286,6 +290,7 @@ def test_too_many_failed_episodes_end_the_run_with_kinds_and_the_most_frequent_c
     )
     assert "Most frequent, 2 times: KeyError: 0 (at my_env.py:7). Mend" in message
     check_failures(failing(None, None), 0.0)
+    assert len(caplog.messages) == 1
     check_failures(failing("timeout", "timeout"), 1.0)
     with pytest.raises(RuntimeError, match=r"1 of 2 .*1 times: boom\."):
         check_failures(failing(None, "env_error", cause="boom"), 0.0)

@@ -145,6 +145,14 @@ def test_a_crash_and_an_exception_say_what_led_there(stubborn):
     with pytest.raises(RuntimeError, match=r"'lost', after .*actions \[0, 4\] \(at .*stubborn\.py:27\)") as raised:
         clones[1].step("4")
     assert "in the environment's process" in raised.value.__notes__[0]
+    pole = make_env(env_id, flag=str(flag), processes=1, repeatable=False)
+    first, second = pole.clone(), pole.clone()
+    for clone in (first, second):
+        clone.reset(1)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        first.step("3")
+    with pytest.raises(RuntimeError, match=r"lost its process to another: .*actions \[3\]: its process .* exit code 3"):
+        second.step("0")
     clones[2].close()
     with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
         clones[2].step("0")

@@ -315,4 +315,7 @@ def test_a_template_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             create_reward_template.main(["--task", "qa", "--output", str(tmp_path / name)])
         assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        create_reward_template.main(["--task", "qa", "--output", str(tmp_path / "test_mine.py/mine.py")])
+    assert "mine.py cannot be written: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]

@@ -297,10 +297,13 @@ def test_more_cpus_than_there_are_fails_at_once_with_both_figures(cluster: None)
         ([{"CPU": 8.0}], False),
     ],
 )
-def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], fits: bool):
+def test_each_machine_has_to_hold_its_workers(present: list[dict[str, float]], fits: bool, capsys, monkeypatch):
+    monkeypatch.setattr("configs.errors.noticed", set())
     asked = Resources(workers=4, threads=2, gpus=1, nodes=2)
     if fits:
         check_resources(asked, present)
+        one = "trainer.nnodes=2 machines are asked for: the Ray cluster has 1" in capsys.readouterr().err
+        assert one == (len(present) == 1)
     else:
         with pytest.raises(ConfigError, match=r"asked Ray for 2 × \{'CPU': 4.0, 'GPU': 2.0\}, .* have \[\{'CPU'"):
             check_resources(asked, present)

@@ -201,7 +201,8 @@ def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
 
 
 def check_failures(batch: DataProto, limit: float) -> None:
-    """Ends the run where more than `limit` (env.max_failed_fraction) of the episodes of `batch` failed.
+    """Warns of episodes of `batch` that failed, or ends the run where they are more than `limit`
+    (env.max_failed_fraction).
 
     Groups that failed whole are fine: nothing is learnt from them.
 
@@ -210,17 +211,23 @@ def check_failures(batch: DataProto, limit: float) -> None:
     """
     ends = batch.select_idxs(EpisodeRows(batch).last_row)
     causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
-    if len(causes) <= limit * len(ends):
+    if not causes:
         return
     kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
     counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
     [(place, times)] = Counter(map(place_of, causes)).most_common(1)
     example = next(cause for cause in causes if place_of(cause) == place)
+    failed, most = (
+        f"{len(causes)} of {len(ends)} episodes failed ({counts})",
+        f"Most frequent, {times} times: {example}",
+    )
+    if len(causes) <= limit * len(ends):
+        logger.warning("%s, and are left out. %s", failed, most)
+        return
     raise RuntimeError(
-        f"{len(causes)} of {len(ends)} episodes failed ({counts}), more than env.max_failed_fraction={limit:g} allows. "
-        f"Most frequent, {times} times: {example}. Mend what raises or hangs there, or let it take longer "
-        "(env.timeout); what fails now and then is left out of all statistics, and env.max_failed_fraction says how "
-        "much of it a run may bear."
+        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, or "
+        "let it take longer (env.timeout); what fails now and then is left out of all statistics, and "
+        "env.max_failed_fraction says how much of it a run may bear."
     )
 
 

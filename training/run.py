@@ -3,6 +3,7 @@
 A trainer (training/ray_trainer.py, training/sft_trainer.py) is a `Run` with a `step` of its own.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -136,7 +137,9 @@ class Run:
                 raise
             if ending is None:
                 self.saver.check(self.global_step)
-        print(f"python -m training.report {self.folder} makes a page of this run, to open in a browser.")
+        print(
+            f"python -m training.report {shlex.quote(str(self.folder))} makes a page of this run, to open in a browser."
+        )
         print(files_left(self.folder, self.saver.newest, self.global_step))
         if ending is not None:
             steps = self.global_step, self.total_steps, self.saver.newest

@@ -385,3 +385,6 @@ def check_resources(resources: Resources, present: Sequence[dict[str, float]]) -
             "trainer.n_threads / trainer.n_workers_per_node / trainer.n_gpus_per_node / trainer.nnodes, or add "
             "machines with `ray start`."
         )
+    if len(present) < resources.nodes:
+        here = f"the Ray cluster has {len(present)}, which takes the workers of all"
+        notice_once(f"trainer.nnodes={resources.nodes} machines are asked for: {here}.")

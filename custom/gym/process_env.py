@@ -88,7 +88,9 @@ class ProcessEnv:
     def _return(self) -> None:
         """Plays the episode anew up to where it is."""
         if not self.environment.repeatable:
-            raise RuntimeError(f"{self.env_id} lost its process to another episode, and cannot be played anew")
+            raise RuntimeError(
+                f"{self.env_id} cannot be played anew, and lost its process to another: {self._process.end}"
+            )
         self._process.call(self._number, self._story)
         self._life = self._process.life
 
@@ -113,11 +115,12 @@ class ProcessEnv:
 
 
 class Process:
-    """Plays episodes in a process. `lock` is to be held around `start` and `call`; `life` counts the starts."""
+    """Plays episodes in a process. `lock` is to be held around `start` and `call`; `life` counts the starts, and
+    `end` says how the process before this one ended."""
 
     def __init__(self, environment: TextEnv, timeout: float | None) -> None:
         self.environment, self.timeout, self.lock = environment, timeout, threading.Lock()
-        self._child, self._forgotten = Child(serve, partial(pack, environment)), deque()
+        self._child, self._forgotten, self.end = Child(serve, partial(pack, environment)), deque(), ""
 
     @property
     def life(self) -> int:
@@ -152,9 +155,11 @@ class Process:
             return run_in_background(work)
         except TimeoutError:
             self._child.end()
-            raise TimeoutError(f"{what}: not done after {seconds:g} seconds, so its process was killed") from None
+            self.end = f"{what}: not done after {seconds:g} seconds, so its process was killed"
+            raise TimeoutError(self.end) from None
         except ProcessEnded as ended:
-            raise RuntimeError(f"{what}: {ended}") from None
+            self.end = f"{what}: {ended}"
+            raise RuntimeError(self.end) from None
 
 
 def describe(story: Story) -> str:
