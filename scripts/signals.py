@@ -6,6 +6,7 @@ resumed run are those of the unbroken one. Exit status 1: in one row they are no
 others out.
 """
 
+import argparse
 import json
 import math
 import os
@@ -130,4 +131,8 @@ def metrics(folder: Path) -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", help=f"names, of {', '.join(RUNS)}; all of them")
+    if strangers := {*(names := parser.parse_args().runs)} - RUNS.keys():
+        parser.error(f"there is no run {', '.join(strangers)}")
+    raise SystemExit(main(names))

@@ -6,6 +6,7 @@ back to float32, to be trained; the tokenizer, with its chat template, is made f
 
 from configs.errors import refusals  # isort: skip
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -71,5 +72,7 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where the model goes (%(default)s)")
     with refusals():
-        save_smollm2(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+        save_smollm2(parser.parse_args().folder)

@@ -5,6 +5,7 @@ Files move; these stay. A name that has to go is taken out here in the commit th
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from configs.paths import ROOT
+from tests.forked import python
 
 NAMES = {
     "configs.errors": ["ConfigError"],
@@ -98,6 +100,14 @@ def test_every_command_says_in_one_line_that_a_python_has_no_packages():
             done = subprocess.run([sys.executable, "-S", "-m", name], cwd=ROOT, capture_output=True, text=True)
             one_line = re.fullmatch(r"error: .* has none of the packages .*`make setup` makes \.venv\.\n", done.stderr)
             assert one_line, f"{name}: {done.stderr}"
+
+
+def test_every_command_of_the_pages_says_what_it_takes_and_does_nothing(tmp_path):
+    for name in sorted(name for name in commands() if not name.startswith("tests.")):
+        done = python("-m", name, "--help", env={**os.environ, "TMPDIR": str(tmp_path)})
+        assert done.returncode == (name == "training.verl_compat"), name  # which has no options of its own
+        assert "usage: " in done.stdout + done.stderr and "Traceback" not in done.stderr, name
+    assert not [*tmp_path.iterdir()] and not (ROOT / "--help").exists()
 
 
 def test_every_command_of_the_pages_is_a_module_that_runs():

@@ -410,8 +410,8 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m training.verl_compat SCRIPT.py [ARGUMENT …]")
+    if not Path(*sys.argv[1:2]).is_file():
+        raise SystemExit("usage: python -m training.verl_compat SCRIPT.py [ARGUMENT …], SCRIPT.py being a file")
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
