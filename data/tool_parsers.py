@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from configs.errors import did_you_mean
 
@@ -40,13 +40,6 @@ class FunctionCall:
 
     name: str
     arguments: str
-
-
-@runtime_checkable
-class Extracts(Protocol):
-    """A parser in verl's form."""
-
-    async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]: ...
 
 
 class ToolParser:
@@ -80,7 +73,7 @@ class ToolParser:
                 f"stands under @ToolParser.register({name!r}) in a file of actor_rollout_ref.model.external_lib."
             )
         found = ToolParser.registry[name]
-        if found.parse is ToolParser.parse and not issubclass(found, Extracts):
+        if (found.parse, found.extract_tool_calls) == (ToolParser.parse, ToolParser.extract_tool_calls):
             raise ValueError(f"the tool parser {name!r}, {found.__name__}, defines no parse(answer, schemas).")
         return found(tokenizer) if "tokenizer" in signature(found).parameters else found()
 
@@ -94,6 +87,11 @@ class ToolParser:
         for call in calls:
             add_json_call(found, json.dumps({"name": call.name, "arguments": call.arguments}), "arguments")
         return found
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        """Reads an answer's tokens, for an agent loop in verl's form: the text around the calls, and the calls."""
+        found = self.parse(self.tokenizer.decode(responses_ids), {})
+        return found.text, [FunctionCall(call.name, json.dumps(call.arguments)) for call in found.calls]
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as an answer writes it: for demonstrations."""

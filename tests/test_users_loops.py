@@ -217,7 +217,7 @@ def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
         "    def __init__(self, config, server_manager, tokenizer):\n"
         "        super().__init__(config, server_manager, tokenizer)\n"
         "    @classmethod\n"
-        "    def init_class(cls, config, tokenizer, **kwargs): cls.ready += 1\n"
+        "    def init_class(cls, config, tokenizer, **kwargs): cls.ready += not cls._class_initialized\n"
         "    async def run(self, messages, sampling_params):\n"
         "        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)\n"
         "        answer = await self.server_manager.generate('1', prompt_ids=ids, sampling_params=sampling_params)\n"

@@ -26,7 +26,7 @@ from data.pretrained import as_users_read
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.sft_dataset import answer_end, create_sft_dataset
-from data.tool_parsers import ToolCall, ToolParser
+from data.tool_parsers import FunctionCall, ToolCall, ToolParser
 from data.types import SamplingParams
 from tests.engines import Scripted
 from tests.runs import compose
@@ -502,6 +502,9 @@ def test_a_tool_parser_of_verls_finds_calls_in_token_ids():
     parser = ToolParser.get_tool_parser("angle", tokenizer)
     found = parser.parse('so «add {"by": 2}»«add [»', {})
     assert (found.text.strip(), found.calls) == ("so «add [»", [ToolCall("add", {"by": 2})])
+    ours = ToolParser.get_tool_parser("hermes", TOKENIZER)  # as an agent loop of verl's asks it
+    ids = TOKENIZER.encode('so <tool_call>{"name": "add", "arguments": {"by": 2}}</tool_call>')
+    assert asyncio.run(ours.extract_tool_calls(ids)) == ("so", [FunctionCall("add", '{"by": 2}')])
 
 
 # Supervised training

@@ -137,6 +137,7 @@ class AgentLoopBase:
     """
 
     blocks = False  # whether it computes or waits without `await`
+    _class_initialized = False  # for an init_class of verl's, which is called each time there
 
     def __init__(
         self,
