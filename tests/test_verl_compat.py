@@ -301,8 +301,8 @@ def test_the_forms_of_import_give_our_own_objects():
     assert names["verl"].utils.reward_score.search_r1_like_qa_em.subem_check("The cat sat", ["a dog", "cat"]) == 1
     assert names["verl"].DataProto is DataProto and names["verl"].utils.fs.copy_to_local("a") == "a"
     assert not hasattr(names["verl"], "nothing")
-    exec("from verl.trainer.ppo.core_algos import *", names)
-    assert names["agg_loss"] is training.core_algos.agg_loss
+    exec("from verl.trainer.ppo.core_algos import *\nfrom verl.utils import hf_processor, hf_tokenizer", names)
+    assert names["agg_loss"] is training.core_algos.agg_loss and names["hf_processor"]("m") is None
     with pytest.raises(AttributeError, match="cannot be replaced from outside"):
         names["verl"].trainer.ppo.core_algos.agg_loss = None
 

@@ -29,13 +29,12 @@ import torch
 import torch.nn.functional as F
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from configs import schema
 from configs.legacy import judge
 from configs.rollout_correction import RolloutCorrectionConfig, Threshold
 from data.interactions import BaseInteraction as BaseInteraction
-from data.interactions import load_interactions
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
@@ -63,7 +62,6 @@ OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
 OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
 ACTOR = "actor_rollout_ref.actor"
 __version__ = "0.9.1"  # the version of verl whose names and keys are meant where versions differ
-initialize_interactions_from_config = load_interactions
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -371,11 +369,13 @@ def identity(*args: Any, **kwargs: Any) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
-def hf_tokenizer(
-    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
-) -> PreTrainedTokenizerBase:
+def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
     """Loads a tokenizer, with a pad token; Gemma 2's ends a turn as its template does, without being told."""
     return as_users_read(AutoTokenizer.from_pretrained(name_or_path, **kwargs))
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> None:
+    """Returns None, as verl does where a model reads text alone."""
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
