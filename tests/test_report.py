@@ -42,10 +42,11 @@ def unpack(packed):
     vocabulary, sizes, samples = json.loads(inflate(packed["vocabulary"])), iter(packed["columns"]["tokens"]), []
     for chunk in packed["chunks"]:
         content, total, at, columns = inflate(chunk["data"]), chunk["tokens"], 0, {}
-        kinds = {2: "<i2", 4: "<f4"}
-        layout = [("ids", "<u4"), *((n["name"], kinds[n["bytes"]]) for n in chunk["numbers"]), ("mask", "u1")]
-        sizes_of = [number["bytes"] for number in chunk["numbers"]]
-        assert sizes_of == sorted(sizes_of, reverse=True), "a typed array begins at a multiple of its size"
+        numbers = [(number["name"], "<i2" if number["bytes"] == 2 else "<f4") for number in chunk["numbers"]]
+        assert numbers == sorted(numbers, key=lambda number: number[1]), (
+            "a typed array begins at a multiple of its size"
+        )
+        layout = [("ids", "<u4"), *numbers, ("mask", "u1")]
         for name, kind in layout:
             columns[name] = np.frombuffer(content, kind, total, at)
             at += columns[name].nbytes
@@ -56,9 +57,8 @@ def unpack(packed):
             sample = {name: values[part] for name, values in columns.items()}
             sample |= {name: sample[name] / 1000 for name, kind in layout if kind == "<i2"}
             texts = [vocabulary["texts"][id] for id in sample["ids"]]
-            samples.append(
-                sample | {"texts": texts, "ids": [vocabulary["ids"][id] for id in sample["ids"]], "detail": detail}
-            )
+            ids = [vocabulary["ids"][id] for id in sample["ids"]]
+            samples.append(sample | {"texts": texts, "ids": ids, "detail": detail})
     return samples
 
 

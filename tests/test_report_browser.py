@@ -39,10 +39,11 @@ def browser(driver: Chrome) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two runs that differ in their seeds, and a third."""
+    """Two runs that differ in their seeds, and a third with a long name."""
     folder = tmp_path_factory.mktemp("runs")
     more = [{"seed": 0}, {"seed": 1}, {"seed": 0, "total_epochs": 2}]
-    return [write_run(folder / name, 30, 256, 20, **one) for name, one in zip(["a1", "a2", "b"], more, strict=True)]
+    names = "a1", "a2", "b" + "_long" * 20
+    return [write_run(folder / name, 30, 256, 20, **one) for name, one in zip(names, more, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width
         browser.turn_to(tab)
         drawn += browser.drawn()
         assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), tab
+        assert not browser.run("return [...document.querySelectorAll('button')].some((one) => one.scrollHeight > 30)")
     assert len(drawn) == 9
     [shade] = browser.run("return [getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)]")
     assert (sum(shade) < 3 * 128) == dark
@@ -67,7 +69,7 @@ def test_each_tab_fits_its_window_and_each_chart_is_drawn(browser, report, width
 def test_figures_are_told_where_one_points_in_a_chart(browser, report):
     browser.open(report)
     told = browser.texts("main tr")
-    assert len(told) == 4 and told[3].startswith("b done") and "→" in told[3] and told[3].endswith("nothing")
+    assert len(told) == 4 and told[3].startswith("b_long") and "→" in told[3] and told[3].endswith("nothing")
     browser.drawn()
     browser.point(browser.all(".plot canvas")[1])
     told = browser.see("#vg-tooltip-element").text
@@ -198,7 +200,7 @@ def test_a_colour_is_as_strong_as_its_number(browser, sample):
     assert len(seen) == 5
 
 
-def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have_links(browser, sample):
+def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have_links(browser, sample, runs):
     members = browser.all("a.member")
     assert len(members) == 8 and float(members[2].text.split("\n")[0]) == sample["score"]
     members[5].click()
@@ -221,7 +223,7 @@ def test_a_samples_group_and_its_prompt_over_the_steps_are_a_click_away_and_have
     browser.see(".view .soft", "line 5")
     browser.open(link.replace("20.5", "30.1").replace("train", "validation"))
     browser.see(".view h2", "Step 30, validation")
-    assert browser.texts(".step > b") == [f"step {step}, {run}" for step in (0, 30) for run in ("a1", "a2", "b")]
+    assert browser.texts(".step > b") == [f"step {step}, {run.name}" for step in (0, 30) for run in runs]
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "run.json", "config.yaml", "samples", "all but metrics"])

@@ -30,7 +30,7 @@ def test_a_run_in_words():
     metrics = {
         "critic/score/mean": [0.0] * 20 + [1.0] * 20,
         "timing_s/step": [2.0] * 40,
-        "training/seconds": [90.0] * 40,
+        "training/seconds": [150.0] * 40,
     }
     run = record(metrics, config=RL, state="done", info={"starts": [START, START]})
     run.metrics[ACC] = Curve([0, 20, 40], [0.1, 0.9, 0.85])
@@ -39,7 +39,7 @@ def test_a_run_in_words():
         "4 samples of each.",
         "Validation on sums: success: 0.1 at step 0, 0.85 at step 40; the best was 0.9 at step 20.",
         "Mean score in training: 0 over the first 10 steps, 1 over the last.",
-        "40 of 40 steps are done, in 90 s; a step takes 2 s (median).",
+        "40 of 40 steps are done, in 2.5 minutes; a step takes 2 s (median).",
         "It ran on lab: EPYC, 2 cores, 8.4 GB of memory, 2 × H100, 1 thread a worker.",
         "It ended as planned, after step 40. It was started 2 times.",
     ]

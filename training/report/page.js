@@ -163,13 +163,14 @@
   const details = () => {
     const changes = data.differences.map(({ key, values }) => [key, ...values.map((value) => value ?? "–")]);
     const article = (run) => {
-      const events = run.events.map(({ time, step, level, text }) => [time, step ?? "", level, text]);
+      const short = (time) => time.slice(0, 19).replace("T", " "); // without the zone
+      const events = run.events.map(({ time, step, level, text }) => [short(time), step ?? "", level, text]);
       return card(
         make("h2", {}, run.name),
         soft(run.folder),
         fields(Object.entries(run.facts)),
         make("h3", {}, "Notices and warnings"),
-        events.length ? table(["time", "step", "level", "text"], events) : soft("There are none."),
+        events.length ? box("events", table(["time", "step", "level", "text"], events)) : soft("There are none."),
         run.config ? make("details", {}, make("summary", {}, "config.yaml"), make("pre", {}, run.config)) : null,
       );
     };

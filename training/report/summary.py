@@ -322,8 +322,8 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Says seconds in words: "95 s", "35 minutes", "5.2 hours"."""
-    hours = f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+    """Says seconds in words: "95 s", "2.5 minutes", "35 minutes", "5.2 hours"."""
+    hours = f"{seconds / 60:.{int(seconds < 600)}f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
     return hours if seconds > 120 else f"{seconds:.3g} s"
 
 
