@@ -161,7 +161,7 @@ def test_a_scripts_own_flags_are_its_own(tmp_path: Path, capsys: pytest.CaptureF
     path = write(tmp_path, f'{PPO} {ROWS} trainer.experiment_name="$1$2"')
     assert from_verl.main([str(path), "--name", "x"]) == 0
     assert "trainer.experiment_name=--namex" in capsys.readouterr().out
-    assert from_verl.main([str(path)]) == 0
+    assert from_verl.main([str(path)]) == 2  # no run has an empty name
     assert "Nothing is given to trainer.experiment_name=: is a variable not set?" in capsys.readouterr().out
 
 
