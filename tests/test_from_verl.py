@@ -104,7 +104,8 @@ END
             bash -c "env A=1 python3 -m verl.trainer.main_ppo data.train_files=a actor_rollout_ref.model.path=m \\
                 actor_rollout_ref.actor.optim.lr=$lr"
         done
-        ssh node "cd /x; python3 -m verl.trainer.main_eval data.path=a.parquet 2>&1 | tee log"
+        ssh node "cd /x; python3 -m verl.trainer.main_eval data.path=a.parquet 2>&1 | tee log
+            python3 -m verl.trainer.main_eval data.path=b.parquet && sync"
         python3 -m verl.trainer.main_generation model.path=m data.path=a.parquet data.output_path=b.parquet \\
             rollout.response_length=8
         python3 examples/data_preprocess/gsm8k.py --local_dir x
@@ -115,7 +116,7 @@ END
                 f"main.py data.train_files=a actor_rollout_ref.model.path=m actor_rollout_ref.actor.optim.lr={lr}"
                 for lr in ("1e-5", "1e-6")
             ),
-            "-m training.main_eval data.path=a.parquet",
+            *(f"-m training.main_eval data.path={name}.parquet" for name in "ab"),
             "-m training.main_generation model.path=m data.path=a.parquet data.output_path=b.parquet "
             "data.max_response_length=8",
         ],

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,8 +141,7 @@ def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[s
 
 def readings_of(calls: list[Call]) -> list[Reading]:
     """Reads those of the calls that are commands of verl's, each once."""
-    found = [(call, program) for call in calls if (program := program_in(call.words))]
-    readings = [read_program(call, *program) for call, program in found]
+    readings = [read_program(call, *program) for call in calls for program in programs_in(call.words)]
     return list({shlex.join([reading.program, *reading.command]): reading for reading in readings}.values())
 
 
@@ -164,7 +164,7 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
     unheard = re.sub(r"(?<=\s)(?:&|\d)?>>?\s*(?![&(>\s])(?:\"[^\"\n]*\"|[^\s;|&)]+)", ">/dev/null", text)
     for form in (text, unheard):  # a log beside what is only read cannot be written
         calls, status, said = run_in_sandbox(form, path, arguments)
-        if status is None or any(program_in(call.words) for call in calls):
+        if status is None or any(any(programs_in(call.words)) for call in calls):
             return calls, said if status is None else ""
     calls, _, _ = run_in_sandbox(f"exit() {{ :; }}; set() {{ :; }}; {unheard}", path, arguments)
     return calls, f"{said}, and was read as if it went on"
@@ -192,18 +192,18 @@ def at_home(word: str, project: Path, cwd: Path) -> str:
     return f"{key}={project / value}" if equals and is_there and project != cwd else word
 
 
-def program_in(words: list[str]) -> tuple[str, list[str]] | None:
-    """Finds a program of verl's among the words of a command, whatever starts it; returns its name and arguments."""
+def programs_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Finds verl's programs among the words of a command, whatever starts them; yields each name and arguments."""
     for place, word in enumerate(words):
-        is_named = word.endswith(".py") or (place and words[place - 1] == "-m")
-        if is_named and re.fullmatch(PROGRAM, name_of(word)):
-            return word, words[place + 1 :]
-    for word in words:  # a shell's command in one word, as for docker, ssh and ray
-        is_named = re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word
-        if is_named and (found := program_in(shlex.split(word.replace(";", " ; ")))):
-            end = next((at for at, part in enumerate(found[1]) if END_OF_COMMAND.fullmatch(part)), None)
-            return found[0], found[1][:end]
-    return None
+        if (word.endswith(".py") or words[place - 1 : place] == ["-m"]) and re.fullmatch(PROGRAM, name_of(word)):
+            yield word, words[place + 1 :]
+            return
+    for word in words:  # a shell's commands in one word, as for docker, ssh and ray
+        if re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word:
+            parts = shlex.split(re.sub(r";|(?<!\\)\n", " ; ", word))
+            ends = [at for at, part in enumerate(parts) if END_OF_COMMAND.fullmatch(part)]
+            for start, end in pairwise([-1, *ends, len(parts)]):
+                yield from programs_in(parts[start + 1 : end])
 
 
 def name_of(program: str) -> str:
@@ -243,7 +243,7 @@ def read_merger(program: str, arguments: list[str], variables: dict[str, str]) -
             settings.append(Setting(text, WORKS))
             command += [f"--{flag}", value]
         else:
-            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds"))
+            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"))
     return Reading(program, settings, command, variables)
 
 
@@ -377,7 +377,7 @@ def refusal(arguments: Arguments, entry: Entry, overrides: list[str], notices: S
 
 def notes_on(calls: Iterable[Call]) -> Iterator[str]:
     """Yields lines on what a script does beside its commands of verl's."""
-    others = [call.words for call in calls if not program_in(call.words)]
+    others = [call.words for call in calls if not any(programs_in(call.words))]
     for name, said in (
         ("no-folder", "It goes to folders that are not here"),
         ("no-file", "It reads files that are not here, or may not be read"),
