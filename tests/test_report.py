@@ -305,6 +305,7 @@ def test_of_all_folders_of_outputs_those_without_a_run_are_left_out(run, tmp_pat
 
 REFUSED = {
     "no run": (["{}/run", "{}/none"], "{}/none is no folder of a run: it is not there"),
+    "a file of a run": (["{}/run/metrics.jsonl"], "{}/run/metrics.jsonl is no folder of a run: it is a file"),
     "an empty folder": (["{}"], "{} is no folder of a run: it has neither metrics.jsonl nor run.json"),
     "a page that is a folder": (["{}/run", "--out", "{}"], "{} cannot be written (Is a directory): name another"),
     "a page in a file": (["{}/run", "--out", "{}/run/run.json/a"], "{}/run/run.json/a cannot be written ("),

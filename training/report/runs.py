@@ -115,9 +115,10 @@ def read_run(folder: Path) -> RunRecord:
     """Reads one run's folder. Raises ValueError if it is none."""
     if not holds_run(folder):
         there = "has neither metrics.jsonl nor run.json" if os.access(folder, os.X_OK) else "may not be opened"
+        absent = "is a file" if os.path.isfile(folder) else "is not there"
         raise ValueError(
-            f"{folder} is no folder of a run: it {there if folder.is_dir() else 'is not there'}. Name the folder that "
-            "a run prints at its start (trainer.default_local_dir)."
+            f"{folder} is no folder of a run: it {there if folder.is_dir() else absent}. Name the folder that a run "
+            "prints at its start (trainer.default_local_dir)."
         )
     run = RunRecord(name=folder.resolve().name, folder=folder)
     run.info = read_info(run)
@@ -152,8 +153,7 @@ def parse(content: bytes) -> Any:
 
 def read_info(run: RunRecord) -> dict[str, Any]:
     """Reads run.json; {} if it is missing or broken, which `run.missing` then says."""
-    content = read_file(run, INFO)
-    if content is None:
+    if (content := read_file(run, INFO)) is None:
         return {}
     info = parse(content)
     starts = info.get("starts") if isinstance(info, dict) else None
@@ -174,8 +174,7 @@ def leave_out_others(run: RunRecord, facts: dict[str, Any], kinds: Mapping[str, 
 
 def read_config(run: RunRecord) -> dict[str, Any]:
     """Reads config.yaml and its text; {} if it is missing or broken, which `run.missing` then says."""
-    content = read_file(run, CONFIG)
-    if content is None:
+    if (content := read_file(run, CONFIG)) is None:
         return {}
     run.config_text = content.decode(errors="backslashreplace")
     with suppress(yaml.YAMLError, ValueError, RecursionError):  # a date that is none, a part that holds itself
