@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -59,7 +60,7 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
 def check_adapter(model: ModelConfig, key: str) -> None:
     """Raises ValueError for LoRA without its package, and for an adapter that is not there; `key` names the section."""
     path = model.lora_adapter_path
-    if path and not (Path(path).expanduser() / "adapter_config.json").is_file():
+    if path and not (find_path(path) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}.lora_adapter_path={path}: there is no adapter_config.json in it. Name the folder of an adapter, as "
             "peft writes it (a checkpoint's lora_adapter)."
@@ -175,7 +176,20 @@ def load_tokenizer(model: PretrainedModelConfig, section: str = "actor_rollout_r
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{key}={path}: the tokenizer has no eos_token, so no response would end: save one with it.")
     tokenizer.chat_template = model.custom_chat_template or tokenizer.chat_template
+    check_template(tokenizer, f"{section}.custom_chat_template" if model.custom_chat_template else f"{key}={path}")
     return as_users_read(tokenizer)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raises ValueError for a chat template that jinja cannot read; `source` is where it is from."""
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{source}: line {error.lineno} of the chat template is no jinja: {error.message}.") from error
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return  # this conversation is none for it, and others may be
 
 
 def as_users_read(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -128,6 +128,8 @@ BEFORE_ANYTHING_STARTS = [
          "  def __getitem__(self, i): return {'prompt': 'S'}\n"),
     Case("model path absent", "actor_rollout_ref.model.path=/no/model", "there is no such folder", "tiny_model DIR"),
     Case("folder without a model", "actor_rollout_ref.model.path=DIR", "has no config.json", "save_pretrained"),
+    Case("chat template", "actor_rollout_ref.model.custom_chat_template='A {% for %}'",
+         "actor_rollout_ref.model.custom_chat_template: line 1 of the chat template is no jinja: Expected"),
     Case("folder without a tokenizer", "actor_rollout_ref.model.tokenizer_path=DIR", "tokenizer_path=.*no tokenizer"),
     Case(
         "more tokens than positions",

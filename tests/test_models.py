@@ -1,6 +1,7 @@
 """Loading models: what a folder lacks is said in one line of ours, and in no table of the library's."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig
 from workers.models import _load, load_causal_lm, load_value_model
 
@@ -54,6 +56,25 @@ def test_where_loading_fails_the_table_that_the_error_refers_to_is_shown(tiny_mo
     with pytest.raises(RuntimeError, match="above report"):
         load_causal_lm(ModelConfig(path=str(tiny_model), override_config={"intermediate_size": 8}))
     assert "MISMATCH" in said_by_transformers[0]
+
+
+def test_a_model_beside_main_py_is_read_from_every_working_directory(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("configs.paths.ROOT", tiny_model.parent)
+    assert load_causal_lm(ModelConfig(path=tiny_model.name)).config.hidden_size
+
+
+@pytest.mark.parametrize("size", [None, 0, 1000])
+def test_weights_that_are_missing_or_cut_short_are_no_traceback(tiny_model, tmp_path, size):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    if size is not None:
+        (folder / "model.safetensors").write_bytes(weights[:size])
+    with pytest.raises(
+        ConfigError, match=rf"^model.path={folder}: its weights cannot be read .* cut short: save, copy"
+    ):
+        load_causal_lm(ModelConfig(path=str(folder)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
+from configs.paths import find_path
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
 from workers.collectives import largest
@@ -77,7 +78,7 @@ def adapter_config(settings: ModelConfig) -> "LoraConfig":
             exclude_modules=settings.exclude_modules,
             task_type="CAUSAL_LM",
         )
-    path, plain = Path(settings.lora_adapter_path).expanduser(), LoraConfig()
+    path, plain = find_path(settings.lora_adapter_path), LoraConfig()
     key, saved = f"model.lora_adapter_path={path}", PeftConfig.from_pretrained(str(path))
     if not isinstance(saved, LoraConfig):
         raise ValueError(f"{key} is an adapter of the kind {saved.peft_type.value}: only LoRA is trained here.")
@@ -130,7 +131,7 @@ def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
     """
     from peft.utils import load_peft_weights
 
-    path = Path(settings.lora_adapter_path).expanduser()
+    path = find_path(settings.lora_adapter_path)
     try:
         saved = load_peft_weights(str(path), device="cpu")
     except (ValueError, OSError) as error:

@@ -11,7 +11,6 @@ block mask, which takes 0.3 GiB while it is made.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -23,6 +22,7 @@ from transformers import (
 from configs.checks import cuts_by_tokens
 from configs.errors import ConfigError, notice
 from configs.loader import workers_asked_for
+from configs.paths import find_path
 from configs.schema import (
     ActorConfig,
     Config,
@@ -324,7 +324,7 @@ def model_sizes(config: Config) -> tuple[ModelSize, ModelSize | None, ModelSize 
 def lora_rank(model: ModelConfig) -> int:
     if model.lora_adapter_path is None:
         return model.lora_rank
-    return json.loads((Path(model.lora_adapter_path).expanduser() / "adapter_config.json").read_text())["r"]
+    return json.loads((find_path(model.lora_adapter_path) / "adapter_config.json").read_text())["r"]
 
 
 def width_of(config: Config, device: torch.device) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +20,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from configs.checks import plural
-from configs.errors import first_line, notice
+from configs.errors import ConfigError, first_line, notice
+from configs.paths import find_path
 from configs.schema import ModelConfig, PretrainedModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
@@ -151,12 +153,18 @@ def load_pretrained(
         sharding: how it is spread over the workers; None: this one has all of it.
         prepare: changes its layers, before they are sharded.
     """
-    folder, trust = Path(model.path).expanduser(), model.trust_remote_code
+    folder, trust = find_path(model.path), model.trust_remote_code
 
     def read() -> PreTrainedModel:
-        loaded, report = auto_class.from_pretrained(
-            str(folder), config=config, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True
-        )
+        try:
+            loaded, report = auto_class.from_pretrained(
+                str(folder), config=config, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True
+            )
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"model.path={model.path}: its weights cannot be read ({type(error).__name__}: {first_line(error)}). "
+                "A file of them is missing or cut short: save, copy or download the model again."
+            ) from error
         check(loaded, report, model.path)
         return loaded
 
