@@ -198,7 +198,7 @@ class Target(gym.Env):
 
 
 def to_text(env, observation):
-    """What the policy reads."""
+    """Writes a state as text for the policy."""
     number, target = observation
     return f"You are at {number}, the target is {target}. Answer with one word: up or down."
 

@@ -32,7 +32,7 @@ IRREGULAR = frozenset((
 # fmt: on
 
 CEILINGS = {
-    "product lines": 36_725,
+    "product lines": 36_741,
     "product files": 182,
     "names in training/": 39,
     "names in workers/": 28,
@@ -46,7 +46,7 @@ CEILINGS = {
     "functions named by a bare participle": 1,
     "docstrings that begin with a question word": 0,
     "README lines": 150,
-    "test lines": 38_450,
+    "test lines": 38_471,
 }
 
 

@@ -61,7 +61,7 @@ def as_losses_get_it(config, counts=None, rollout_correction=None):
 
 
 class Batch(NamedTuple):
-    """What a loss is given; [B, R] each."""
+    """Arguments of a loss; [B, R] each."""
 
     old: torch.Tensor
     new: torch.Tensor
@@ -403,7 +403,7 @@ def config_of(name):
 
 
 def global_counts(batch, dp_size=1):
-    """What the trainer tells every piece of a mini-batch about the whole."""
+    """Counts of the whole mini-batch, which each piece of it is told by the trainer."""
     return {
         "dp_size": dp_size,
         "batch_num_tokens": int(batch.mask.sum()),
@@ -597,7 +597,7 @@ def policy(tiny_model):
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", [*LOSSES, *BYPASS])
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
-    """Those too that choose tokens by comparing them: the actor shows them the whole mini-batch."""
+    """Losses that choose tokens by comparing them included: the actor shows them the whole mini-batch."""
     config = replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, loss_mode=name.split()[0]), loss_agg_mode=mode)
     gradients = []
     for cut in ("all rows", "24 tokens"):
