@@ -14,14 +14,13 @@ from configs.errors import refusals, users_line_noted, warns_of_close
 from configs.settings import with_settings
 from data.files import sole_run
 from training.dry_run import dry_run
-from training.preparation import Parts, needed_roles, prepare
+from training.preparation import Parts, prepare
 from training.reports import files_to_come
-from training.reward import early_functions
+from training.roles import needed_roles
 from training.run_info import Start
 from training.validation import Validator
+from workers.group import distinct_groups, roles_of
 from workers.load_rollout import load_rollout_class
-from workers.local_group import distinct_groups
-from workers.remote_roles import remote_roles
 from workers.worker_group import Resources, check_machine, start_command, start_pools, worker_summary
 
 
@@ -59,10 +58,9 @@ def train(config: Config, parts: Parts) -> dict[str, float]:
     print(*lines, files_to_come(config.trainer, config.actor_rollout_ref.actor.checkpoint.save_contents), sep="\n")
     threads = Resources.from_config(config.trainer).threads
     with Start.of_run(config, parts.total_steps, threads, lines) as start:
-        pools = start_pools(config, parts.total_steps, needed_roles(config))
+        pools = start_pools(config, parts.total_steps, needed_roles(config, parts.trainer_class.reads))
         try:
-            roles = remote_roles(pools, config.actor_rollout_ref)
-            roles.rollout.score_early(early_functions(parts.reward))
+            roles = roles_of(pools, config.actor_rollout_ref)
             validator = Validator(config, parts.tokenizer, roles, parts.reward, parts.val_loader, parts.game)
             trainer = parts.trainer_class(
                 config,

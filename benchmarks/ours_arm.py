@@ -30,12 +30,10 @@ from data.protocol import DataProto, object_array
 from data.types import Completion, Request
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.reward import early_functions
 from workers.collectives import rank
+from workers.group import Group, LocalGroup, roles_of
 from workers.kernels import start_process
-from workers.local_group import LocalWorkerGroup, WorkerGroup
 from workers.model_worker import ModelWorker
-from workers.remote_roles import remote_roles
 from workers.rollout import Rollout
 
 
@@ -60,8 +58,7 @@ class OursArm:
         config = config_of(workload, overrides)
         parts = prepare(config)
         self.group = start_group(config, parts.total_steps)
-        roles = remote_roles(dict.fromkeys(["actor", "rollout"], self.group), config.actor_rollout_ref)
-        roles.rollout.score_early(early_functions(parts.reward))
+        roles = roles_of(dict.fromkeys(["actor", "rollout"], self.group), config.actor_rollout_ref)
         self.trainer = RayPPOTrainer(
             config,
             tokenizer=parts.tokenizer,
@@ -85,7 +82,7 @@ class OursArm:
         rollout, update = metrics["timing_s/gen"], metrics["timing_s/update_actor"]
         by_rank = self.of_meters("stop", [(rollout, update)] * self.group.size)
         figures = {name: sum(figures[name] for figures in by_rank) for name in by_rank[0]}
-        if not isinstance(self.group, LocalWorkerGroup):  # then this process is none of the workers'
+        if not isinstance(self.group, LocalGroup):  # then this process is none of the workers'
             figures["cpu_seconds"] += used
         if step == 0 and self.workload.device == "cpu":
             file = Path(self.workload.folder) / "ours.pt"
@@ -99,19 +96,19 @@ class OursArm:
         return self.group.submit("meter", method, shares).result()
 
 
-def start_group(config: Config, total_steps: int) -> WorkerGroup:
+def start_group(config: Config, total_steps: int) -> Group:
     roles = ["actor", "rollout"]
     if config.trainer.executor == "local":  # said: then Ray need not be installed
         threads = worker_threads(config.trainer.n_threads).number
         start_process(threads, config.actor_rollout_ref.model.kernels)
-        return LocalWorkerGroup(threads, MeteredWorker, config, total_steps, roles)
+        return LocalGroup(threads, MeteredWorker, config, total_steps, roles)
     from workers.worker_group import RayWorkerGroup, Resources, start_command, uses_ray
 
     start_command(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         return RayWorkerGroup(resources, MeteredWorker, config, total_steps, roles)
-    return LocalWorkerGroup(resources.threads, MeteredWorker, config, total_steps, roles)
+    return LocalGroup(resources.threads, MeteredWorker, config, total_steps, roles)
 
 
 class MeteredWorker(ModelWorker):

@@ -29,10 +29,10 @@ from tests.ranks import Ranks
 from workers.collectives import data_rank, group_size
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
+from workers.group import shares_of
 from workers.kernels import give_back_memory
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.remote_roles import shares_of
 from workers.sharding import Sharding, local, make_mesh
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}

@@ -323,6 +323,13 @@ class ActorConfig(Frozen):
 
 
 @dataclass
+class RefModelConfig(Frozen):
+    path: str | None = setting(
+        II("actor_rollout_ref.model.path"), "Model directory of the reference; the actor's, as it is at the start."
+    )
+
+
+@dataclass
 class RefConfig(Frozen):
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         II("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"), "As in rollout, for the reference.", ge=1
@@ -331,6 +338,7 @@ class RefConfig(Frozen):
         II("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"), "As in rollout, for the reference.", ge=1
     )
     fsdp_config: RefFSDPConfig = group(RefFSDPConfig, "Offloading.")
+    model: RefModelConfig = group(RefModelConfig, "The reference's model; another one than the actor's is a teacher.")
 
 
 @dataclass

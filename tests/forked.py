@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those that need it
     *("main", "training.preparation", "training.ray_trainer", "training.validation", "training.dry_run"),
     *("training.sft_trainer", "training.main_server", "training.main_generation", "training.main_eval"),
-    *("workers.remote_roles", "workers.model_worker", "workers.hf.rollout", "workers.server.app"),
+    *("workers.group", "workers.model_worker", "workers.hf.rollout", "workers.server.app"),
     *("custom.tiny_model", "custom.env_dataset", "custom.reward_manager"),
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or a fork may hang

@@ -18,7 +18,6 @@ from custom.tiny_model import build_tokenizer
 from tests.engines import Playing, Scripted
 from tests.runs import compose, learning_metrics, short_run
 from training.environment import EnvSetup
-from training.roles import Roles
 from training.validation import Validator
 
 TOKENIZER = build_tokenizer()
@@ -83,7 +82,7 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     manager = CustomRewardManager(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
-    return Validator(config, TOKENIZER, Roles(playing, actor=None), manager, None, game).run(0)
+    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game).run(0)
 
 
 def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:

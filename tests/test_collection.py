@@ -25,8 +25,8 @@ from tests.test_resume import run_until
 from training.collection import Collector
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.reward import FunctionReward, RewardManager
-from training.roles import Roles
+from training.reward import RewardManager
+from training.reward_function import FunctionReward
 from training.tracking import Tracking
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
@@ -84,7 +84,7 @@ def collector(
         name="ppo_trainer",
     )
     loader = PromptLoader(rows, prompts, SequentialSampler(rows, config.data))
-    roles = Roles(rollout=rollout or Parrot(), actor=None)
+    roles = {"rollout": rollout or Parrot()}
     return Collector(config, TOKENIZER, roles, reward or FunctionReward(as_number), loader)
 
 
@@ -185,7 +185,7 @@ def test_the_models_own_greedy_answers_are_the_baseline_and_its_samples_stay_as_
         parts = prepare(config)
         rollout = HFRollout(config.actor_rollout_ref.rollout, parts.tokenizer, module)
         reward, loader = parts.reward, parts.train_loader
-        found, metrics = Collector(config, parts.tokenizer, Roles(rollout, actor=None), reward, loader).collect(1, {})
+        found, metrics = Collector(config, parts.tokenizer, {"rollout": rollout}, reward, loader).collect(1, {})
         batches[estimator, temperature] = found, metrics
     (batch, metrics), (hotter, _), (without, metrics_without) = batches.values()
     expected = []

@@ -36,7 +36,8 @@ from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-from training.preparation import check_algorithm, needs_critic, needs_reference, prepare
+from training.preparation import check_algorithm, prepare
+from training.roles import needs_critic, needs_reference
 from workers import worker_group
 
 HOME = str(Path.home())

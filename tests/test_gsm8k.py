@@ -8,7 +8,8 @@ from configs.loader import CONFIG_DIR
 from data.rows import read_rows
 from scripts.gsm8k import main
 from tests.runs import ROOT, compose
-from training.reward import FunctionReward, load_reward_manager
+from training.reward import load_reward_manager
+from training.reward_function import FunctionReward
 from training.reward_score.gsm8k import compute_score
 
 PUBLIC = [

@@ -23,12 +23,13 @@ from tests.runs import compose, files_of_at_most, learning_metrics, short_run, t
 from training import ray_trainer
 from training.collection import draw_rows
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
-from training.mini_batches import Update, log_prob_columns
+from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
 from training.report import summary
 from training.report.runs import read_run
-from training.reward import FunctionReward
-from training.roles import Roles
+from training.reward_function import FunctionReward
+from training.roles import OF_POLICY, ROLES, columns_read
+from workers.group import Role
 
 TOKENIZER = build_tokenizer()
 ALL_ROWS = "actor_rollout_ref.actor.calculate_entropy=true"  # or updates go without rows of no advantage
@@ -108,6 +109,20 @@ class ToyReference:
         return DataProto.from_dict({"ref_log_prob": torch.full(batch.responses.shape, math.log(0.5))})
 
 
+class Toy(Role):
+    """A role of this process, which is given batches as they are."""
+
+    def __init__(self, name: str, player: Any, group: Any) -> None:
+        super().__init__(group, ROLES[name])
+        self.player = player
+
+    def rows(self, method: str, batch: DataProto, *arguments: Any) -> Any:
+        return getattr(self.player, method)(batch, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["player"], name)
+
+
 class CuriousSampler(SequentialSampler):
     seen: list[DataProto]
 
@@ -134,11 +149,13 @@ def make_trainer(
         *overrides,
         name="ppo_trainer",
     )
-    reference = ToyReference(bandit.calls) if ref else None
+    players = {"actor": bandit, "rollout": bandit}
+    players |= ({"ref": ToyReference(bandit.calls)} if ref else {}) | ({"critic": bandit} if critic else {})
+    group = SimpleNamespace(size=1)
     trainer = RayPPOTrainer(
         config,
         tokenizer=TOKENIZER,
-        roles=Roles(rollout=bandit, actor=bandit, ref=reference, critic=bandit if critic else None),
+        roles={name: Toy(name, player, group) for name, player in players.items()},
         reward=reward or bandit.reward,
         train_loader=PromptLoader(ROWS, 4, CuriousSampler(ROWS, config.data)),
         validator=None,
@@ -174,7 +191,11 @@ STAGES = {
         {},
         ["generate", "reward", "old_log_prob", "update_actor", "update_actor", "update_weights"],
     ),
-    "KL in the loss": ([], {"ref": True}, ["generate", "reward", "ref", "update_actor", "update_weights"]),
+    "KL in the loss": (
+        ["actor_rollout_ref.actor.use_kl_loss=true"],
+        {"ref": True},
+        ["generate", "reward", "ref", "update_actor", "update_weights"],
+    ),
     "KL in the reward": (
         ["algorithm.use_kl_in_reward=true"],
         {"ref": True},
@@ -220,7 +241,9 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
 
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])
 def test_the_actor_learns_from_step_critic_warmup_on_and_its_schedule_starts_there(tmp_path, warmup, updates):
-    trainer, bandit = make_trainer(tmp_path, f"trainer.critic_warmup={warmup}", critic=True, steps=4)
+    trainer, bandit = make_trainer(
+        tmp_path, f"trainer.critic_warmup={warmup}", "critic.enable=true", critic=True, steps=4
+    )
     trainer.fit()
     assert bandit.calls.count("update_critic") == 4
     assert [update.step for update in bandit.told] == [*range(updates)]
@@ -423,7 +446,7 @@ class Drifting(Bandit):
 )
 def test_the_log_prob_pass_is_made_where_something_reads_it_and_for_that_alone(overrides, columns):
     config = compose("data.train_batch_size=4", "algorithm.adv_estimator=grpo", *overrides, name="ppo_trainer")
-    assert log_prob_columns(config, step=1) == columns
+    assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(OF_POLICY)) == columns
 
 
 @pytest.mark.parametrize("shuffle", ["false", "true"])

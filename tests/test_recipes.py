@@ -15,7 +15,7 @@ import main
 from configs.loader import options
 from tests.runs import compose, learning_metrics, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, AdvantageEstimator, get_policy_loss
-from training.preparation import needs_critic, needs_reference
+from training.roles import needs_critic, needs_reference
 
 # Answers nearly always differ in it, so that no group ties; `even` and `short` are two rewards for gdpo.
 REWARD = """

@@ -12,8 +12,8 @@ from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload
 from data.types import Sample, SamplingParams
 from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT
-from workers.local_group import Done, check_shares
-from workers.remote_roles import RemoteCritic, RemoteRewardModel, RemoteRollout, RemoteScorer, shares_of
+from training.roles import ROLES
+from workers.group import Done, Role, RolloutRole, check_shares, shares_of
 
 few = settings(max_examples=60, deadline=None)
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 4)
@@ -85,9 +85,9 @@ def test_shares_are_neighbours_in_order_and_none_has_more_than_a_row_above_its_p
 def test_answers_of_all_workers_are_those_of_one(groups, workers: int):
     batch, group = batch_of(groups), Workers(workers)
     wanted = batch.batch["responses"].float()
-    assert torch.equal(RemoteCritic(group, "critic").compute_values(batch).values, wanted)
-    assert torch.equal(RemoteScorer(group, "ref").compute_log_prob(batch, 1.0, ["ref_log_prob"]).ref_log_prob, wanted)
-    assert torch.equal(RemoteRewardModel(group, "rm").compute_rm_score(batch).rm_scores, wanted[:, 0])
+    for name, answers in {"critic": wanted, "ref": wanted, "rm": wanted[:, 0]}.items():
+        [column] = ROLES[name].columns
+        assert torch.equal(Role(group, ROLES[name]).compute(batch, [column], 1.0).batch[column], answers)
     lengths = [share.batch["attention_mask"].sum(1).tolist() for share in group.shares]
     work = [sum(map(calculate_workload, share)) for share in lengths]
     longest = max(calculate_workload(length) for share in lengths for length in share)
@@ -101,7 +101,7 @@ def test_answers_of_all_workers_are_those_of_one(groups, workers: int):
 def test_prompts_reach_the_first_worker_of_each_engine_and_come_back_in_order(agents, engines: int, parts: int):
     """As many as there are, or fewer than engines; one kind of episode on one worker, another on the next."""
     group, prompts = Workers(engines * parts), DataProto.from_single_dict({AGENT_COLUMN: agents})
-    found = RemoteRollout(group, "rollout", workers_per_engine=parts).generate_sequences(prompts, GREEDY, 0)
+    found = RolloutRole(group, ROLES["rollout"], workers_per_engine=parts).generate_sequences(prompts, GREEDY, 0)
     assert found.batch["row"].tolist() == found.place.tolist() == [*range(len(agents))]
     sizes = [len(share) for share in group.shares]
     assert all(size == 0 for place, size in enumerate(sizes) if place % parts)

@@ -7,10 +7,8 @@ import re
 import reprlib
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,41 +16,27 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import (
-    Config,
     RewardConfig,
     RewardFunctionConfig,
     RewardManagerConfig,
-    RolloutConfig,
     SandboxFusionConfig,
     ScoringConfig,
     WeightedFunctionConfig,
 )
 from custom.tiny_model import build_tokenizer
-from data.chat import encode_prompt
 from data.protocol import DataProto, object_array
-from data.types import Completion, SamplingParams
-from tests.engines import Playing, Scripted
-from tests.runs import compose
-from training.environment import assign_agents
 from training.reward import (
-    FunctionReward,
-    RewardManager,
     add_scores,
     compute_reward,
     concat_scored,
-    count_as_reward,
-    early_functions,
-    functions_of,
     load_reward_manager,
     reward_metrics,
     reward_view,
 )
-from training.reward_function import check_columns, load_function
+from training.reward_function import FunctionReward, check_columns
 from training.reward_manager import get_reward_manager_cls, register
 from training.reward_score import default_compute_score
 from training.scorers.pool import AsyncTokenBucket
-from workers.early_scores import EarlyScores
-from workers.rollout import Rollout, nothing
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
@@ -329,7 +313,6 @@ def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path,
     batch = rollout("4", "57[x]", "0", level=[1, 2, 3], hint=["a", "b", "c"], most=[1, 2, 3])
     batch.non_tensor_batch |= {"uid": object_array([0, 0, 1]), "end_reason": object_array(["terminated"] * 3)}
     reward = load(tmp_path, COLUMNS, name, in_process)
-    assert reward.scores_rows() is False, "the group has to be there"
     scores, extra, _ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
     assert scores.sum(1).tolist() == [1, 2, 3] and extra["ids"].tolist() == [1, 2, 1]
     assert extra["end"].tolist() == ["terminated"] * 3 and extra["best"].tolist() == ["57", "57", "0"]
@@ -666,7 +649,7 @@ def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path, in_
     metrics = reward_metrics(batch)
     assert metrics["reward/correct/mean"] == 0.5 and metrics["reward/brevity/mean"] == 0.75
     assert [*batch.get("correct/pred")] == ["42", "no"]
-    assert [function.form.needs_ground_truth for function in functions_of(reward)] == [True, False]
+    assert [function.form.needs_ground_truth for function in reward.functions] == [True, False]
 
 
 @pytest.mark.parametrize("names", [("score", "brevity"), ("brevity", "score")])
@@ -813,146 +796,3 @@ def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
         assert waits[2:] == [0.5, 1.0]
         asyncio.run(ask(bucket, 3, 7))  # no more than 3 pile up; more than that may be asked for
         assert waits[4:] == [3.5]
-
-
-# While others are generated
-
-TOUCHES = """
-from pathlib import Path
-def compute_score(solution_str, ground_truth):
-    (Path(__file__).parent / f"scored {solution_str}").touch()
-    return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
-"""
-ANSWERS = ["4", "57", "4", ""]
-
-
-def early_scores(config: Config, reward: RewardManager | None = None) -> EarlyScores:
-    """Those of a worker of a run by `config`, whose reward may be another object."""
-    reward = reward or load_reward_manager(config.reward, TOKENIZER, None)
-    return EarlyScores(config, TOKENIZER, early_functions(reward))
-
-
-class Patient(Rollout):
-    """Answers a row a step, and the next only when the one before has been scored."""
-
-    def __init__(self, folder: Path):
-        super().__init__(RolloutConfig(prompt_length=8, response_length=8), TOKENIZER, None)
-        self.folder = folder
-
-    def step(self) -> list[Completion]:
-        number = min(self.waiting)
-        before = self.folder / f"scored {ANSWERS[number - 1]}"
-        deadline = time.monotonic() + 60
-        while number and not before.exists():
-            assert time.monotonic() < deadline, "rows are not scored before all are there"
-            time.sleep(0.01)
-        del self.waiting[number]
-        ids = TOKENIZER.encode(ANSWERS[number])
-        return [Completion(number, ids, [0.0] * len(ids), "stop" if ids else "aborted", 0)]
-
-
-def test_rows_are_scored_while_others_are_generated_and_as_they_would_be_at_the_end(tmp_path):
-    (tmp_path / "my_reward.py").write_text(TOUCHES)
-    config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
-    early, engine = early_scores(config), Patient(tmp_path)
-    prompts = DataProto.from_single_dict({
-        "raw_prompt_ids": [TOKENIZER.encode("2+2=")] * 4, "uid": [0, 0, 1, 1],
-        "reward_model": [{"ground_truth": "4"}] * 4, "data_source": ["sums"] * 4,
-    })  # fmt: skip
-    sampling = SamplingParams(True, 1.0, -1, 1.0, 8)
-    with early.of_answers(engine, prompts):
-        batch = engine.generate_sequences(prompts, sampling, 0)
-    plain, batch = batch.clone(), early.attach(batch)
-    timing = {"gen": 10.0}
-    count_as_reward(batch, timing)
-    assert timing["gen"] + timing["reward"] == 10 and timing["reward"] > 0
-    reward = load_reward_manager(config.reward, TOKENIZER, None)
-    found, wanted = (add_scores(one, reward, TOKENIZER, config.reward) for one in (batch, plain))
-    assert found.token_level_scores.sum(1).tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert torch.equal(found.token_level_scores, wanted.token_level_scores)
-    assert [*found.length] == [*wanted.length] and found.non_tensor_batch.keys() == wanted.non_tensor_batch.keys()
-    early.close()
-
-
-def test_the_rules_of_public_data_sets_score_rows_early_too():
-    early = early_scores(compose("env.id=null", "env.val_episodes=0"))
-    assert [function.function for function in early.functions] == [default_compute_score]
-    early.close()
-
-
-TALKS = """
-from pathlib import Path
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    (Path(__file__).parent / f"scored {ground_truth}").touch()
-    calls = extra_info["tool_call_counts"]
-    return {"score": float(solution_str.endswith(ground_truth)) + calls, "turns": extra_info["num_turns"]}
-"""
-
-
-def test_conversations_are_scored_while_others_go_on_and_as_they_would_be_at_the_end(tmp_path):
-    """One calls its tool once, the other twice, and says what it found only when the first has been scored."""
-    (tmp_path / "my_reward.py").write_text(TALKS)
-    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
-    three_turns = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3"
-    config, deadline = compose(path, three_turns, name="calculator_tool"), time.monotonic() + 60
-
-    def answer(text: str, asked: int) -> str:
-        if text.startswith("1+1"):
-            return "2" if "calc(" in text else "calc(1+1)"
-        if text.count("calc(") < 2:
-            return "calc(2+2)"
-        while not (tmp_path / "scored 2").exists():
-            assert time.monotonic() < deadline, "conversations are not scored before all are over"
-            time.sleep(0.01)
-        return "5"
-
-    asked = [[{"role": "user", "content": text}] for text in ("1+1=?", "2+2=?")]
-    prompts = assign_agents(DataProto.from_single_dict({
-        "raw_prompt": asked, "raw_prompt_ids": [encode_prompt(prompt, TOKENIZER) for prompt in asked],
-        "reward_model": [{"ground_truth": "2"}, {"ground_truth": "4"}], "data_source": ["sums"] * 2,
-        "extra_info": [{}, {}],
-    }), config)  # fmt: skip
-    early, playing = early_scores(config), Playing(config, Scripted(config, TOKENIZER, answer), None)
-    with early.of_episodes(playing.loop, prompts):
-        batch = playing.generate_sequences(prompts, SamplingParams(True, 1.0, -1, 1.0, 64), 0)
-    assert playing.loop.on_finished is nothing
-    plain, batch = batch.clone(), early.attach(batch)
-    reward = load_reward_manager(config.reward, TOKENIZER, None)
-    found, wanted = (add_scores(one, reward, TOKENIZER, config.reward) for one in (batch, plain))
-    assert found.token_level_scores.sum(1).tolist() == [2.0, 2.0] and [*found.turns] == [4, 6]
-    assert torch.equal(found.token_level_scores, wanted.token_level_scores) and [*wanted.turns] == [4, 6]
-    early.close()
-
-
-def test_episodes_of_an_environment_are_not_scored_early(tmp_path):
-    """They bring their scores."""
-    (tmp_path / "my_reward.py").write_text(TALKS)
-    config = compose("env.id=null", f"reward.custom_reward_function.path={tmp_path}/my_reward.py", "env.val_episodes=0")
-    early, loop = early_scores(config), SimpleNamespace(game=object(), on_finished=None)
-    with early.of_episodes(loop, DataProto.from_single_dict({"uid": [0]})):
-        assert loop.on_finished is nothing
-    early.close()
-
-
-@pytest.mark.parametrize("setting", ["reward.in_process=true", "reward.custom_reward_function.name=of_lists"])
-def test_what_cannot_score_single_rows_is_called_when_all_are_there(tmp_path, setting):
-    (tmp_path / "my_reward.py").write_text(TOUCHES + "def of_lists(responses):\n    return [0.0] * len(responses)\n")
-    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
-    assert not early_scores(compose("env.id=null", "env.val_episodes=0", path, setting)).functions
-
-
-def test_a_reward_given_as_an_object_scores_early_where_it_can_and_else_at_the_end(tmp_path):
-    """The config names another."""
-    (tmp_path / "my_reward.py").write_text(TOUCHES)
-    (tmp_path / "another.py").write_text("def compute_score(solution_str):\n    return len(solution_str)\n")
-    path = f"reward.custom_reward_function.path={tmp_path}/my_reward.py"
-    config, batch = compose("env.id=null", "env.val_episodes=0", path), rollout("4", "57")
-    given = load_function(RewardFunctionConfig(f"{tmp_path}/another.py"), config.reward, TOKENIZER)
-    early = early_scores(config, given)
-    for row, ids in enumerate(([TOKENIZER.encode("4")], [TOKENIZER.encode("57")])):
-        early.begin(batch, row, *ids, {})
-    batch = early.attach(batch)
-    assert add_scores(batch, given, TOKENIZER, config.reward).token_level_scores.sum(1).tolist() == [1, 2]
-    early.close()
-    for other in (lambda data: [0.0] * len(data), FunctionReward(lambda solution_str: 0.0)):
-        assert early_functions(other) == []

@@ -118,7 +118,7 @@ class Says:
     def __init__(self, *scores: float) -> None:
         self.scores = torch.tensor(scores)
 
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
+    def rows(self, method: str, batch: DataProto) -> DataProto:
         return DataProto.from_dict({"rm_scores": self.scores})
 
 

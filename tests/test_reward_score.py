@@ -17,7 +17,7 @@ from tests import reward_cases as cases
 from tests.servers import answering
 from training import sandbox
 from training.preparation import check_sandbox
-from training.reward import load_default
+from training.reward_function import load_default
 from training.reward_score import (
     KNOWN,
     default_compute_score,

@@ -15,10 +15,10 @@ from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request, SamplingParams
 from tests.engines import Generating, Stepping, answer
+from training.roles import ROLES
+from workers.group import Done, RolloutRole
 from workers.load_rollout import build_rollout, generate_batch
-from workers.local_group import Done
 from workers.model_worker import ColocatedRollout
-from workers.remote_roles import RemoteRollout
 from workers.rollout import Rollout
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
@@ -94,7 +94,7 @@ def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each
     policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext, weights=list)
     engine = Drawing(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
     worker, prompts = ColocatedRollout(Config(), tokenizer, engine, policy), {"raw_prompt_ids": [[9]] * 4}
-    role = RemoteRollout(Mock(size=2), "rollout")
+    role = RolloutRole(Mock(size=2), ROLES["rollout"])
     role.group.submit = lambda _, name, shares: Done([getattr(worker, name)(*one) for one in shares])
     drawn = [role.generate_sequences(DataProto.from_single_dict(prompts), GREEDY, 3).responses for _ in range(2)]
     assert len({*map(tuple, drawn[0].tolist())}) == 4 and torch.equal(*drawn)

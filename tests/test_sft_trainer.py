@@ -16,13 +16,13 @@ from data.files import read_metrics
 from data.sft_dataset import SFTDataset
 from data.types import Sample
 from tests.runs import Stopped, endings, learning_metrics, signalled, state_files
+from training.roles import ROLES
 from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
-from workers.local_group import LocalWorkerGroup
+from workers.group import LocalGroup, Role
 from workers.micro_batches import PooledMetrics
 from workers.model_worker import ModelWorker
-from workers.remote_roles import RemoteActor
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -56,8 +56,8 @@ def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFT
 def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, DataParallelPPOActor]:
     """Before its first step, and the model that it trains, in this process."""
     parts = prepare(config)
-    group = LocalWorkerGroup(1, ModelWorker, worker_config(config), parts.total_steps, ["actor"])
-    return SFTTrainer(config, parts, RemoteActor(group, "actor")), group.worker.roles["actor"]
+    group = LocalGroup(1, ModelWorker, worker_config(config), parts.total_steps, ["actor"])
+    return SFTTrainer(config, parts, Role(group, ROLES["actor"])), group.worker.roles["actor"]
 
 
 def talk(*said: str) -> dict:

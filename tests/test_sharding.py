@@ -57,12 +57,12 @@ from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.forward_check import ForwardCheck
+from workers.group import shares_of
 from workers.hf.rollout import HFRollout
 from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
-from workers.remote_roles import shares_of
 from workers.reward_model import LearnedReward
 from workers.sharding import (
     Sharding,

@@ -25,7 +25,8 @@ from data.types import SamplingParams
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from training.environment import assign_agents
-from training.reward import FunctionReward, add_scores
+from training.reward import add_scores
+from training.reward_function import FunctionReward
 from training.transcripts import sample_rows
 from training.try_reward import read_views, score_rows
 from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema

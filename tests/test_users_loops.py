@@ -25,11 +25,11 @@ from tests.runs import compose
 from training.agents import _agent_loop_registry, load_agents, register
 from training.environment import begin_episodes
 from training.metric_utils import compute_data_metrics
-from training.reward import FunctionReward, add_scores, early_functions, load_reward_manager
+from training.reward import add_scores, load_reward_manager
+from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.episode import Limits
 from workers.agents.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
-from workers.early_scores import EarlyScores
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
@@ -197,16 +197,11 @@ def test_rows_that_bring_no_score_are_scored_once_while_others_are_played(tmp_pa
     )
     config = settings(f"reward.custom_reward_function.path={tmp_path}/mine.py", "reward.num_workers=1")
     reward = load_reward_manager(config.reward, TOKENIZER, None)
-    early = EarlyScores(config, TOKENIZER, early_functions(reward))
     loop = AgentLoop(config, TOKENIZER, Scripted(config, TOKENIZER, lambda text, times: "12"), None)
-    begun = prompts("mixed", 3)
-    with early.of_episodes(loop, begun):
-        batch = early.attach(loop.generate_sequences(begun, SAMPLED, seed=7, first_row=0))
-    assert [len(early.result) for early in batch.reward_results] == [1, 0, 0, 1]
+    batch = loop.generate_sequences(prompts("mixed", 3), SAMPLED, seed=7, first_row=0)
     batch = add_scores(batch, reward, TOKENIZER, config.reward)
-    assert batch.token_level_scores.sum(1).tolist() == [12.0, 0.5, 0.0, 12.0] and "reward_results" not in batch
+    assert batch.token_level_scores.sum(1).tolist() == [12.0, 0.5, 0.0, 12.0]
     assert sorted((tmp_path / "calls").read_text().split()) == ["0", "2"]
-    early.close()
 
 
 def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
@@ -390,7 +385,14 @@ def test_a_request_that_a_loop_cancels_at_its_end_does_not_stay_in_the_engine():
     config = settings()
     engine = OneOfTwo(config, TOKENIZER, lambda text, times: "12")
     loop = AgentLoop(config, TOKENIZER, engine, None)
-    loop.on_finished = lambda row, samples: over.set()
+    play_row = loop.play_row
+
+    async def play(*row: Any) -> list[Any]:
+        samples = await play_row(*row)
+        over.set()
+        return samples
+
+    loop.play_row = play
     batch = loop.generate_sequences(prompts("two at once"), SAMPLED, seed=7, first_row=0)
     assert batch.end_reason.tolist() == ["terminated"] and len(engine.requests) == 1
     assert not engine.has_unfinished_requests()

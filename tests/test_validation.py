@@ -26,7 +26,6 @@ from tests.runs import compose
 from training.environment import EnvSetup
 from training.reports import validation_summary
 from training.reward import load_reward_manager
-from training.roles import Roles
 from training.transcripts import read_episodes, spread
 from training.validation import Validator
 
@@ -77,7 +76,7 @@ def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("
     dataset = RLHFDataset(folder / "val.parquet", TOKENIZER, config=config.data)
     loader = PromptLoader(dataset, 2, SequentialSampler(dataset, config.data), drop_last=False)
     reward = load_reward_manager(config.reward, TOKENIZER, None)
-    return Validator(config, TOKENIZER, Roles(rollout, actor=None), reward, loader, None)
+    return Validator(config, TOKENIZER, {"rollout": rollout}, reward, loader, None)
 
 
 def on_episodes(
@@ -99,7 +98,7 @@ def on_episodes(
     manager = manager_class(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
-    return Validator(config, TOKENIZER, Roles(playing, actor=None), manager, None, game)
+    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game)
 
 
 def dumped(folder: Path, step: int) -> list[dict[str, Any]]:

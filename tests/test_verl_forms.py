@@ -36,7 +36,8 @@ from training.environment import begin_episodes, data_settings
 from training.policy_loss import ReadableNamespace, call_policy_loss
 from training.preparation import build_train_loader, check_rows
 from training.ray_trainer import RayPPOTrainer
-from training.reward import FunctionReward, add_scores, load_reward_manager, reward_metrics
+from training.reward import add_scores, load_reward_manager, reward_metrics
+from training.reward_function import FunctionReward
 from training.reward_manager import move_to_policy
 from training.verl_compat import find_latest_ckpt_path
 from training.verl_sft import MultiTurnSFTDataset, VerlSFTDataset

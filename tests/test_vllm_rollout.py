@@ -117,7 +117,6 @@ def test_weights_come_again_before_a_generation_without_a_sync(tiny_model: Path,
 
     monkeypatch.setattr(rollout, "_generate", generate)
     monkeypatch.setattr(rollout.sync, "update", bring)
-    monkeypatch.setattr(rollout.early_scores, "attach", lambda batch: batch)
     rollout.generate_sequences(DataProto(), SamplingParams(True, 1.0, -1, 1.0, 3), 0, 0, False)
     names = [name for name, *_ in engine.mock_calls if "together" not in name]
     assert names == ["load_weights", "wake_up", "sleep"] and casts == [False, True]

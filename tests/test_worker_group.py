@@ -25,9 +25,9 @@ from tests.test_sft_trainer import compose as compose_sft
 from training import sft_trainer
 from training.model_shards import read_weights
 from workers import worker_group
+from workers.group import LocalGroup, distinct_groups
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import load_rollout_class
-from workers.local_group import LocalWorkerGroup, distinct_groups
 from workers.models import gpu_trouble
 from workers.worker_group import (
     RayPending,
@@ -433,7 +433,7 @@ def test_ranks_that_another_waited_for_in_vain_are_named(monkeypatch: pytest.Mon
 
 
 def test_an_error_in_this_process_is_the_users_own(tiny_model: Path, tmp_path: Path):
-    group = LocalWorkerGroup(1, EchoWorker)
+    group = LocalGroup(1, EchoWorker)
     assert group.submit("echo", "hear", [("a",)]).result() == [["a"]]
     with pytest.raises(KeyError, match="missing"):
         group.submit("echo", "fail", [()])

@@ -28,8 +28,6 @@ from training.torch_functional import masked_mean, zero_masked
 Columns = dict[str, Tensor]
 Metrics = dict[str, float]
 
-LOG_PROB_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")  # what Actor.compute_log_prob can be asked for
-
 
 def add_columns(batch: DataProto, found: tuple[Columns, Metrics]) -> Metrics:
     """Adds the new columns to `batch`, and returns the metrics."""

@@ -4,8 +4,10 @@ Dynamic sampling (DAPO) and rows drawn by their score (PF-PPO) are pure function
 is one sample, and its score theirs together. Samplers and datasets that follow the run are updated here as well.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +26,7 @@ from training.episode_rows import EpisodeRows, greedy_scores
 from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, concat_scored, count_as_reward, reward_metrics, score_batch
-from training.roles import Roles
+from training.reward import RewardManager, concat_scored, reward_metrics, score_batch
 from training.torch_functional import masked_sum
 
 TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
@@ -39,13 +40,13 @@ class Collector:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
-        roles: Roles,
+        roles: Mapping[str, Any],
         reward: RewardManager,
         loader: PromptLoader,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.rollout, self.rm = roles.rollout, roles.rm
+        self.rollout, self.rm = roles["rollout"], roles.get("rm")
         self.reward = reward
         self.loader = loader
         self.left_out: DataProto | None = None  # rows that the last step drew and does not learn from
@@ -88,7 +89,6 @@ class Collector:
             if "episode" in batch:
                 check_failures(batch, self.config.env.max_failed_fraction)
             check_log_probs(batch, self.config.algorithm.rollout_correction)
-        count_as_reward(batch, timing)
         with timer("reward", timing):
             batch = score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
         if self.needs_greedy_scores:

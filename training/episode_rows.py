@@ -16,7 +16,6 @@ from data.padding import last_token
 from data.protocol import DataProto, object_array
 from training.core_algos import Groups
 
-EARLY = "reward_results"  # column [B] of EarlyResult, where rows were scored while others were generated
 BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
 # What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.
 OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
@@ -128,7 +127,6 @@ def score_others(batch: DataProto, score: Callable[[DataProto], Any]) -> Any:
         for name, column in found.items():
             for row, value in zip(rest, column, strict=True):
                 rows[row][name] = value
-    batch.non_tensor_batch.pop(EARLY, None)  # those were read
     names = dict.fromkeys(name for row in rows for name in row)
     return placed, {name: object_array([row.get(name) for row in rows]) for name in names}, failures
 

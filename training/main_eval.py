@@ -29,7 +29,8 @@ from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
 from training.metric_utils import Figures, Graded, compute_evaluation_metrics
-from training.reward import RewardManager, load_default, load_functions, view_of_rows, view_scores
+from training.reward import RewardManager, view_of_rows, view_scores
+from training.reward_function import load_default, load_functions
 from training.reward_score import KNOWN, has_rule
 
 
@@ -46,7 +47,7 @@ def report(config: EvaluationConfig) -> None:
 def run(config: EvaluationConfig) -> dict[str, Figures]:
     """Scores the rows of the config, and returns what `evaluate` does."""
     rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
-    reward = load_functions(config.reward, None)
+    reward = load_functions(config.reward)
     if reward is None:
         check_rules(rows)
         reward = load_default(config.reward, SandboxFusionConfig(), None)

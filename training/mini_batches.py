@@ -14,7 +14,6 @@ import torch
 from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed, numpy_generator
-from training.advantage import LOG_PROB_COLUMNS, estimator_needs
 from training.core_algos import get_policy_loss, policy_loss_name
 
 
@@ -31,26 +30,6 @@ class Update:
 def first_policy_step(config: Config) -> int:
     """The step (from 1) of the policy's first update: trainer.critic_warmup, as in verl; the critic starts at once."""
     return max(1, config.trainer.critic_warmup)
-
-
-def log_prob_columns(config: Config, step: int) -> list[str]:
-    """The columns that are asked of the log-prob pass before the updates of a step (from 1); []: there is no such pass.
-
-    Old log-probs are needed by every update but a batch's first, whose ratio is 1, and by whatever reads them before
-    the updates: the KL in the reward, rollout correction, an estimator that names them or another column of the pass.
-    In bypass mode the rollout's own stand in for them. The entropies are for the samples, where the run logs entropy.
-    """
-    algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
-    correction = algorithm.rollout_correction
-    if correction.bypass_mode:
-        return []
-    several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-    read = estimator_needs(algorithm.adv_estimator) & set(LOG_PROB_COLUMNS)
-    if (several_updates and step >= first_policy_step(config)) or algorithm.use_kl_in_reward or corrects:
-        read |= {"old_log_probs"}
-    logs_entropy = actor.calculate_entropy or actor.entropy_coeff
-    return sorted(read | {"entropys"} if read and logs_entropy else read)
 
 
 def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator[tuple[DataProto, Update]]:

@@ -39,7 +39,7 @@ from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sam
 from data.seeding import seed_everything
 from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
-from training.advantage import LOG_PROB_COLUMNS, estimator_needs
+from training.advantage import estimator_needs
 from training.agents import known_names, load_agents
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import (
@@ -64,10 +64,12 @@ from training.environment import (
 )
 from training.policy_loss import TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
-from training.reward import FunctionReward, RewardManager, functions_of, load_reward_manager, reward_name
-from training.reward_function import FORMS, check_columns
+from training.reward import RewardManager, load_reward_manager
+from training.reward_function import FORMS, FunctionReward, check_columns
+from training.reward_results import OfFunctions, reward_name
 from training.reward_score import KNOWN, default_compute_score, has_rule, runs_programs
 from training.reward_score.sandbox_fusion import try_server
+from training.roles import OF_POLICY, TEACHER_KEY, loss_reads, needed_roles
 from training.sandbox import check_fences
 from training.tracking import check_loggers
 
@@ -153,7 +155,8 @@ def check_warmup(config: Config, total_steps: int) -> None:
 
 def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
     """Raises ConfigError if a reward function cannot do without ground_truth, or a column, and no row has it."""
-    functions = [one for one in functions_of(reward) if one.form.needs_ground_truth or one.form.needed]
+    functions = reward.functions if isinstance(reward, OfFunctions) else []
+    functions = [one for one in functions if one.form.needs_ground_truth or one.form.needed]
     rows = [loader.row(position) for position in rows_looked_at(loader)] if functions else []
     check_columns(functions, rows)
     truths = [row["reward_model"].get("ground_truth") for row in rows if isinstance(row.get("reward_model"), dict)]
@@ -214,14 +217,15 @@ def check_models(config: Config) -> None:
     Raises:
         ValueError: it cannot; names key and remedy.
     """
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    model, rollout, roles = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, needed_roles(config)
     longest = config.data.max_prompt_length + rollout.response_length
     policy = load_model_config(model, model.path, "actor_rollout_ref.model.path")
     check_is_decoder(policy, "actor_rollout_ref.model.path")
     lengths = "data.max_prompt_length + data.max_response_length"
     check_positions(policy, longest, "actor_rollout_ref.model.path", lengths)
     check_adapter(model, "actor_rollout_ref.model")
-    if needs_critic(config):
+    check_teacher(config, longest, lengths)
+    if "critic" in roles:
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")
         check_has_value_head(critic, "critic.model.path")
         check_positions(critic, longest, "critic.model.path", lengths)
@@ -230,23 +234,21 @@ def check_models(config: Config) -> None:
         check_is_reward_model(load_model_config(judge, judge.path, f"{RM_KEY}.path"), f"{RM_KEY}.path")
 
 
-def needed_roles(config: Config) -> list[str]:
-    """The roles that a run has workers for: actor and rollout, and ref, critic and rm where it needs them."""
-    optional = {"ref": needs_reference(config), "critic": needs_critic(config), "rm": config.reward.reward_model.enable}
-    return ["actor", "rollout", *(role for role, needed in optional.items() if needed)]
-
-
-def needs_critic(config: Config) -> bool:
-    """Whether values are computed: as critic.enable says; null: if the estimator cannot do without."""
-    wanted = "values" in estimator_needs(config.algorithm.adv_estimator)
-    return not config.trainer.val_only and (wanted if config.critic.enable is None else config.critic.enable)
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether there is a reference policy: a KL term or the estimator asks for it."""
-    wanted = "ref_log_prob" in estimator_needs(config.algorithm.adv_estimator)
-    wanted = wanted or config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-    return wanted and not config.trainer.val_only
+def check_teacher(config: Config, longest: int, lengths: str) -> None:
+    """Raises ValueError where ref.model.path names another model than the policy's, and it cannot be its reference."""
+    policy, path, key = config.actor_rollout_ref.model, config.actor_rollout_ref.ref.model.path, f"{TEACHER_KEY}.path"
+    if path == policy.path:
+        return
+    if not config.trainer.val_only and "ref" not in needed_roles(config):
+        raise ConfigError(
+            f"{key} names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor.use_kl_loss=true, or "
+            "algorithm.use_kl_in_reward=true, or leave it out."
+        )
+    teacher = load_model_config(policy, path, key)
+    check_is_decoder(teacher, key)
+    check_positions(teacher, longest, key, lengths)
+    if load_tokenizer(replace(policy, path=path)).get_vocab() != load_tokenizer(policy).get_vocab():
+        raise ConfigError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
 
 
 def check_algorithm(config: Config) -> None:
@@ -285,21 +287,22 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
             "choose an estimator without a critic, e.g. grpo."
         )
-    absent = estimator_needs(name) & set(LOG_PROB_COLUMNS) - {"old_log_probs"}
+    absent = estimator_needs(name) & set(OF_POLICY) - {"old_log_probs"}
     if absent and algorithm.rollout_correction.bypass_mode:
         raise ConfigError(
             f"algorithm.adv_estimator={name} needs {sorted(absent)}, which come with the old log-probs, and algorithm."
             "rollout_correction.bypass_mode=true does without that pass: take one of the two back."
         )
-    check_token_budgets(config, needs_reference(config), needs_critic(config))
     check_loss(config, loss_key)
+    roles = needed_roles(config)
+    check_token_budgets(config, "ref" in roles, "critic" in roles)
 
 
 def check_loss(config: Config, key: str) -> None:
     """Raises ValueError unless the policy loss, named by the setting `key`, can be called with what the run has."""
     settings, correction = config.actor_rollout_ref.actor.policy_loss, config.algorithm.rollout_correction
     mode, weighted = policy_loss_name(settings, correction), correction.rollout_is and not correction.bypass_mode
-    others = ({"rollout_is_weights": None} if weighted else {}) | settings.kwargs
+    others = ({"rollout_is_weights": None} if weighted else {}) | dict.fromkeys(loss_reads(config)) | settings.kwargs
     bind_policy_loss(get_policy_loss_fn(mode), TENSOR_ARGS, None, None, others, f"{key}={mode}")
 
 

@@ -1,10 +1,10 @@
 """PPO, GRPO and their kin: `step` is the dataflow; the loop around it is training/run.py.
 
 The trainer drives roles (training/roles.py) and does the small arithmetic between them; it knows neither where they
-run nor what runs there.
+run nor what runs there. A role that is added to the table takes part without a line here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from training.collection import Collector, draw_rows, update_sampler
 from training.core_algos import get_kl_controller
 from training.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
-from training.mini_batches import Update, first_policy_step, log_prob_columns, mini_batches, policy_mini_batches
+from training.mini_batches import Update, first_policy_step, mini_batches, policy_mini_batches
 from training.reports import report_validation, validation_summary
 from training.reward import RewardManager
-from training.roles import Roles
+from training.roles import columns_read
 from training.run import Metrics, Run
 from training.sample_files import SampleFiles
 from training.transcripts import sample_rows
@@ -36,7 +36,7 @@ class RayPPOTrainer(Run):
     Args:
         config: the run's.
         tokenizer: for rewards and transcripts.
-        roles: the workers.
+        roles: by name; each is called by `rows`, `all` or `compute` (workers/group.py).
         reward: scores responses, called with `reward_view`s.
         train_loader: prompts, with a position that is saved and restored.
         validator: measures the policy; None: never.
@@ -44,19 +44,20 @@ class RayPPOTrainer(Run):
     """
 
     config: Config
+    reads: tuple[str, ...] = ()  # columns of roles that a stage of a subclass reads
 
     def __init__(
         self,
         config: Config,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        roles: Roles,
+        roles: Mapping[str, Any],
         reward: RewardManager,
         train_loader: PromptLoader,
         validator: Validator | None,
         total_steps: int,
     ) -> None:
-        trained = {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic else {})
+        trained = {name: role for name, role in roles.items() if role.spec.update}
         super().__init__(
             config,
             tokenizer=tokenizer,
@@ -67,8 +68,8 @@ class RayPPOTrainer(Run):
             in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
             can_validate=validator is not None,
         )
-        self.rollout, self.actor, self.ref, self.critic = roles.rollout, roles.actor, roles.ref, roles.critic
-        self.num_workers = roles.num_workers
+        self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
+        self.num_workers = sum({id(role.group): role.group.size for role in roles.values()}.values())
         self.collector = Collector(config, tokenizer, roles, reward, train_loader)
         self.validator = validator
         self.sample_files = SampleFiles(config, total_steps, tokenizer)
@@ -105,27 +106,23 @@ class RayPPOTrainer(Run):
         timing: dict[str, float] = {}
         with timer("step", timing):
             batch, metrics = self.collector.collect(self.global_step, timing)
-            batch = self.compute_log_probs(batch, timing)
+            batch = self.compute_columns(batch, timing)
             metrics |= self.compute_advantages(batch, timing)
             metrics |= self.update(batch, timing)
         with timer("metrics", self.timing):
             metrics |= self.describe(batch, timing)
         return batch, metrics
 
-    def compute_log_probs(self, batch: DataProto, timing: dict[str, float]) -> DataProto:
-        """Returns the batch with what the algorithm reads of old log-probs, the reference's and the critic's values."""
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        if self.config.algorithm.rollout_correction.bypass_mode:
+    def compute_columns(self, batch: DataProto, timing: dict[str, float]) -> DataProto:
+        """Returns the batch with the columns that are read of log-probs, values and whatever else a role makes."""
+        config = self.config
+        if config.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif columns := log_prob_columns(self.config, self.global_step):
-            with timer("old_log_prob", timing):
-                batch = batch.union(self.actor.compute_log_prob(batch, temperature, columns))
-        if self.ref:
-            with timer("ref", timing):
-                batch = batch.union(self.ref.compute_log_prob(batch, temperature, ["ref_log_prob"]))
-        if self.critic:
-            with timer("values", timing):
-                batch = batch.union(self.critic.compute_values(batch))
+        read = columns_read(config, self.global_step >= first_policy_step(config)).union(self.reads)
+        for name, role in self.roles.items():
+            if columns := sorted(read.intersection(role.spec.columns).difference(batch.tensors)):
+                with timer(role.spec.stage or name, timing):
+                    batch = batch.union(role.compute(batch, columns, config.actor_rollout_ref.rollout.temperature))
         return batch
 
     def compute_advantages(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
@@ -141,28 +138,26 @@ class RayPPOTrainer(Run):
         return metrics
 
     def update(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
-        """Has critic and policy learn from the batch, and the engine sample from the new policy."""
+        """Has the roles that learn do so from the batch, the policy last, and the engine sample from the new policy."""
         config, metrics = self.config, {}
-        if self.critic:
-            with timer("update_critic", timing):
-                parts = mini_batches(batch, config, config.critic, self.global_step)
-                metrics |= self.learn(self.critic.update_critic, parts)
+        for name, role in self.models.items():
+            if role is not self.actor:
+                with timer(f"update_{name}", timing):
+                    parts = mini_batches(batch, config, role.spec.settings(config), self.global_step)
+                    metrics |= self.learn(role, parts)
         if self.global_step >= first_policy_step(config):
             with timer("update_actor", timing):
-                parts = policy_mini_batches(batch, config, self.global_step)
-                metrics |= self.learn(self.actor.update_policy, parts)
+                metrics |= self.learn(self.actor, policy_mini_batches(batch, config, self.global_step))
             with timer("update_weights", timing):
                 self.certificate = self.rollout.update_weights(self.global_step)
                 metrics |= self.certificate
         return metrics
 
-    def learn(
-        self, verb: Callable[[DataProto, Update], Metrics], mini_batches: Iterable[tuple[DataProto, Update]]
-    ) -> Metrics:
-        """Updates by `verb` on each mini-batch; averages the metrics. A refused mini-batch is kept for study."""
+    def learn(self, role: Any, mini_batches: Iterable[tuple[DataProto, Update]]) -> Metrics:
+        """Updates a role on each mini-batch; averages the metrics. A refused mini-batch is kept for study."""
         collected: dict[str, list[float]] = {}
         for mini_batch, update in mini_batches:
-            metrics = verb(mini_batch, update)
+            metrics = role.rows(role.spec.update, mini_batch, update)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
                 self.skipped_updates.keep(mini_batch, self.global_step)
             for name, value in metrics.items():
@@ -174,7 +169,7 @@ class RayPPOTrainer(Run):
         return {
             "training/global_step": self.global_step,
             "training/epoch": self.train_loader.epoch,
-            **compute_step_metrics(batch, timing, use_critic=self.critic is not None, n_gpus=self.num_workers),
+            **compute_step_metrics(batch, timing, use_critic="critic" in self.roles, n_gpus=self.num_workers),
         }
 
     def after_step(self, batch: DataProto) -> None:

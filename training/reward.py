@@ -15,7 +15,7 @@ import logging
 import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,117 +27,88 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import (
     Config,
     RewardConfig,
-    RewardFunctionConfig,
     RewardManagerConfig,
-    SandboxFusionConfig,
     ScoringConfig,
 )
-from configs.threads import available_cores
 from data.chat import parse_prompt
 from data.data_report import prompt_text
-from data.import_utils import bind, callable_name, load_extern_object
+from data.import_utils import bind, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.types import Row
-from training.episode_rows import BROUGHT, EARLY, EpisodeRows, describe_conversations, score_others
-from training.reward_function import (
-    Columns,
-    Failures,
-    FunctionReward,
-    Loadable,
-    WeightedReward,
-    load_function,
-    load_parts,
-    parse_scores,
-)
-from training.reward_manager import load_users_manager
-from training.roles import RewardModel
-from training.sandbox import check_fences
+from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations, score_others
+from training.reward_results import Columns, Failures, mark_failures, place_scores, reward_name, validate_result
 
-logger = logging.getLogger(__name__)
 RewardManager = Callable[[DataProto], Any]
-DEFAULT = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
 
 
 @dataclass(frozen=True)
-class EarlyResult:
-    """The results of the reward's functions for a row ([]: it brings its score), and the seconds that generation waited
-    for them at its end."""
+class RewardRun:
+    """The parts of a run that a source may build a reward with; `whole`: its config, of which rewards are a section."""
 
-    result: list[Any]
-    waited: float
+    tokenizer: PreTrainedTokenizerBase | None
+    environment: Any | None
+    whole: Config | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place where a reward comes from: `named` says whether the settings ask for it, `load`, "module:function", makes
+    the reward of (settings, run)."""
+
+    named: Callable[[RewardConfig, RewardRun], bool]
+    load: str
+
+
+SOURCES = {  # the first that is named scores; configs/checks.py refuses two that are named together
+    "manager": Source(
+        lambda settings, run: run.environment is None and settings.reward_manager != RewardManagerConfig(),
+        "training.reward_manager:of_manager",
+    ),
+    "functions": Source(lambda settings, run: settings.source() is not None, "training.reward_function:of_functions"),
+    "environment": Source(lambda settings, run: run.environment is not None, "training.reward:of_environment"),
+    "model": Source(lambda settings, run: settings.reward_model.enable, "training.reward:of_model"),
+    "rules": Source(lambda settings, run: True, "training.reward_function:of_rules"),
+}
 
 
 def load_reward_manager(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, environment: Any | None, whole: Config | None = None
+    config: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    environment: Any | None,
+    whole: Config | None = None,
 ) -> RewardManager:
-    """Loads the run's reward manager: one in verl's contract, the functions that the config names, the environment's,
-    or the rules of public data sets by each row's data source; with a reward model `zero_reward` instead of the rules.
-    A manager in verl's contract reads the `whole` config, of which `config` is the section of rewards.
+    """Loads the run's reward by the first of `SOURCES` that the settings name.
 
     Raises:
         ValueError: the function has an unknown form.
     """
-    if environment is None and has_manager(config):
-        return load_users_manager(config, tokenizer, load_default(config, config.sandbox_fusion, tokenizer), whole)
-    if own := config.reward_kwargs.extras:
+    run = RewardRun(tokenizer, environment, whole)
+    name, source = next((name, source) for name, source in SOURCES.items() if source.named(config, run))
+    if name != "manager" and (own := config.reward_kwargs.extras):
         raise ValueError(
             f"reward.reward_kwargs has {', '.join(own)}, which only a reward manager of yours reads "
             "(reward.reward_manager.name); a function has reward.custom_reward_function.reward_kwargs."
         )
-    if reward := load_functions(config, tokenizer):
-        return reward
-    if environment is not None:
-        manager = load_extern_object(config.reward_manager.path, config.reward_manager.name)
-        named = inspect.signature(manager).parameters  # one that hands **kwargs on to ours is given none
-        offered = {key: value for key, value in {"tokenizer": tokenizer, "config": whole}.items() if key in named}
-        return bind(manager, offered, positional={"environment": environment}, key="reward.reward_manager")()
-    if config.reward_model.enable:
-        return zero_reward
-    return load_default(config, config.sandbox_fusion, tokenizer)
+    return load_extern_object(*source.load.split(":"))(config, run)
+
+
+def of_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
+    """Loads the manager of custom/reward_manager.py, or of the user's file, around the environment."""
+    manager = load_extern_object(settings.reward_manager.path, settings.reward_manager.name)
+    named = inspect.signature(manager).parameters  # one that hands **kwargs on to ours is given none
+    offered = {key: value for key, value in {"tokenizer": run.tokenizer, "config": run.whole}.items() if key in named}
+    return bind(manager, offered, positional={"environment": run.environment}, key="reward.reward_manager")()
+
+
+def of_model(settings: RewardConfig, run: RewardRun) -> RewardManager:
+    """A learned model scores alone."""
+    return zero_reward
 
 
 def zero_reward(data: DataProto) -> list[float]:
     """Scores every row 0: the manager of a run that only a reward model scores."""
     return [0.0] * len(data)
-
-
-def load_default(
-    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> FunctionReward:
-    """Loads the rules of public data sets; if `server` has a url, they run programs there, else in processes that are
-    at most the cores."""
-    kwargs = {
-        "sandbox_fusion_url": server.url,
-        "concurrent_semaphore": server.max_concurrent,
-        "memory_limit_mb": server.memory_limit_mb,
-        "timeout": config.timeout,
-    }
-    if server.url is None:  # programs run here, and compute
-        if config.sandbox == "required":
-            check_fences(required=True)
-        config = replace(config, num_workers=min(config.num_workers, available_cores()[0]))
-    return load_function(RewardFunctionConfig(*DEFAULT, kwargs), config, tokenizer)
-
-
-def has_manager(config: RewardConfig) -> bool:
-    """Whether a manager is chosen: of an environment, or in verl's contract."""
-    return config.reward_manager != RewardManagerConfig()
-
-
-def load_functions(
-    config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> FunctionReward | WeightedReward | None:
-    """Loads the manager around the functions that the config names; returns None if it names none.
-
-    Raises:
-        ValueError: one has an unknown form.
-    """
-    if config.functions:
-        return WeightedReward(load_parts(config, tokenizer))
-    if config.custom_reward_function.path:
-        return load_function(config.custom_reward_function, config, tokenizer)
-    return None
 
 
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
@@ -231,13 +202,6 @@ def concat_scored(batches: Sequence[DataProto]) -> DataProto:
     return join_rows(batches)
 
 
-def count_as_reward(batch: DataProto, timing: dict[str, float]) -> None:
-    """Moves the time that generation waited for scores, at its end, from gen to reward."""
-    waited = max((early.waited for early in batch.non_tensor_batch.get(EARLY, [])), default=0.0)
-    timing["gen"] -= waited
-    timing["reward"] = timing.get("reward", 0.0) + waited
-
-
 def reward_metrics(batch: DataProto) -> dict[str, float]:
     """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how many rows
     could not be scored, reward/timeout and reward/error.
@@ -273,13 +237,7 @@ def compute_reward(
             column that the batch already has; names the row or the column.
     """
     name, mask = reward_name(manager), batch.batch["response_mask"]
-    if EARLY in batch:
-        begun = batch.non_tensor_batch.pop(EARLY)
-        scores, extra, failures = validate_result(
-            manager.of_rows([early.result for early in begun]), manager, mask.shape, config
-        )
-    else:
-        scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
+    scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
     if taken := [key for key in extra if key in batch]:
         raise ValueError(
             f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
@@ -308,108 +266,10 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
         ) from error
 
 
-def validate_result(
-    result: Any, manager: RewardManager, shape: tuple[int, int], config: ScoringConfig
-) -> tuple[Tensor, Columns, Failures]:
-    """Checks what a manager returned.
-
-    Returns:
-        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that have no score: 0, or, of [B],
-        reward.failure_score.
-
-    Raises:
-        RuntimeError, ValueError: as `compute_reward`.
-    """
-    name = reward_name(manager)
-    scores, extra, failures = parse_scores(result, shape, name)
-    if failures:
-        check_failures(failures, shape[0], config, name)
-        if config.on_failure == "score" and scores.ndim == 1:
-            scores[sorted(failures)] = config.failure_score
-    return scores, extra, failures
-
-
-def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Puts [B] scores onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
-    if scores.ndim == 2:
-        strays = ((scores != 0) & (mask == 0)).nonzero().tolist()
-        if strays:
-            raise ValueError(
-                f"the reward {name} scored {len(strays)} tokens that the policy did not produce, the first at "
-                f"[response, token] = {strays[0]}: multiply by data.response_mask, or score its last 1 of each row."
-            )
-        return scores
-    return torch.where(last_token(mask) == 1, scores[:, None], 0.0)
-
-
-def reward_name(manager: RewardManager) -> str:
-    if isinstance(manager, WeightedReward):
-        return f"reward.functions ({', '.join(part.label for part in manager.parts)})"
-    return callable_name(manager.function if isinstance(manager, FunctionReward) else manager)
-
-
-def functions_of(manager: RewardManager) -> list[FunctionReward]:
-    """Returns the user's functions that a manager calls."""
-    if isinstance(manager, WeightedReward):
-        return [part.function for part in manager.parts]
-    return [manager] if isinstance(manager, FunctionReward) else []
-
-
-def early_functions(manager: RewardManager) -> list[Loadable]:
-    """Returns what a worker loads to score rows as `manager` does, while others are generated; [] if it cannot."""
-    functions = functions_of(manager) if type(manager) in (FunctionReward, WeightedReward) else []
-    return [function.loaded_by for function in functions] if all(one.scores_rows() for one in functions) else []
-
-
-def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
-    """Warns of responses that the reward called `name` could not score, or ends the run if they are too many.
-
-    Raises:
-        RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
-    """
-    [(said, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
-    kinds = Counter(failure.outcome for failure in failures.values())
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    example = next(failure for failure in failures.values() if failure.said == said)
-    verb = "raised" if example.trace else "failed:"
-    what = f"the reward {name} {verb} {said}"
-    if len(failures) <= config.max_failed_fraction * rows:
-        becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
-        logger.warning("%d of %d responses could not be scored (%s), and are %s: %s, most often (%d times)",
-                       len(failures), rows, counts, becomes, what, times)  # fmt: skip
-        return
-    error = RuntimeError(
-        f"{what}. {len(failures)} of {rows} responses could not be scored ({counts}), more than "
-        f"reward.max_failed_fraction={config.max_failed_fraction:g} allows. "
-        "`python -m training.reward FILE --data ROWS` tries a function alone; with reward.in_process=true breakpoints "
-        "work in it."
-    )
-    if example.trace:
-        error.add_note(f"in the process of the reward function:\n{example.trace}")
-    raise error
-
-
-def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -> None:
-    """Adds the column reward_outcome, [B] (ok, timeout or error), and leaves rows without a score out of training.
-
-    Such a row loses its policy tokens and, if there is that column, gets the end_reason reward_timeout or reward_error.
-    """
-    outcomes = [failures[row].outcome if row in failures else "ok" for row in range(len(batch))]
-    batch.non_tensor_batch["reward_outcome"] = object_array(outcomes)
-    if not failures or config.on_failure == "score":
-        return
-    rows = sorted(failures)
-    batch.batch["response_mask"][rows] = 0
-    if "end_reason" in batch:
-        reasons = np.array(batch.end_reason, dtype=object)
-        reasons[rows] = [f"reward_{failures[row].outcome}" for row in rows]
-        batch.non_tensor_batch["end_reason"] = reasons
-
-
 def score_batch(
     batch: DataProto,
     manager: RewardManager,
-    model: RewardModel | None,
+    model: Any | None,
     tokenizer: PreTrainedTokenizerBase,
     config: RewardConfig,
 ) -> DataProto:
@@ -424,7 +284,7 @@ def score_batch(
     batch = add_scores(batch, manager, tokenizer, config)
     if model is None:
         return batch
-    scores = model.compute_rm_score(batch).batch["rm_scores"]
+    scores = model.rows("compute_rm_score", batch).batch["rm_scores"]
     if not torch.isfinite(scores).all():
         row = int((~torch.isfinite(scores)).nonzero()[0])
         raise FloatingPointError(

@@ -5,38 +5,39 @@ A function's form is read from its signature, and it is given the arguments that
 """
 
 import inspect
-import math
-import numbers
 import re
-import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
-from configs.schema import RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
+from configs.schema import (
+    RewardConfig,
+    RewardFunctionConfig,
+    SandboxFusionConfig,
+    ScoringConfig,
+    WeightedFunctionConfig,
+)
+from configs.threads import available_cores
 from data.chat import as_messages
 from data.concurrency import run_all
 from data.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
-from data.protocol import DataProto, object_array
+from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import Row
+from training.reward_results import parse_scores
+from training.sandbox import check_fences
 from training.scorers import NotScored
 from training.scorers.pool import Scorers
 from training.scorers.program import is_async
 
-Columns = dict[str, np.ndarray]
-Failures = dict[int, NotScored]  # by row
-Loadable = tuple[RewardFunctionConfig, ScoringConfig]  # with which `load_function` loads a function
+RULES = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
@@ -58,7 +59,6 @@ FACTS = frozenset(("split", "messages", "response_ids", "end_reason", "group", "
 SERVED = ("reward_router_address", "reward_model_tokenizer")  # verl's arguments about a judge that it serves
 VERL_ARGUMENTS = 4
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-TOO_LARGE = 1e18  # from here on the squares of a batch of scores are no longer finite in float32
 NOT_MINE = NotScored("not mine", "it returned None")  # of one of several functions
 NO_PART = NotScored("error", "all functions returned None")
 # What the log and the records of samples call the scores of a run and the texts beside them.
@@ -135,7 +135,7 @@ class FunctionReward:
     ) -> None:
         self.function, self.tokenizer, self.reward_kwargs = function, tokenizer, reward_kwargs or {}
         self.max_concurrent, self.timeout, self.scorers = max_concurrent, timeout, scorers
-        self.data_sources, self.loaded_by = frozenset(data_sources), None  # or, by `load_function`, a Loadable
+        self.data_sources = frozenset(data_sources)
         self.form = Form(function, self.reward_kwargs)
         settings = f"{key}.reward_kwargs"
         if missing := [name for name in SERVED if name in self.form.needed]:
@@ -146,6 +146,14 @@ class FunctionReward:
             )
         wanted = dict.fromkeys(sorted(self.form.wanted))
         bind(function, wanted, self.reward_kwargs, "the reward function", settings=settings)
+
+    @property
+    def title(self) -> str:
+        return callable_name(self.function)
+
+    @property
+    def functions(self) -> "list[FunctionReward]":
+        return [self]
 
     def __call__(self, data: DataProto) -> Any:
         """Returns the function's results, a list or one for all; NotScored for a row that could not be scored."""
@@ -166,14 +174,6 @@ class FunctionReward:
             return lambda: results
         rows = 1 if self.form.takes_one_response else len(data)
         return partial(self._joined, [self.scorers.submit(call, rows) for call in calls], len(data))
-
-    def scores_rows(self) -> bool:
-        """Whether a row can be scored in a process before the others are there."""
-        return self.form.takes_one_response and self.loaded_by is not None and "group" not in self.form.wanted
-
-    def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """Joins the results that each row of a batch has alone: of every function that a manager calls, here of one."""
-        return [result for [result] in begun]
 
     def _called_here(self, calls: list[dict[str, Any]]) -> Any:
         results = [self.function(**call | self.reward_kwargs) for call in calls]
@@ -277,88 +277,7 @@ def load_function(
     reward = FunctionReward(function, tokenizer, entry.reward_kwargs, **limits)
     if reward.form.columns and not config.in_process:
         reward.scorers = Scorers(entry.path, entry.name, reward.reward_kwargs, is_async(function), config)
-        reward.loaded_by = entry, config
     return reward
-
-
-def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
-    """Reads numbers, dicts or a tensor as float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and
-    the rows that have no score: their scores and numbers are 0, and all else None.
-
-    A row that the reward called `name` could not score has none, nor has one with anything but a finite number, or
-    with a dict of other keys than most. A number beside dicts is a score without further values: None in their columns.
-
-    Raises:
-        ValueError: the whole has a wrong number, type or shape.
-    """
-    rows, extra, failures = shape[0], {}, {}
-    if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers
-        said = result.get("reward_extra_info") or {}
-        if bad := {key: len(values) for key, values in said.items() if len(values) != rows}:
-            raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
-        result, extra = result["reward_tensor"], {key: object_array(list(values)) for key, values in said.items()}
-    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
-    if isinstance(result, np.ndarray | Tensor) and result.ndim == 1:
-        result = result.tolist()
-    if isinstance(result, list | tuple):
-        if len(result) != rows:
-            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
-        scores, split, failures = split_results(result)
-        return scores, extra | split, failures
-    if not isinstance(result, np.ndarray | Tensor):
-        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
-    if tuple(result.shape) != tuple(shape):
-        raise ValueError(f"the reward {name} returned scores of shape {list(result.shape)}: {allowed}.")
-    scores = torch.as_tensor(result).detach().float().cpu().clone()
-    return scores, extra, set_aside(scores)
-
-
-def set_aside(scores: Tensor) -> Failures:
-    """Fills the rows of `scores` [B, R] that hold anything but finite numbers with 0; returns those rows."""
-    wrong, failures = ~(scores.abs() < TOO_LARGE), {}  # NaN is not below anything
-    for row in wrong.any(1).nonzero()[:, 0].tolist():
-        failures[row] = why_no_score(scores[row][wrong[row]][0].item(), frozenset())
-        scores[row] = 0
-    return failures
-
-
-def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
-    """Splits the results of B responses into scores [B], a column for every other key of their dicts, and the rows
-    whose result is no score."""
-    dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
-    kinds = Counter(frozenset(result) for result in results if isinstance(result, dict) and "score" in result)
-    [(keys, _)] = kinds.most_common(1) or [(frozenset(["score"]), 0)]
-    scores, failures, example = torch.tensor([as_number(one.get("score")) for one in dicts]), {}, {}
-    for row, result in enumerate(results):
-        if scores[row].isnan() or (isinstance(result, dict) and set(result) != keys):
-            failures[row] = why_no_score(result, keys)
-        elif set(dicts[row]) == keys:
-            example = example or dicts[row]
-    scores[[*failures]] = 0
-    filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
-    dicts = [filler if row in failures else one for row, one in enumerate(dicts)]
-    columns = {key: object_array([one.get(key) for one in dicts]) for key in filler if key != "score"}
-    return scores, columns, failures
-
-
-def why_no_score(result: Any, keys: frozenset[str]) -> NotScored:
-    """Says why `result` is no score, where most dicts of the batch have `keys`."""
-    if isinstance(result, NotScored):
-        return result
-    if isinstance(result, dict) and set(result) != keys:
-        rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
-        return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
-    score = result["score"] if isinstance(result, dict) else result
-    is_number = isinstance(score, numbers.Real)
-    rule = f"finite number below {TOO_LARGE:g}" if is_number else "number, or a dict with it as 'score'"
-    return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
-
-
-def as_number(score: Any) -> float:
-    """Returns a number of any type as a float; NaN for anything else, and for one that is too large."""
-    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
-        score = score.item()
-    return float(score) if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE else math.nan
 
 
 @dataclass(frozen=True)
@@ -381,13 +300,17 @@ class WeightedReward:
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
 
+    @property
+    def title(self) -> str:
+        return f"reward.functions ({', '.join(part.label for part in self.parts)})"
+
+    @property
+    def functions(self) -> list[FunctionReward]:
+        return [part.function for part in self.parts]
+
     def __call__(self, data: DataProto) -> list[Any]:
         waits = [part.function.begin(data) for part in self.parts]
         return self.combine([wait() for wait in waits], len(data))
-
-    def of_rows(self, begun: list[list[Any]]) -> list[Any]:
-        """As `FunctionReward.of_rows`."""
-        return self.combine([*zip(*begun, strict=True)], len(begun))
 
     def combine(self, results: list[Any], rows: int) -> list[Any]:
         """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
@@ -447,3 +370,46 @@ def labels(entries: list[WeightedFunctionConfig]) -> list[str]:
                 "define it under another name in its file."
             )
     return found
+
+
+def load_functions(
+    settings: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> FunctionReward | WeightedReward | None:
+    """Loads the manager around the functions that the settings name; returns None if they name none.
+
+    Raises:
+        ValueError: one has an unknown form.
+    """
+    if settings.functions:
+        return WeightedReward(load_parts(settings, tokenizer))
+    if settings.custom_reward_function.path:
+        return load_function(settings.custom_reward_function, settings, tokenizer)
+    return None
+
+
+def of_functions(settings: RewardConfig, run: Any) -> FunctionReward | WeightedReward:
+    """As a source of training/reward.py."""
+    return load_functions(settings, run.tokenizer)
+
+
+def of_rules(settings: RewardConfig, run: Any) -> FunctionReward:
+    """As a source of training/reward.py."""
+    return load_default(settings, settings.sandbox_fusion, run.tokenizer)
+
+
+def load_default(
+    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> FunctionReward:
+    """Loads the rules of public data sets; if `server` has a url, they run programs there, else in processes that are
+    at most the cores."""
+    kwargs = {
+        "sandbox_fusion_url": server.url,
+        "concurrent_semaphore": server.max_concurrent,
+        "memory_limit_mb": server.memory_limit_mb,
+        "timeout": config.timeout,
+    }
+    if server.url is None:  # programs run here, and compute
+        if config.sandbox == "required":
+            check_fences(required=True)
+        config = replace(config, num_workers=min(config.num_workers, available_cores()[0]))
+    return load_function(RewardFunctionConfig(*RULES, kwargs), config, tokenizer)

@@ -29,7 +29,8 @@ from data.concurrency import run_all
 from data.import_utils import bind, load_extern_object, load_module
 from data.padding import last_token
 from data.protocol import DataProto
-from training.reward_function import FunctionReward, parse_scores
+from training.reward_function import FunctionReward, load_default
+from training.reward_results import parse_scores
 
 REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 Class = TypeVar("Class", bound=type)
@@ -210,18 +211,17 @@ class UsersManager:
         return [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
 
 
-def load_users_manager(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, default: FunctionReward, whole: Config | None
-) -> UsersManager:
-    """Loads the manager of the user's that reward.reward_manager names; without a function of the run it is given that
-    of `default`."""
-    function, kwargs = config.custom_reward_function, default.reward_kwargs
+def of_manager(settings: RewardConfig, run: Any) -> UsersManager:
+    """As a source of training/reward.py: loads the manager that reward.reward_manager names, and gives it the function
+    of the run, or the rules of public data sets."""
+    function = settings.custom_reward_function
     if function.path:
         scores, kwargs = load_extern_object(function.path, function.name), function.reward_kwargs
     else:
-        scores = default.function
-    manager_class = load_manager_class(config.reward_manager)
-    return UsersManager(manager_class, config, tokenizer, partial(scores, **kwargs), whole)
+        rules = load_default(settings, settings.sandbox_fusion, run.tokenizer)
+        scores, kwargs = rules.function, rules.reward_kwargs
+    manager_class = load_manager_class(settings.reward_manager)
+    return UsersManager(manager_class, settings, run.tokenizer, partial(scores, **kwargs), run.whole)
 
 
 def kwargs_of(config: RewardConfig) -> dict[str, Any]:

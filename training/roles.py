@@ -1,97 +1,183 @@
-"""The roles of workers as the training loop sees them: a few verbs each.
+"""The roles of a run, in one table: which columns each makes, whether it learns, and how a worker builds it.
 
-`training/` knows only these; `workers/` implements them, in this process or behind Ray.
+The step has a role make the columns that the estimator, the policy loss or the trainer names; it updates those that
+learn; a checkpoint holds them. A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by
+`register_role`, and is loaded by the driver and by every worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from functools import reduce
+from typing import Any
 
-from data.protocol import DataProto
-from data.types import SamplingParams
-from training.mini_batches import Update
-from training.reward_function import Loadable
+from configs.schema import Config
+from data.import_utils import load_extern_object, required_arguments
+from training.advantage import estimator_needs
+from training.core_algos import get_policy_loss, policy_loss_name
+from training.policy_loss import TENSOR_ARGS
+
+TEACHER_KEY = "actor_rollout_ref.ref.model"
+OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
 
 
 class WorkerError(RuntimeError):
     """A worker in another process failed; the message carries its rank and traceback."""
 
 
-class Rollout(Protocol):
-    """Samples responses from the policy."""
+@dataclass(frozen=True)
+class RoleSpec:
+    """An entry of the table.
 
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        """Responses to every row of `prompts` (column raw_prompt_ids), as the columns of a rollout beside its own."""
+    Attributes:
+        name: of the role; in a checkpoint, of its folder.
+        build: called in each worker with its `ModelWorker`, returns the object whose methods `Role` calls; a function,
+            or "module:function".
+        section: its settings in the config; one that learns has optim, ppo_epochs, ppo_mini_batch_size and shuffle.
+        columns: that its method `compute` makes of a batch; it is called with rows, and then with what `given` lists:
+            the sampling "temperature", the "columns" that are read.
+        objects: columns of objects that it reads; it is given every tensor.
+        update: its method that takes one step on a mini-batch; None: it does not learn.
+        stage: what `compute` is called in timing_s/; None: the name.
+        like_policy: its layers are split as the policy's are, and a prompt like the row before's costs it nothing.
+        turn: when it is built: below 0 before the policy has an optimiser, above 0 when others have what they need.
+        wanted: says of a config whether the role plays even if nobody reads its columns.
+    """
 
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Makes the engine sample from the actor's present weights, which have this number; returns the certificate
-        that it does: rollout/weight_version, and, if it was probed, rollout/sync_max_logprob_diff."""
+    name: str
+    build: Callable[[Any], Any] | str
+    section: str = ""
+    columns: tuple[str, ...] = ()
+    compute: str = "compute"
+    given: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
+    update: str | None = None
+    stage: str | None = None
+    like_policy: bool = True
+    turn: int = 0
+    wanted: Callable[[Config], bool] = lambda config: False
 
-    def score_early(self, functions: Sequence[Loadable]) -> None:
-        """Scores responses by these functions of the run's reward while others are generated; they bring the results as
-        the column reward_results."""
+    def settings(self, config: Config) -> Any:
+        return reduce(getattr, self.section.split("."), config)
 
-
-class Scorer(Protocol):
-    """A policy that scores responses: the one in training, or the frozen reference."""
-
-    def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
-        """Returns the `columns` asked for, of old_log_probs, entropys and sum_pi_squared, or the reference's
-        ref_log_prob: [B, R] float32 each, 0 where the policy produced no token."""
-
-
-class Trained(Protocol):
-    """A model in training, which is part of every checkpoint."""
-
-    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
-        """Writes the parts named in `contents` (model, optimizer, extra, hf_model) into `folder`; in the background it
-        returns when they are copied."""
-
-    def is_saved(self) -> bool:
-        """Says whether all that `save` was told is written; raises what went wrong with it."""
-
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote; raises ValueError if a part is missing or unreadable."""
-
-    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """Returns the size of what `save` writes of the parts named in `contents`."""
-
-
-class Actor(Scorer, Trained, Protocol):
-    """The policy in training."""
-
-    def update_policy(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
-        """Makes one optimiser step; returns its metrics."""
-
-    def compute_loss(self, batch: DataProto, update: Update) -> dict[str, float]:
-        """The metrics of the loss that `update_policy` would step on; nothing changes."""
+    def builder(self) -> Callable[[Any], Any]:
+        return load_extern_object(*self.build.split(":")) if isinstance(self.build, str) else self.build
 
 
-class Critic(Trained, Protocol):
-    """The value model in training."""
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """Column values, [B, R] float32."""
-
-    def update_critic(self, mini_batch: DataProto, update: Update) -> dict[str, float]:
-        """Makes one optimiser step; returns its metrics."""
+ROLES: dict[str, RoleSpec] = {}
 
 
-class RewardModel(Protocol):
-    """A learned reward model."""
+def register_role(spec: RoleSpec) -> RoleSpec:
+    """Adds a role to the table; one of its name gives way.
 
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Column rm_scores, [B] float32."""
+    Raises:
+        ValueError: another role makes one of its columns.
+    """
+    for other in ROLES.values():
+        if other.name != spec.name and (shared := set(spec.columns).intersection(other.columns)):
+            raise ValueError(f"the role {spec.name} makes {sorted(shared)}, which the role {other.name} makes.")
+    ROLES[spec.name] = spec
+    return spec
 
 
-@dataclass
-class Roles:
-    """The roles of a run; ref, critic and rm only where it needs them."""
+def always(config: Config) -> bool:
+    return True
 
-    rollout: Rollout
-    actor: Actor
-    ref: Scorer | None = None
-    critic: Critic | None = None
-    rm: RewardModel | None = None
-    num_workers: int = 1  # over which throughput is divided
+
+for entry in (
+    RoleSpec(
+        name="actor",
+        build="workers.dp_actor:build_actor",
+        section="actor_rollout_ref.actor",
+        columns=OF_POLICY,
+        compute="compute_log_prob",
+        given=("temperature", "columns"),
+        update="update_policy",
+        stage="old_log_prob",
+        wanted=always,
+    ),
+    RoleSpec(
+        name="rollout",
+        build="workers.model_worker:build_rollout",
+        section="actor_rollout_ref.rollout",
+        turn=1,
+        wanted=always,
+    ),
+    RoleSpec(
+        name="ref",
+        build="workers.dp_actor:build_reference",
+        section="actor_rollout_ref.ref",
+        columns=("ref_log_prob",),
+        compute="compute_log_prob",
+        given=("temperature", "columns"),
+        turn=-1,
+    ),
+    RoleSpec(
+        name="critic",
+        build="workers.dp_critic:build_critic",
+        section="critic",
+        columns=("values",),
+        compute="compute_values",
+        update="update_critic",
+        stage="values",
+    ),
+    RoleSpec(
+        name="rm",
+        build="workers.reward_model:build_reward_model",
+        section="reward.reward_model",
+        columns=("rm_scores",),
+        compute="compute_rm_score",
+        objects=("raw_prompt",),
+        like_policy=False,
+        wanted=lambda config: config.reward.reward_model.enable,
+    ),
+):
+    register_role(entry)
+
+
+def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[str]:
+    """Names the roles that a run has workers for; one that only validates learns nothing, and reads no columns."""
+    read = set() if config.trainer.val_only else columns_read(config) | set(trainer_reads)
+    return [name for name, spec in ROLES.items() if spec.wanted(config) or not read.isdisjoint(spec.columns)]
+
+
+def needs_critic(config: Config) -> bool:
+    """As verl's need_critic."""
+    return "critic" in needed_roles(config)
+
+
+def needs_reference(config: Config) -> bool:
+    """As verl's need_reference_policy."""
+    return "ref" in needed_roles(config)
+
+
+def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
+    """Names the columns that are read before or in the updates of a step: by the estimator, the policy loss, a KL term,
+    rollout correction, and every update but a batch's first, whose ratio is 1.
+
+    In bypass mode the rollout's log-probs stand in for the policy's. The entropies are for the samples: they come with
+    a pass over the policy if there is one, where the run logs entropy.
+    """
+    algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
+    correction = algorithm.rollout_correction
+    read = estimator_needs(algorithm.adv_estimator) | loss_reads(config)
+    several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
+    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
+    if (several_updates and updates_policy) or algorithm.use_kl_in_reward or corrects:
+        read |= {"old_log_probs"}
+    if algorithm.use_kl_in_reward or actor.use_kl_loss:
+        read |= {"ref_log_prob"}
+    if config.critic.enable:
+        read |= {"values"}
+    if correction.bypass_mode:
+        return read.difference(OF_POLICY)
+    if not read.isdisjoint(OF_POLICY) and (actor.calculate_entropy or actor.entropy_coeff):
+        read |= {"entropys"}
+    return read
+
+
+def loss_reads(config: Config) -> set[str]:
+    """Names the columns of roles that the policy loss has as arguments without a default, after `TENSOR_ARGS`."""
+    settings = config.actor_rollout_ref.actor.policy_loss
+    loss = get_policy_loss(policy_loss_name(settings, config.algorithm.rollout_correction))
+    made = {column for spec in ROLES.values() for column in spec.columns}
+    return made.intersection(list(required_arguments(loss.function))[len(TENSOR_ARGS) :])

@@ -32,7 +32,7 @@ from training.checkpoint import (
 from training.health import Watch
 from training.metric_utils import timer
 from training.reports import ended_early, files_left, nothing_left, steps_lost
-from training.roles import Trained, WorkerError
+from training.roles import WorkerError
 from training.run_info import Start
 from training.tracking import Tracking
 
@@ -47,7 +47,7 @@ class Run:
         tokenizer: saved beside every model.
         train_loader: training rows, with a position that is saved and restored.
         total_steps: the last step's number.
-        models: what is trained, by its folder in a checkpoint ("." is the checkpoint itself).
+        models: the roles that learn, by their folders in a checkpoint ("." is the checkpoint itself).
         contents: the parts of a model that a checkpoint holds.
         in_background: whether training goes on while a checkpoint is written.
         can_validate: whether there is anything to validate on.
@@ -68,7 +68,7 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         train_loader: PromptLoader,
         total_steps: int,
-        models: Mapping[str, Trained],
+        models: Mapping[str, Any],
         contents: Sequence[str],
         in_background: bool,
         can_validate: bool,
@@ -154,7 +154,7 @@ class Run:
             return
         way_out = "" if self.acts_after_last_step else ", or train without checkpoints: trainer.save_freq=-1"
         self.saver.try_out(way_out)
-        size = sum(model.checkpoint_bytes(self.saver.contents) for model in self.models.values())
+        size = sum(model.all("checkpoint_bytes", self.saver.contents)[0] for model in self.models.values())
         saves = -(-(self.total_steps - self.global_step) // often) if often > 0 else 1
         self.saver.check_room(size, saves, way_out)
 
@@ -216,7 +216,7 @@ class Run:
     def write_state(self, folder: Path, contents: Sequence[str]) -> None:
         """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
         for name, model in self.models.items():
-            model.save(folder.resolve() / name, contents, self.in_background)
+            model.all("save", folder.resolve() / name, contents, self.in_background)
             self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state(), **self.state()}
@@ -225,7 +225,7 @@ class Run:
 
     def is_written(self) -> bool:
         """Says whether the checkpoint that `write_state` began is whole."""
-        return all([model.is_saved() for model in self.models.values()])  # each is asked
+        return all([all(model.all("is_saved")) for model in self.models.values()])  # each is asked
 
     def resume(self) -> None:
         """Continues from the newest (or the named) checkpoint, if there is one."""
@@ -238,7 +238,7 @@ class Run:
         for line in [] if of_verl else config_drift(folder / CONFIG_FILE, self.config):
             print(f"  config changed since: {line}")
         for name, model in self.models.items():
-            model.load(folder.resolve() / name)
+            model.all("load", folder.resolve() / name)
         if of_verl:
             self.global_step = int(folder.name.rpartition("_")[2])
             notice(f"{folder} is verl's: its models and its step are taken over, and the data begins anew.")

@@ -50,10 +50,9 @@ from training.health import SkippedUpdates
 from training.metric_utils import timer
 from training.mini_batches import Update
 from training.reports import METRICS_FILE
-from training.roles import Actor
 from training.run import Metrics, Run
 from training.run_info import Start
-from workers.remote_roles import RemoteActor
+from workers.group import Role, roles_of
 from workers.worker_group import Resources, check_machine, start_command, start_pools, worker_summary
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
@@ -120,7 +119,7 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
     with Start.of_run(config, parts.total_steps, threads, lines) as start:
         pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
         try:
-            trainer = SFTTrainer(config, parts, RemoteActor(pools["actor"], "actor"))
+            trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config).actor_rollout_ref)["actor"])
             trainer.start = start
             trainer.fit()
             return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
@@ -169,7 +168,7 @@ class SFTTrainer(Run):
 
     acts_after_last_step = True
 
-    def __init__(self, config: SFTConfig, parts: SFTParts, actor: Actor) -> None:
+    def __init__(self, config: SFTConfig, parts: SFTParts, actor: Role) -> None:
         super().__init__(
             config,
             tokenizer=parts.tokenizer,
@@ -193,7 +192,7 @@ class SFTTrainer(Run):
                 batch = self.pad(self.train_loader.next_batch())
                 tokens = int(batch.batch["response_mask"].sum())
             with timer("update_actor", timing):
-                learnt = self.actor.update_policy(batch, self.update_by(tokens))
+                learnt = self.actor.rows("update_policy", batch, self.update_by(tokens))
         renamed = {name.replace("actor/", "train/"): value for name, value in learnt.items() if name != "actor/pg_loss"}
         return batch, renamed | {
             "train/tokens": tokens,
@@ -207,7 +206,7 @@ class SFTTrainer(Run):
         for rows in self.val_loader:
             batch = self.pad(rows)
             tokens += int(batch.batch["response_mask"].sum())
-            total += self.actor.compute_loss(batch, self.update_by(1))["actor/loss"]
+            total += self.actor.rows("compute_loss", batch, self.update_by(1))["actor/loss"]
         self.validation = {"val/loss": total / tokens}
         return self.validation
 

@@ -29,8 +29,9 @@ from data.import_utils import load_module
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels
 from data.types import Row
-from training.reward import call_manager, load_default, validate_result, view_of_rows
-from training.reward_function import FunctionReward, load_function
+from training.reward import call_manager, view_of_rows
+from training.reward_function import FunctionReward, load_default, load_function
+from training.reward_results import validate_result
 from training.scorers import NotScored
 
 NAMES = ("compute_score", "compute_reward")  # looked for without --name

@@ -1,6 +1,6 @@
 """Measures the policy by answers to held-out prompts, and by whole episodes in the real environment."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from training.episode_rows import EpisodeRows
 from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, concat_scored, score_batch, zero_reward
-from training.roles import Roles
 from training.sample_files import SampleFiles
 from training.transcripts import by_kind, print_records, sample_rows, spread, total_scores
 
@@ -32,16 +31,17 @@ class Validator:
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
-        roles: Roles,
+        roles: Mapping[str, Any],
         reward: RewardManager,
         loader: PromptLoader | None,
         game: EnvSetup | None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.rollout = roles.rollout
+        self.rollout = roles["rollout"]
         self.reward = reward
-        self.rm = roles.rm if reward is zero_reward else None  # a policy may learn to please it: any other reward tells
+        # A policy may learn to please a reward model: any other reward tells.
+        self.rm = roles.get("rm") if reward is zero_reward else None
         self.loader = loader
         self.game = game
         self.sample_files: SampleFiles | None = None  # a run's, which it sets

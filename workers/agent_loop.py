@@ -11,7 +11,7 @@ too: the loop takes 27 % more processor time for 1,024 single answers of 16 toke
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 
@@ -32,7 +32,7 @@ from workers.agents.episode import Episode, Limits, Policy, SingleAnswer
 from workers.agents.user_code import MOST_STUCK, stuck
 from workers.agents.users_loop import UsersEpisode
 from workers.engine_pump import AsyncEngine, CallingThread
-from workers.rollout import Rollout, nothing
+from workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # at an episode whose other side raises
@@ -51,7 +51,6 @@ class AgentLoop:
         self, config: Config, tokenizer: PreTrainedTokenizerBase, engine: Rollout, game: EnvSetup | None
     ) -> None:
         self.config, self.engine = config, engine
-        self.on_finished: Callable[[int, list[Sample]], None] = nothing  # called with a row's place and its episode
         rollout = config.actor_rollout_ref.rollout
         self.agents = load_agents(rollout.agent)
         self.game, self.free_environments = game, list[Seat]()
@@ -84,12 +83,7 @@ class AgentLoop:
         return self.columns(prompts, episodes, [f"{seed}-{number}" for number in numbers])
 
     async def play_all(self, rows: Sequence[Row], policies: Sequence[Policy]) -> list[list[Sample]]:
-        async def play_place(place: int) -> list[Sample]:
-            samples = await self.play_row(rows[place], policies[place])
-            self.on_finished(place, samples)
-            return samples
-
-        return await asyncio.gather(*map(play_place, range(len(rows))))
+        return await asyncio.gather(*map(self.play_row, rows, policies))
 
     async def play_row(self, row: Row, policy: Policy) -> list[Sample]:
         """Plays an episode, again if the other side raised; returns its rows."""

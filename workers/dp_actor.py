@@ -1,7 +1,8 @@
 """Trains the policy, and scores by it and by the frozen reference policy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from data.seeding import forked_rng
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty, policy_loss_name
 from training.mini_batches import Update
 from training.policy_loss import ReadableNamespace, call_policy_loss
+from training.roles import TEACHER_KEY, loss_reads
 from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
+from workers.lora import has_lora
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
+from workers.model_worker import ModelWorker
+from workers.models import frozen_copy
+from workers.offload import Residence
 from workers.sharding import reshard
 
 NO_CORRECTION = RolloutCorrectionConfig()
@@ -34,6 +40,7 @@ class DataParallelPPOActor(TrainedModel):
         engine: the model in training.
         update_size, log_prob_size: what a forward pass may hold, with and without a backward.
         rollout_correction: in bypass mode it brings the policy loss.
+        loss_reads: further columns that the policy loss names.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class DataParallelPPOActor(TrainedModel):
         update_size: MicroBatchSize,
         log_prob_size: MicroBatchSize,
         rollout_correction: RolloutCorrectionConfig = NO_CORRECTION,
+        loss_reads: Collection[str] = (),
     ) -> None:
         self.config = config
         self.engine = engine
@@ -50,6 +58,7 @@ class DataParallelPPOActor(TrainedModel):
         self.log_prob_size = log_prob_size
         self.policy_loss = get_policy_loss(policy_loss_name(config.policy_loss, rollout_correction))
         policy_loss = ReadableNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
+        self.loss_reads, self.loss_columns = loss_reads, dict.fromkeys([*LOSS_COLUMNS, *loss_reads])
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
     def compute_log_prob(self, batch: DataProto, temperature: float, columns: Sequence[str]) -> DataProto:
@@ -84,8 +93,8 @@ class DataParallelPPOActor(TrainedModel):
         return metrics.reduce()
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
-        wanted = ["response_mask", *LOSS_COLUMNS, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
-        columns = [name for name in wanted if name in batch.batch]
+        wanted = ["response_mask", *self.loss_columns, "ref_log_prob", "policy_gradient", "rollout_log_probs"]
+        columns = [name for name in dict.fromkeys(wanted) if name in batch.batch]
         return cut_share(batch, self.update_size, columns, self.engine.module)
 
     def policy_gradient(self, batch: DataProto, update: Update, metrics: PooledMetrics) -> DataProto:
@@ -96,7 +105,7 @@ class DataParallelPPOActor(TrainedModel):
         """
         with self.engine.autocast():
             scores = score(self.engine.module, batch, self.log_prob_size, update.temperature)
-        columns = {name: batch.batch[name] for name in ("response_mask", *LOSS_COLUMNS) if name in batch.batch}
+        columns = {name: batch.batch[name] for name in ("response_mask", *self.loss_columns) if name in batch.batch}
         shares = gather_shares({"log_probs": scores.log_probs, **columns})
         whole = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
         log_probs = whole.pop("log_probs").requires_grad_()
@@ -115,13 +124,13 @@ class DataParallelPPOActor(TrainedModel):
         `counts` it is divided by."""
         mask = columns["response_mask"]
         # Only where there are any, so that a loss that knows nothing of them will do.
-        weights = columns.get("rollout_is_weights")
+        weights, read = columns.get("rollout_is_weights"), {name: columns[name] for name in self.loss_reads}
         loss, loss_metrics = call_policy_loss(
             self.policy_loss.function,
             (columns.get("old_log_probs", log_probs.detach()), log_probs, columns["advantages"], mask),
             self.config.loss_agg_mode,
             ReadableNamespace(**self.loss_config, global_batch_info=counts),
-            ({} if weights is None else {"rollout_is_weights": weights}) | self.config.policy_loss.kwargs,
+            ({} if weights is None else {"rollout_is_weights": weights}) | read | self.config.policy_loss.kwargs,
         )
         metrics.add_sum("actor/pg_loss", loss)
         for name, value in loss_metrics.items():
@@ -205,3 +214,31 @@ def score_columns(
     [B, R] float32, 0 but on the policy's tokens."""
     scores = score(module, batch, size, temperature, [SCORE_OF[column] for column in columns])
     return DataProto.from_dict({column: getattr(scores, SCORE_OF[column]) for column in columns})
+
+
+def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
+    config = worker.config.actor_rollout_ref
+    sizes = MicroBatchSize.of_updates(config.actor), MicroBatchSize.of_scoring(config.rollout)
+    correction = worker.config.algorithm.rollout_correction
+    return DataParallelPPOActor(config.actor, worker.policy, *sizes, correction, loss_reads(worker.config))
+
+
+def build_reference(worker: ModelWorker) -> ReferencePolicy:
+    """Makes the frozen policy: the one that training starts from, with LoRA the actor's without its matrices; or, where
+    ref.model.path names another model, that teacher."""
+    policy, config = worker.config.actor_rollout_ref, worker.config.actor_rollout_ref.ref
+    size, offload = MicroBatchSize.of_scoring(config), worker.offloads(config.fsdp_config.param_offload)
+    has_teacher = config.model.path != policy.model.path
+    if has_lora(worker.module) and not has_teacher:
+        return ReferencePolicy(worker.policy.module, size, worker.policy.autocast, worker.policy.at_work_without_lora)
+    if has_teacher:
+        plain = replace(policy.model, path=config.model.path, override_config={}, lora_rank=0, lora_adapter_path=None)
+        module = worker.load_policy(plain, offload, key=TEACHER_KEY)
+    elif worker.mesh is None:
+        module = worker.module
+    else:
+        module = worker.load_policy(policy.model, offload, worker.module)
+    if worker.mesh is None:
+        module = frozen_copy(module, worker.dtype)
+    at_work = Residence(module.eval().requires_grad_(False), offload and worker.mesh is None).at_work
+    return ReferencePolicy(module, size, worker.policy.autocast, at_work)

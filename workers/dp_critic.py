@@ -12,6 +12,7 @@ from training.mini_batches import Update
 from training.torch_functional import masked_mean
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
+from workers.model_worker import ModelWorker
 
 
 class DataParallelPPOCritic(TrainedModel):
@@ -61,3 +62,9 @@ class DataParallelPPOCritic(TrainedModel):
         metrics.add_mean("critic/vf_clipfrac", clip_fraction, weight)
         metrics.add_mean("critic/vpred_mean", masked_mean(predicted.detach(), mask), weight)
         return loss
+
+
+def build_critic(worker: ModelWorker) -> DataParallelPPOCritic:
+    config = worker.config.critic
+    engine = worker.train(worker.load_values(config.model.path), config.optim)
+    return DataParallelPPOCritic(config, engine, MicroBatchSize.of_updates(config))

@@ -34,7 +34,7 @@ from configs.schema import (
 )
 from data.chat import RM_KEY
 from data.pretrained import FLOAT32, ModelSize, load_model_config
-from training.preparation import needed_roles
+from training.roles import needed_roles
 from workers.engine import compute_dtype
 from workers.models import training_device
 from workers.sharding import shard_count

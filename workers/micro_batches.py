@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.checks import cuts_by_tokens
+from configs.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
@@ -30,6 +32,17 @@ class MicroBatchSize:
 
     sequences: int | None
     tokens: int
+
+    @classmethod
+    def of_updates(cls, config: ActorConfig | CriticConfig) -> "MicroBatchSize":
+        """Reads off the size of a forward pass with a backward."""
+        sequences = None if cuts_by_tokens(config) else config.ppo_micro_batch_size_per_gpu
+        return cls(sequences, config.ppo_max_token_len_per_gpu)
+
+    @classmethod
+    def of_scoring(cls, config: RolloutConfig | RefConfig) -> "MicroBatchSize":
+        """Reads off the size of a forward pass that only scores."""
+        return cls(config.log_prob_micro_batch_size_per_gpu, config.log_prob_max_token_len_per_gpu)
 
 
 class TokenScores(NamedTuple):

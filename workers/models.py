@@ -33,6 +33,7 @@ from workers.sharding import Sharding, fill, materialize, shard
 
 CPU = torch.device("cpu")
 Report = dict[str, Collection[str]]  # transformers' of a load: names by missing_keys, unexpected_keys
+MODEL_KEY = "actor_rollout_ref.model"
 LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
 
 transformers_logging.disable_progress_bar()
@@ -87,15 +88,18 @@ def load_causal_lm(
     longest: int = LONGEST,
     sharding: Sharding | None = None,
     like: PreTrainedModel | None = None,
+    *,
+    key: str = MODEL_KEY,
 ) -> PreTrainedModel:
-    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; with LoRA's matrices, if
-    there are to be any.
+    """Loads the policy at `model.path`: float32, dropout off, as `scoring_model` has it; with LoRA's matrices, if there
+    are to be any.
 
     Args:
         sharding: how it is spread over the workers; None: this one has all of it.
         like: what this has already loaded from there, whose forward is taken without another trial.
+        key: the section that sets the path, for messages.
     """
-    loaded = _load(AutoModelForCausalLM, model, "actor_rollout_ref.model.path", device, sharding)
+    loaded = _load(AutoModelForCausalLM, model, f"{key}.path", device, sharding)
     return scoring_model(loaded, model, device, dtype, longest, like)
 
 

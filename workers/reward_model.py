@@ -17,9 +17,10 @@ from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from workers.collectives import gather
 from workers.engine import compute_dtype
+from workers.model_worker import ModelWorker
 from workers.models import Report, load_pretrained, no_dropout, plain_matrices
 from workers.offload import Residence
-from workers.sharding import Sharding, reshard
+from workers.sharding import Sharding, make_mesh, reshard
 
 
 class LearnedReward:
@@ -130,3 +131,11 @@ def check_is_whole(model: PreTrainedModel, report: Report, path: str) -> None:
             f"{type(model).__name__}, so its scores would be noise. Give the folder of a trained reward model, e.g. "
             "one that `python -m scripts.reward_model` writes."
         )
+
+
+def build_reward_model(worker: ModelWorker) -> LearnedReward:
+    config = worker.config.reward.reward_model
+    offload = worker.offloads(config.fsdp_config.param_offload)
+    mesh = make_mesh(-1, worker.device)  # its layers are whole
+    sharding = None if mesh is None else Sharding(mesh, offload=offload)
+    return LearnedReward(config, worker.tokenizer, worker.device, offload, sharding)

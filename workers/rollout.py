@@ -12,7 +12,7 @@ request by a coroutine: a server's client, SGLang.
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -56,10 +56,6 @@ def bit_sum(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.detach().to(dtype).contiguous().view(bits).sum(dtype=bits).item() % (1 << 8 * dtype.itemsize)
 
 
-def nothing(*_: Any) -> None:
-    """Does nothing with what is finished."""
-
-
 class Rollout:
     """Base of all engines, which implement `step`, or `generate` alone, or `generate_sequences` alone.
 
@@ -87,7 +83,6 @@ class Rollout:
     is_probed: bool = False
     takes_adapter: bool = False
     lost_weights: bool = False
-    on_finished: Callable[[Completion], None] = staticmethod(nothing)  # hears at once of what `generate` finishes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -174,7 +169,6 @@ class Rollout:
             while self.has_unfinished_requests():
                 for completion in self.step():
                     done[completion.id] = completion
-                    self.on_finished(completion)
         finally:
             if self.has_unfinished_requests():
                 self.abort([request.id for request in requests])

@@ -1,6 +1,6 @@
 """Runs any number of workers as Ray actors, and holds what a run asks for against what the machines have.
 
-The interface that they share with a worker in this process is workers/local_group.py.
+The interface that they share with a worker in this process is workers/group.py.
 """
 
 import os
@@ -22,11 +22,10 @@ from configs.schema import AgentConfig, Config, RunConfig
 from configs.threads import Threads, worker_threads
 from data.pretrained import load_model_config
 from data.seeding import derive_seed, seed_everything
-from training.preparation import needs_critic
-from training.roles import WorkerError
+from training.roles import WorkerError, needed_roles
 from workers.collectives import TIMEOUT, connect, join_group, open_store
+from workers.group import Group, LocalGroup, check_shares
 from workers.kernels import start_process
-from workers.local_group import LocalWorkerGroup, WorkerGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.openai.weight_transfer import check_weight_transfer
@@ -185,7 +184,7 @@ class RayPending:
         return WorkerError(f"worker rank {place} died: {error}. Its log is under /tmp/ray/session_latest/logs.")
 
 
-def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, WorkerGroup]:
+def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[str, Group]:
     """Starts the workers that play each of `roles`, where trainer.executor says.
 
     Today one group plays them all: rollouts are drawn from the actor's own weights.
@@ -193,14 +192,14 @@ def start_pools(config: Config, total_steps: int, roles: Sequence[str]) -> dict[
     return dict.fromkeys(roles, start_group(config, ModelWorker, config, total_steps, tuple(roles)))
 
 
-def start_group(config: Config, worker_class: type, *args: Any) -> WorkerGroup:
+def start_group(config: Config, worker_class: type, *args: Any) -> Group:
     """Starts as many `worker_class(*args)` as the run has workers, where trainer.executor says."""
     check_machine(config)
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
         return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config), **settings)
-    return LocalWorkerGroup(resources.threads, worker_class, *args)
+    return LocalGroup(resources.threads, worker_class, *args)
 
 
 def kernels(config: Config) -> str:
@@ -235,7 +234,7 @@ def check_layout(config: Config, workers: int) -> None:
     policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
     if parts > 1:
         paths = {"actor_rollout_ref.model.path": policy.model.path}
-        if needs_critic(config):
+        if "critic" in needed_roles(config):
             paths["critic.model.path"] = config.critic.model.path
         for key, path in paths.items():
             check_split(load_model_config(policy.model, path, key), parts, workers // config.trainer.nnodes)

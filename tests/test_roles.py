@@ -1,0 +1,171 @@
+"""The table of roles: one of a user's file that learns, a teacher, and what a loss or a trainer asks for by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import main
+from configs.errors import ConfigError
+from custom.tiny_model import save_tiny_model
+from tests.runs import compose, learning_metrics, short_run
+from training.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+from training.preparation import prepare
+from training.roles import ROLES, RoleSpec, columns_read, needed_roles, register_role
+
+GUESSER = """
+import torch
+
+from data.protocol import DataProto
+from data.seeding import forked_rng
+from training.core_algos import register_adv_est
+from training.roles import RoleSpec, register_role
+from workers.engine import TrainedModel
+from workers.micro_batches import MicroBatchSize, PooledMetrics, cut_share, score
+
+
+class Guesser(TrainedModel):
+    '''Learns to guess the score of a response from each of its tokens.'''
+
+    def __init__(self, engine, size):
+        self.engine, self.size = engine, size
+
+    def compute(self, batch, columns):
+        assert columns == ["guesses"]
+        with self.engine.at_work(), self.engine.autocast():
+            guesses = score(self.engine.module, batch, self.size, temperature=1.0, ask=["values"]).values
+        return DataProto.from_dict({"guesses": guesses * batch.batch["response_mask"]})
+
+    def update(self, batch, update):
+        metrics = PooledMetrics()
+
+        def losses():
+            for micro in cut_share(batch, self.size, ["response_mask", "returns"], self.engine.module):
+                guess = self.engine.module.token_scores(micro, temperature=1.0, ask=["values"]).values
+                if micro.is_dummy:
+                    yield 0 * guess.sum()
+                    continue
+                mask = micro.columns["response_mask"]
+                loss = ((guess - micro.columns["returns"]) ** 2 * mask).sum() / update.counts["batch_num_tokens"]
+                metrics.add_sum("guesser/loss", loss)
+                yield loss
+
+        with forked_rng(update.seed), self.engine.at_work():
+            stepped = self.engine.update(losses(), update.step)
+        return metrics.reduce() | {f"guesser/{name}": value for name, value in stepped.items()}
+
+
+def build(worker):
+    config = worker.config.critic
+    engine = worker.train(worker.load_values(config.model.path), config.optim)
+    return Guesser(engine, MicroBatchSize.of_updates(config))
+
+
+register_role(
+    RoleSpec("guesser", build, section="critic", columns=("guesses",), given=("columns",), update="update")
+)
+
+
+@register_adv_est("better_than_guessed")
+def better_than_guessed(token_level_rewards, response_mask, guesses):
+    returns = token_level_rewards.sum(-1, keepdim=True) * response_mask
+    return (returns - guesses) * response_mask, returns
+"""
+NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"  # as configs/frozenlake.yaml has one
+ESTIMATOR = "algorithm.adv_estimator=better_than_guessed"
+
+
+@pytest.fixture(autouse=True)
+def table(restored_registries):
+    """Forgets the roles that a test adds."""
+    before = dict(ROLES)
+    yield
+    ROLES.clear()
+    ROLES.update(before)
+
+
+@pytest.fixture
+def guesser(tmp_path: Path) -> list[str]:
+    (tmp_path / "guesser.py").write_text(GUESSER)
+    return [f"actor_rollout_ref.model.external_lib={tmp_path}/guesser.py", ESTIMATOR, NO_KL, "env.val_episodes=0"]
+
+
+def test_a_fifth_role_of_a_users_file_learns_and_is_in_checkpoints(tmp_path, tiny_model, guesser):
+    whole, resumed = (
+        short_run(tiny_model, tmp_path / name, "trainer.save_freq=2", *guesser) for name in ("whole", "resumed")
+    )
+    main.run(compose(*whole))
+    metrics = learning_metrics(tmp_path / "whole")
+    assert all(metrics[step]["guesser/loss"] >= 0 and metrics[step]["guesser/grad_norm"] > 0 for step in (1, 2, 3, 4))
+    assert sorted(part.name for part in (tmp_path / "whole/global_step_2").iterdir() if part.is_dir()) == [
+        "actor", "guesser",
+    ]  # fmt: skip
+    from_step_2 = f"trainer.resume_from_path={tmp_path}/whole/global_step_2"
+    main.run(compose(*resumed, "trainer.resume_mode=resume_path", from_step_2))
+    again = learning_metrics(tmp_path / "resumed")
+    assert [again[step] for step in (3, 4)] == [metrics[step] for step in (3, 4)]
+
+
+def test_a_role_plays_only_where_its_columns_are_read(tiny_model, tmp_path, guesser):
+    config = compose(*short_run(tiny_model, tmp_path, *guesser))
+    prepare(config)
+    assert needed_roles(config) == ["actor", "rollout", "guesser"]
+    assert needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL))) == ["actor", "rollout"]
+    assert "guesser" in needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL)), trainer_reads=["guesses"])
+
+
+def test_two_roles_cannot_make_one_column():
+    with pytest.raises(ValueError, match=r"role second makes \['values'\], which the role critic makes"):
+        register_role(RoleSpec("second", "nowhere:build", columns=("values",)))
+
+
+KL = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1", "env.val_episodes=0"]
+
+
+def test_a_teacher_is_a_reference_with_other_weights(tmp_path, tiny_model):
+    save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
+    found = {}
+    for name, more in {"own": [], "teacher": [f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"]}.items():
+        main.run(compose(*short_run(tiny_model, tmp_path / name, *KL, *more, "trainer.total_training_steps=2")))
+        found[name] = learning_metrics(tmp_path / name)
+    assert found["own"][1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert found["teacher"][1]["actor/kl_loss"] > 1e-3
+
+
+def test_a_teacher_that_nobody_listens_to_is_refused(tmp_path, tiny_model):
+    save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
+    teacher = f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
+    with pytest.raises(ConfigError, match=r"ref\.model\.path names a teacher, and nothing reads ref_log_prob"):
+        prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, NO_KL, "env.val_episodes=0")))
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path, tiny_model):
+    from transformers import AutoTokenizer
+
+    save_tiny_model(tmp_path / "teacher", seed=5, hidden_size=48, layers=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    teacher = f"actor_rollout_ref.ref.model.path={tmp_path}/teacher"
+    with pytest.raises(ConfigError, match=r"ref\.model\.path.*other tokens than the policy"):
+        prepare(compose(*short_run(tiny_model, tmp_path / "run", teacher, *KL)))
+
+
+def test_a_loss_that_names_a_column_has_its_role_play(tmp_path, tiny_model):
+    seen = []
+
+    @register_policy_loss("towards_the_reference")
+    def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", *, config, ref_log_prob):
+        seen.append(ref_log_prob.shape == log_prob.shape)
+        gap = (log_prob - ref_log_prob) * response_mask
+        return (gap**2).sum() / config.global_batch_info["batch_num_tokens"] - (log_prob * advantages).sum() * 0, {}
+
+    try:
+        overrides = ["actor_rollout_ref.actor.policy_loss.loss_mode=towards_the_reference", "env.val_episodes=0"]
+        config = compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=1"))
+        assert "ref_log_prob" in columns_read(config) and "ref" in needed_roles(config)
+        main.run(config)
+        assert seen and all(seen)
+    finally:
+        POLICY_LOSS_REGISTRY.pop("towards_the_reference", None)
+    assert torch.isfinite(torch.tensor(learning_metrics(tmp_path)[1]["actor/pg_loss"]))
