@@ -23,13 +23,13 @@ from typing import Any
 from unittest.mock import patch
 
 from transformers import PreTrainedModel
+from workers.kernels import decode, memory, norms, packed_attention, products, ragged
 
 from benchmarks.ours_arm import OursArm
 from benchmarks.vs_trl import read_arguments as read_workload
 from benchmarks.vs_trl import workload_of
 from benchmarks.workload import Workload
 from workers import scoring_model
-from workers.kernels import decode, memory, norms, packed_attention, products, ragged
 
 PHASES = ("step", "rollout", "update")
 NORM_CLASSES = {name for name, _ in norms.EPSILONS}

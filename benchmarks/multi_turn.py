@@ -21,6 +21,7 @@ from statistics import median
 from time import process_time
 
 from transformers import AutoTokenizer
+from workers.kernels import start_process
 
 from benchmarks.models import numbers_tokenizer
 from benchmarks.rollout import prepared, random_llama
@@ -29,7 +30,6 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
 from workers.hf.rollout import HFRollout
-from workers.kernels import start_process
 from workers.models import load_causal_lm
 
 LONGEST_PAUSE = 16  # steps of the engine

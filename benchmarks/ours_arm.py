@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from workers.kernels import start_process
+
 from benchmarks.workload import (
     ADAMW,
     CLIP_NORM,
@@ -32,7 +34,6 @@ from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
 from workers.group import Group, LocalGroup, roles_of
-from workers.kernels import start_process
 from workers.model_worker import ModelWorker
 from workers.rollout import Rollout
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from workers.kernels import start_process
+
 from benchmarks.models import numbers_tokenizer
 from benchmarks.rollout import prepared, random_llama
 from benchmarks.workload import VOCABULARY
@@ -24,7 +26,6 @@ from configs.schema import RolloutConfig
 from configs.threads import worker_threads
 from data.types import Request, SamplingParams
 from workers.hf.rollout import HFRollout
-from workers.kernels import start_process
 
 CASES = {
     "64 of 32": [32] * 64,

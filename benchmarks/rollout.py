@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from workers.kernels import start_process
 
 from benchmarks.models import SHAPES, numbers_tokenizer
 from benchmarks.workload import PAD, VOCABULARY
@@ -41,7 +42,6 @@ from data.types import Request, SamplingParams
 from workers.hf import rollout as rollout_module
 from workers.hf.batch import RunningBatch, SharedPrompts, pad_left
 from workers.hf.rollout import HFRollout
-from workers.kernels import start_process
 from workers.rollout import Rollout
 from workers.scoring_model import scoring_model
 from workers.vllm_rollout_spmd import vLLMRollout

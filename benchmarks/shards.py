@@ -21,19 +21,19 @@ from time import perf_counter, process_time
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from transformers import LlamaConfig, LlamaForCausalLM
+from workers.kernels import give_back_memory
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
+from extras.sharding.fsdp2 import Sharding, local, make_mesh
 from tests.batches import padded, update_of
 from tests.ranks import Ranks
 from workers.collectives import data_rank, group_size
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.group import shares_of
-from workers.kernels import give_back_memory
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm
-from workers.sharding import Sharding, local, make_mesh
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}

@@ -29,45 +29,41 @@ from configs.schema import (
 from configs.settings import with_settings
 from configs.threads import worker_threads
 
+ENGINES = ("hf", "vllm", "sglang", "openai")
+VLLM_SETTINGS = (
+    "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
+    "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
+)  # fmt: skip
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
 
 def check_config(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other; each message names a way out."""
-    check_data(config)
+    trainer, rollout, env, files = config.trainer, config.actor_rollout_ref.rollout, config.env, config.data.train_files
+    if env.id is None and not files and not trainer.val_only:
+        raise ConfigError("there is nothing to train on: set data.train_files (docs/data.md) or env.id.")
+    if env.id is not None and files:
+        raise ConfigError(f"env.id={env.id} and data.train_files={files} are both set: prompts come from one of them.")
+    own = config.data.custom_cls
+    for key in ("train_files", "val_files") if own.path is None else ():  # a class of the user's may fetch them
+        check_sources(f"data.{key}", getattr(config.data, key))
+    if own.path is None and own.kwargs:
+        raise ConfigError(
+            f"data.custom_cls.kwargs holds {sorted(own.kwargs)}, which only a dataset class reads: set its path."
+        )
     check_batches(config)
-    check_run(config.trainer, config.actor_rollout_ref.actor.checkpoint, "actor_rollout_ref.actor.checkpoint")
-    check_engine(config.actor_rollout_ref.rollout, workers_asked_for(config.trainer))
-    check_multi_turn(config.actor_rollout_ref.rollout, config.env.id)
+    check_run(trainer, config.actor_rollout_ref.actor.checkpoint, f"{ACTOR}.checkpoint")
+    check_engine(rollout, workers_asked_for(trainer))
+    check_multi_turn(rollout, env.id)
     check_episodes(config)
     check_policy(config)
-    if not has_validation(config) and (config.trainer.test_freq > 0 or config.trainer.val_only):
+    if not has_validation(config) and (trainer.test_freq > 0 or trainer.val_only):
         raise ConfigError(
-            f"validation is asked for (trainer.test_freq={config.trainer.test_freq}, trainer.val_only), but there is "
-            "nothing to validate on: set data.val_files, or with an environment env.val_episodes or env.val_size."
+            "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
         )
-    own = [] if config.trainer.val_only else ["default_local_dir", "rollout_data_dir"]  # val_only only reads there
-    for name in (name for name in (*own, "validation_data_dir") if config.trainer[name] is not None):
-        check_output_folder(config.trainer[name], f"trainer.{name}")
-
-
-def check_data(config: Config) -> None:
-    if config.env.id is None and not config.data.train_files and not config.trainer.val_only:
-        raise ConfigError(
-            "there is nothing to train on: set data.train_files (docs/data.md says what it may name), or env.id to a "
-            "gymnasium environment (python main.py --config-name frozenlake shows one)."
-        )
-    if config.env.id is not None and config.data.train_files:
-        raise ConfigError(
-            f"env.id={config.env.id} and data.train_files={config.data.train_files} are both set: prompts come from "
-            "one of them. Take one back with env.id=null or data.train_files=null."
-        )
-    chosen = config.data.custom_cls
-    for key in ("train_files", "val_files") if chosen.path is None else ():  # a class of the user's may fetch them
-        check_sources(f"data.{key}", getattr(config.data, key))
-    if chosen.path is None and chosen.kwargs:
-        raise ConfigError(
-            f"data.custom_cls.kwargs holds {sorted(chosen.kwargs)}, which only a dataset class of yours reads, and "
-            "data.custom_cls.path is null: set it to a Python file, or take them back."
-        )
+    folders = [] if trainer.val_only else ["default_local_dir", "rollout_data_dir"]  # val_only only reads there
+    for name in (name for name in (*folders, "validation_data_dir") if trainer[name] is not None):
+        check_output_folder(trainer[name], f"trainer.{name}")
 
 
 def check_sources(key: str, files: str | list[str] | None) -> None:
@@ -80,91 +76,85 @@ def check_sources(key: str, files: str | list[str] | None) -> None:
 
 
 def check_batches(config: Config) -> None:
-    rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+    rollout, prompts, data = config.actor_rollout_ref.rollout, config.data.train_batch_size, config.data
     if prompts * rollout.n < 2:
         raise ConfigError(
-            f"data.train_batch_size={prompts} × actor_rollout_ref.rollout.n={rollout.n} is one sequence a step, which "
-            "has nothing to be compared with: raise either."
+            f"data.train_batch_size={prompts} × {ROLLOUT}.n={rollout.n} is one sequence a step: raise either."
         )
-    for key, actor in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
-        if (mini := actor.ppo_mini_batch_size) is not None and mini > prompts:
+    for key, role in ((ACTOR, config.actor_rollout_ref.actor), ("critic", config.critic)):
+        mini, betas = role.ppo_mini_batch_size, role.optim.betas
+        if mini is not None and mini > prompts:
             raise ConfigError(
-                f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size={prompts}: both count prompts, and "
-                f"a mini-batch is a part of the batch. Set it to at most {prompts}, or leave it null for one update."
+                f"{key}.ppo_mini_batch_size={mini} is above data.train_batch_size. Set it to at most {prompts}."
             )
-        betas = actor.optim.betas
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{key}.optim.betas={betas} must be two numbers in [0, 1), e.g. [0.9, 0.999].")
-    check_micro_batches("actor_rollout_ref.actor", config.actor_rollout_ref.actor, prompts * rollout.n)
-    if rollout.prompt_length < config.data.max_prompt_length:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.prompt_length={rollout.prompt_length} is below data.max_prompt_length="
-            f"{config.data.max_prompt_length}: set data.max_prompt_length alone, the other follows."
-        )
-    if rollout.response_length > config.data.max_response_length:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.response_length={rollout.response_length} is above data.max_response_length="
-            f"{config.data.max_response_length}: set data.max_response_length alone, the other follows."
-        )
+    check_micro_batches(ACTOR, config.actor_rollout_ref.actor, prompts * rollout.n)
+    for name, wrong, word in (
+        ("prompt", rollout.prompt_length < data.max_prompt_length, "below"),
+        ("response", rollout.response_length > data.max_response_length, "above"),
+    ):
+        whole = f"data.max_{name}_length"
+        if wrong:
+            raise ConfigError(
+                f"{ROLLOUT}.{name}_length={rollout[f'{name}_length']} is {word} {whole}="
+                f"{data[f'max_{name}_length']}: set {whole} alone, the other follows."
+            )
 
 
 def check_micro_batches(key: str, section: ActorConfig | CriticConfig, sequences: int) -> None:
-    """Raises ConfigError for passes cut by sequences without their number."""
     if section.use_dynamic_bsz is False and section.ppo_micro_batch_size_per_gpu is None:
         raise ConfigError(
-            f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu, sequences a forward pass (try "
-            f"{min(8, sequences)}); or leave use_dynamic_bsz null to cut by tokens."
+            f"{key}.use_dynamic_bsz=false needs {key}.ppo_micro_batch_size_per_gpu (try {min(8, sequences)}); or null."
         )
 
 
 def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> None:
     """Raises ConfigError unless the longest sequence fits into one pass, wherever passes are cut by tokens."""
-    policy, critic = config.actor_rollout_ref, config.critic
+    policy, critic, name = config.actor_rollout_ref, config.critic, "log_prob_max_token_len_per_gpu"
     if with_critic:
         check_micro_batches("critic", critic, config.data.train_batch_size * policy.rollout.n)
     longest = config.data.max_prompt_length + policy.rollout.response_length
-    rollout_by_tokens = policy.rollout.log_prob_micro_batch_size_per_gpu is None
-    ref_by_tokens = with_ref and policy.ref.log_prob_micro_batch_size_per_gpu is None
-    for applies, key, section, name in (
-        (cuts_by_tokens(policy.actor), "actor_rollout_ref.actor", policy.actor, "ppo_max_token_len_per_gpu"),
-        (rollout_by_tokens, "actor_rollout_ref.rollout", policy.rollout, "log_prob_max_token_len_per_gpu"),
-        (ref_by_tokens, "actor_rollout_ref.ref", policy.ref, "log_prob_max_token_len_per_gpu"),
-        (with_critic and cuts_by_tokens(critic), "critic", critic, "ppo_max_token_len_per_gpu"),
+    for applies, key, budget in (
+        (cuts_by_tokens(policy.actor), f"{ACTOR}.ppo_max_token_len_per_gpu", policy.actor.ppo_max_token_len_per_gpu),
+        (policy.rollout.log_prob_micro_batch_size_per_gpu is None, f"{ROLLOUT}.{name}", policy.rollout[name]),
+        (
+            with_ref and policy.ref.log_prob_micro_batch_size_per_gpu is None,
+            f"actor_rollout_ref.ref.{name}",
+            policy.ref[name],
+        ),
+        (with_critic and cuts_by_tokens(critic), "critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
     ):
-        if applies and section[name] < longest:
+        if applies and budget < longest:
             raise ConfigError(
-                f"{key}.{name}={section[name]} is below data.max_prompt_length + response_length = {longest}: one "
-                f"sequence may not fit a forward pass. Raise it to at least {longest}."
+                f"{key}={budget} is below max_prompt_length + response_length = {longest}: one sequence may not fit. "
+                f"Raise it to at least {longest}."
             )
 
 
 def check_policy(config: Config) -> None:
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
-    key = "actor_rollout_ref.actor.policy_loss"
+    key, model = f"{ACTOR}.policy_loss", config.actor_rollout_ref.model
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
     if loss.clip_cov_lb >= loss.clip_cov_ub:
-        raise ConfigError(
-            f"{key}.clip_cov_lb={loss.clip_cov_lb} must be below {key}.clip_cov_ub={loss.clip_cov_ub}: tokens "
-            "are drawn from those of a covariance between the two."
-        )
+        raise ConfigError(f"{key}.clip_cov_lb={loss.clip_cov_lb} must be below {key}.clip_cov_ub={loss.clip_cov_ub}.")
     check_rollout_correction(config.algorithm.rollout_correction, loss.loss_mode)
     check_rewards(config)
-    key, validation = "actor_rollout_ref.rollout.val_kwargs", rollout.val_kwargs
+    key, validation = f"{ROLLOUT}.val_kwargs", rollout.val_kwargs
     given = {name: validation[name] for name in ("do_sample", "temperature") if validation[name] is not None}
+    beside = " and ".join(f"{name}={str(value).lower()}" for name, value in given.items())
     if (n := validation.n) > 1 and is_greedy(validation):
-        beside = " and ".join(f"{name}={str(value).lower()}" for name, value in given.items())
         raise ConfigError(
             f"{key}.n={n}{' with ' * bool(given)}{beside} asks for {n} greedy answers to a prompt, which are all the "
-            f"same: best@{n} would be mean@1. Set {key}.do_sample=true with a temperature above 0, or {key}.n=1."
+            f"same. Set {key}.do_sample=true with a temperature above 0, or {key}.n=1."
         )
     if validation.do_sample is False and validation.temperature:
         notice(f"{key}.do_sample=false takes the likeliest token at any {key}.temperature; without it, that samples.")
-    model = config.actor_rollout_ref.model
-    if rollout.load_lora == "adapter" and not (rollout.name == "vllm" and (model.lora_rank or model.lora_adapter_path)):
+    adds = rollout.name == "vllm" and (model.lora_rank or model.lora_adapter_path)
+    if rollout.load_lora == "adapter" and not adds:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.load_lora=adapter with rollout.name={rollout.name}, model.lora_rank="
-            f"{model.lora_rank}: only vllm adds an adapter, if there is one; hf samples through it. Leave it at merge."
+            f"load_lora=adapter with rollout.name={rollout.name}, model.lora_rank={model.lora_rank}: only vllm does."
         )
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         notice(
@@ -180,24 +170,23 @@ def has_validation(config: Config) -> bool:
 
 def check_run(trainer: RunConfig, checkpoint: CheckpointConfig, checkpoint_key: str) -> None:
     """Raises ConfigError for settings of every run that trains, by reinforcement or by examples."""
-    asked = workers_asked_for(trainer)
+    asked, by_path = workers_asked_for(trainer), trainer.resume_mode == "resume_path"
     if asked > 1 and trainer.executor == "local":
         raise ConfigError(
             f"trainer.nnodes={trainer.nnodes}, n_gpus_per_node={trainer.n_gpus_per_node}, n_workers_per_node="
-            f"{trainer.n_workers_per_node} ask for {asked} workers, and trainer.executor=local has one: leave executor "
-            "null (Ray then hosts them), or set each of the three to 1."
+            f"{trainer.n_workers_per_node} ask for {asked} workers, and executor=local has one: leave executor null."
         )
     worker_threads(trainer.n_threads)
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+    if by_path and not trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N.")
-    if trainer.resume_mode != "resume_path" and trainer.resume_from_path:
+    if not by_path and trainer.resume_from_path:
         raise ConfigError(
             f"trainer.resume_from_path={trainer.resume_from_path} is only read with trainer.resume_mode=resume_path."
         )
-    if unknown := set(checkpoint.save_contents) - {"model", "optimizer", "extra", "hf_model"}:
+    unknown = set(checkpoint.save_contents) - {"model", "optimizer", "extra", "hf_model"}
+    if unknown:
         raise ConfigError(
-            f"{checkpoint_key}.save_contents holds {sorted(unknown)}: it can hold model, optimizer, extra and "
-            "hf_model; resuming needs the first three."
+            f"{checkpoint_key}.save_contents holds {sorted(unknown)}: it can hold model, optimizer, extra, hf_model."
         )
 
 
@@ -211,80 +200,59 @@ def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> No
         raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
 
 
-ENGINES = ("hf", "vllm", "sglang", "openai")
-ENGINES_ELSEWHERE = ("trtllm",)
-VLLM_SETTINGS = (
-    "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
-    "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
-)  # fmt: skip
-
-
 def check_engine(rollout: RolloutConfig, workers: int) -> None:
     """Raises ConfigError for an unknown engine, or settings that it does not support with so many `workers`."""
-    key, name = "actor_rollout_ref.rollout", rollout.name
-    if name in ENGINES_ELSEWHERE:
-        raise ConfigError(
-            f"{key}.name={name}: that engine is not part of this version. Use hf (the model itself generates), vllm, "
-            "sglang, openai (a server), or the path of a file with a Rollout subclass of yours."
-        )
+    name, split, length = rollout.name, rollout.tensor_model_parallel_size, rollout.max_model_len
+    if name == "trtllm":
+        raise ConfigError(f"{ROLLOUT}.name={name}: that engine is not part of this version. Use hf, vllm or sglang.")
     if name not in ENGINES and not find_path(name).is_file() and "." not in name:
         raise ConfigError(
-            f"{key}.name={name} is none of {', '.join(ENGINES)}, nor a file, nor a dotted module with a Rollout "
-            "subclass."
+            f"{ROLLOUT}.name={name} is none of {', '.join(ENGINES)}, nor a file or module of a Rollout of yours."
         )
-    if name == "vllm" and find_spec("vllm") is None:
-        raise ConfigError(
-            f"{key}.name=vllm: vLLM is not installed here. `make setup-vllm` installs it, for the GPU if there is one, "
-            f"else for the CPU; or set {key}.name=hf: the model itself generates."
-        )
-    if name == "sglang" and find_spec("sglang") is None:
-        raise ConfigError(
-            f"{key}.name=sglang: SGLang is not installed here. It brings a torch of its own: give it an environment "
-            f"(docs/engines.md), or set {key}.name=hf or vllm."
-        )
+    for engine, title, how in (
+        ("vllm", "vLLM", "`make setup-vllm` installs it"),
+        ("sglang", "SGLang", "See docs/engines.md"),
+    ):
+        if name == engine and find_spec(engine) is None:
+            raise ConfigError(f"{ROLLOUT}.name={name}: {title} is not installed here. {how}; or set {ROLLOUT}.name=hf.")
     if name == "openai":
         openai_settings(rollout)
-    if name == "vllm" and workers % rollout.tensor_model_parallel_size:
+    if name == "vllm" and workers % split:
         raise ConfigError(
-            f"{key}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the {workers} "
-            "workers of the run (trainer.nnodes × n_gpus_per_node, or × n_workers_per_node): each engine is split over "
-            "so many of them. Set it to 1, or to a number that does."
+            f"{ROLLOUT}.tensor_model_parallel_size={split} does not divide the {workers} workers of the run: take 1."
         )
     longest = rollout.prompt_length + rollout.response_length
-    if name in ("vllm", "sglang", "openai") and rollout.max_model_len is not None and rollout.max_model_len < longest:
+    if name in ENGINES[1:] and length is not None and length < longest:
         raise ConfigError(
-            f"{key}.max_model_len={rollout.max_model_len} is below prompt_length + response_length = {longest}: leave "
-            "it null to follow them, or lower data.max_prompt_length or data.max_response_length."
+            f"{ROLLOUT}.max_model_len={length} is below prompt_length + response_length = {longest}: leave it null."
         )
     plain = {field.name: field.default for field in fields(RolloutConfig)}
     read = {"hf": "enforce_eager", "openai": "max_model_len"}
-    ours = {engine: [one for one in VLLM_SETTINGS if one != own] for engine, own in read.items()}
-    if idle := [one for one in ours.get(name, ()) if rollout[one] != plain[one]]:
-        notice(f"{key} sets {', '.join(idle)}, which the vllm engine reads, and name={name} does not.")
+    idle = [one for one in VLLM_SETTINGS if name in read and one != read[name] and rollout[one] != plain[one]]
+    if idle:
+        notice(f"{ROLLOUT} sets {', '.join(idle)}, which the vllm engine reads, and name={name} does not.")
 
 
 def check_multi_turn(rollout: RolloutConfig, env_id: str | None) -> None:
-    key, settings = "actor_rollout_ref.rollout.multi_turn", rollout.multi_turn
+    key, settings = f"{ROLLOUT}.multi_turn", rollout.multi_turn
     named = ("tool_config_path", "function_tool_path", "interaction_config_path", "environment_factory")
     files = {name: settings[name] for name in named if settings[name]}
+    others = [name for name in named[2:] if name in files and env_id is not None]
     for name, file in files.items():
         if not find_path(file.rpartition(":")[0] or file).is_file():
             raise ConfigError(f"{key}.{name}={file}: there is no such file (looked in {Path.cwd()}).")
     if files and not settings.enable:
         raise ConfigError(
-            f"{key} names {', '.join(files)}, and {key}.enable=false: rows would be answered once, without them. Set "
-            f"{key}.enable=true, or take them back."
+            f"{key} names {', '.join(files)}, and {key}.enable=false: rows would be answered once. Enable it."
         )
     if settings.enable and not files and rollout.agent == AgentConfig() and env_id is None:
         raise ConfigError(
-            f"{key}.enable=true, and there is nobody to talk to: name tools ({key}.tool_config_path or "
-            f"function_tool_path), simulated users ({key}.interaction_config_path), or an environment (env.id, or "
-            f"{key}.environment_factory); or choose an agent of yours (actor_rollout_ref.rollout.agent)."
+            f"{key}.enable=true, and there is nobody to talk to: set {key}.tool_config_path, function_tool_path, "
+            f"interaction_config_path or environment_factory, env.id, or {ROLLOUT}.agent."
         )
-    if others := [name for name in named[2:] if name in files and env_id is not None]:
+    if others:
         raise ConfigError(
-            f"{key} names {', '.join(others)}, and env.id={env_id}: they go with rows of data.train_files. Take one of "
-            "the two back."
+            f"{key} names {', '.join(others)}, and env.id={env_id}: they go with rows. Take one of the two back."
         )
 
 
@@ -294,58 +262,49 @@ def check_episodes(config: Config) -> None:
         return
     if config.env.id is None:
         raise ConfigError("env.mode=episode: there is no environment to play. Set env.id, e.g. env.id=FrozenLake-v1.")
-    if source := config.reward.source():
+    source = config.reward.source()
+    if source:
         raise ConfigError(
             f"{source}, and env.mode=episode: the environment pays for its episodes. Have it pay otherwise (a "
             "gymnasium wrapper), or train on single states: env.mode=step."
         )
     if config.env.val_size:
-        raise ConfigError(
-            f"env.val_size={config.env.val_size}, and env.mode=episode: there are no single states to validate on. Set "
-            "env.val_episodes, and env.val_size=0."
-        )
+        raise ConfigError(f"env.val_size={config.env.val_size}, and env.mode=episode: no single states to validate on.")
 
 
 def check_rewards(config: Config) -> None:
-    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    if groups.enable and rollout.n < 2:
+    rollout, env, shaping = config.actor_rollout_ref.rollout, config.env, config.reward.reward_kwargs
+    if config.algorithm.filter_groups.enable and rollout.n < 2:
         raise ConfigError(
-            f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={rollout.n}: one sample cannot "
-            "differ from itself. Set n to at least 2 (8 is usual)."
+            f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample cannot differ from itself."
         )
     check_functions(config.reward)
-    if config.reward.reward_model.enable and config.env.id and config.env.history == "turns":
+    if config.reward.reward_model.enable and env.id and env.history == "turns":
         raise ConfigError(
-            f"reward.reward_model.enable=true with env.id={config.env.id}, env.history=turns: a reward model scores "
-            "whole responses, and here an episode is many rows. Set env.history=transcript."
+            "reward_model.enable with env.history=turns: a reward model scores whole responses: env.history=transcript."
         )
     source, manager = config.reward.source(), config.reward.reward_manager
-    if manager != type(manager)() and ((config.env.id and source) or config.reward.functions):
+    if manager != type(manager)() and ((env.id and source) or config.reward.functions):
         raise ConfigError(
-            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, and {source} scores "
-            "them: take one of the two back. Of verl's names, naive, batch, dapo, gdpo, prime, remote and rate_limited "
-            "are accepted."
+            f"reward.reward_manager={{path: {manager.path}, name: {manager.name}}} scores answers, "
+            f"and {source} scores them: take one of the two back."
         )
-    key, shaping = "reward.reward_kwargs", config.reward.reward_kwargs
-    buffer = shaping.overlong_buffer_cfg
+    buffer, key = shaping.overlong_buffer_cfg, "reward.reward_kwargs"
     if buffer.enable and buffer.len is not None and buffer.len > shaping.max_resp_len:
         raise ConfigError(
-            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: so many "
-            "tokens before the longest length the penalty begins. Leave it null for a fifth of that length."
+            f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: "
+            "leave it null for a fifth of that."
         )
 
 
 def check_functions(reward: ScoringConfig) -> None:
     """Raises ConfigError for an entry of reward.functions without a file, and for functions in two places."""
-    if reward.functions and reward.custom_reward_function.path:
-        raise ConfigError(
-            f"{reward.source()} and reward.custom_reward_function.path={reward.custom_reward_function.path}: set one "
-            "of the two; reward.functions may name a single function as well."
-        )
+    path = reward.custom_reward_function.path
+    if reward.functions and path:
+        raise ConfigError(f"{reward.source()} and reward.custom_reward_function.path={path}: set one of the two.")
     if reward.in_process and (reward.max_rpm or reward.max_tpm):
         raise ConfigError(
-            f"reward.max_rpm={reward.max_rpm}, reward.max_tpm={reward.max_tpm} and reward.in_process=true: calls in "
-            "this process are not counted by the minute. Set reward.in_process=false."
+            "reward.max_rpm, max_tpm: calls in this process are not counted by the minute. Set reward.in_process=false."
         )
     for place, entry in enumerate(reward.functions):
         if not entry.path:
@@ -357,8 +316,7 @@ def check_sft(config: SFTConfig) -> None:
     data = config.data
     if not data.train_files:
         raise ConfigError(
-            "data.train_files is not set: give .parquet, .json or .jsonl files of prompts and responses, or of "
-            "conversations (column messages)."
+            "data.train_files is not set: give files of prompts and responses, or of conversations (column messages)."
         )
     check_sources("data.train_files", data.train_files)
     check_sources("data.val_files", data.val_files)
@@ -366,10 +324,10 @@ def check_sft(config: SFTConfig) -> None:
         raise ConfigError(
             f"trainer.test_freq={config.trainer.test_freq} asks for validation, of no rows: set data.val_files."
         )
-    if (data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None) and data.max_token_len_per_gpu < data.max_length:
+    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
+    if by_tokens and data.max_token_len_per_gpu < data.max_length:
         raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is below data.max_length={data.max_length}: one "
-            f"row may not fit a forward pass. Raise it to at least {data.max_length}."
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is below data.max_length={data.max_length}."
         )
     if not data.roles_to_train:
         raise ConfigError("data.roles_to_train=[] leaves nothing to learn: name roles, as in [assistant].")

@@ -5,8 +5,9 @@ mathematics.
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -90,16 +91,13 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-_GEO_BAND, _K3_BOUND = "0.999_1.001", 0.01
-_BYPASS_PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
-
-
 @dataclass
 class RolloutCorrectionConfig(Frozen):
     """Selects the correction; by default there is none, and the drift is only measured.
 
-    The class methods are verl's presets: decoupled ones recompute the old log-probs, bypass ones take the rollout's.
-    is, tis: importance weights; rs: rejection; geo: by the geometric mean of the ratio; pg: plain policy gradient.
+    The class methods are verl's presets (`PRESETS`): decoupled ones recompute the old log-probs, bypass ones take the
+    rollout's. is, tis: importance weights; rs: rejection; geo: by the geometric mean of the ratio; pg: plain policy
+    gradient.
     """
 
     rollout_is: str | None = setting(
@@ -114,84 +112,45 @@ class RolloutCorrectionConfig(Frozen):
     bypass_mode: bool = setting(False, "Take the rollout's log-probs for the old ones: a forward pass less.")
     loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
 
-    @classmethod
-    def disabled(cls) -> Self:
-        return cls()
 
-    @classmethod
-    def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
-
-    @classmethod
-    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
-        return cls.decoupled_token_is(f"{threshold_lower}_{threshold}")
-
-    @classmethod
-    def decoupled_seq_is_rs(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = "0.5_2.0") -> Self:
-        return replace(cls.decoupled_seq_is(is_threshold), rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return cls(rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs(rs_threshold), rollout_is="sequence", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_k3_rs(cls, rs_threshold: Threshold = _K3_BOUND) -> Self:
-        return cls(rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _K3_BOUND) -> Self:
-        return replace(cls.decoupled_k3_rs(rs_threshold), rollout_is="sequence", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _K3_BOUND) -> Self:
-        return replace(cls.decoupled_k3_rs(rs_threshold), rollout_is="token", rollout_is_threshold=is_threshold)
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> Self:
-        return cls(bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs(rs_threshold), bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls, rs_threshold: Threshold = _K3_BOUND) -> Self:
-        return replace(cls.decoupled_k3_rs(rs_threshold), bypass_mode=True)
-
-    @classmethod
-    def bypass_pg_is(cls, threshold: Threshold = 2.0) -> Self:
-        return replace(cls.decoupled_seq_is(threshold), **_BYPASS_PG)
-
-    @classmethod
-    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
-        return replace(cls.decoupled_token_icepop(threshold, threshold_lower), **_BYPASS_PG)
-
-    @classmethod
-    def bypass_pg_geo_rs(cls, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs(rs_threshold), **_BYPASS_PG)
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold), **_BYPASS_PG)
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = _GEO_BAND) -> Self:
-        return replace(cls.decoupled_geo_rs_token_tis(is_threshold, rs_threshold), **_BYPASS_PG)
+_TOKEN, _SEQUENCE, _ICEPOP = {"rollout_is": "token"}, {"rollout_is": "sequence"}, {"rollout_is_threshold": "0.5_5.0"}
+_GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_BYPASS = {"bypass_mode": True}
+_PG = _BYPASS | {"loss_type": "reinforce"}
+PRESETS: dict[str, dict[str, Any]] = {
+    "disabled": {},
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_token_icepop": _TOKEN | _ICEPOP,
+    "decoupled_seq_is_rs": _SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "decoupled_geo_rs": _GEO,
+    "decoupled_geo_rs_seq_tis": _GEO | _SEQUENCE,
+    "decoupled_geo_rs_token_tis": _GEO | _TOKEN,
+    "decoupled_k3_rs": _K3,
+    "decoupled_k3_rs_seq_tis": _K3 | _SEQUENCE,
+    "decoupled_k3_rs_token_tis": _K3 | _TOKEN,
+    "bypass_ppo_clip": _BYPASS,
+    "bypass_ppo_clip_geo_rs": _GEO | _BYPASS,
+    "bypass_ppo_clip_k3_rs": _K3 | _BYPASS,
+    "bypass_pg_is": _SEQUENCE | _PG,
+    "bypass_pg_token_icepop": _TOKEN | _ICEPOP | _PG,
+    "bypass_pg_geo_rs": _GEO | _PG,
+    "bypass_pg_geo_rs_seq_tis": _GEO | _SEQUENCE | _PG,
+    "bypass_pg_geo_rs_token_tis": _GEO | _TOKEN | _PG,
+}
 
 
-PRESETS = tuple(name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod))
+def _preset(cls: type, settings: dict[str, Any], **bounds: Any) -> Any:
+    """Makes a config of a preset; `bounds` are verl's threshold (or is_threshold), threshold_lower and rs_threshold."""
+    upper = bounds.get("threshold", bounds.get("is_threshold", settings.get("rollout_is_threshold", 2.0)))
+    upper = f"{bounds['threshold_lower']}_{upper}" if "threshold_lower" in bounds else upper
+    found = settings | ({"rollout_is_threshold": upper} if "rollout_is" in settings else {})
+    return cls(**found | ({"rollout_rs_threshold": bounds["rs_threshold"]} if "rs_threshold" in bounds else {}))
+
+
+for _name, _settings in PRESETS.items():
+    setattr(RolloutCorrectionConfig, _name, classmethod(partial(_preset, settings=_settings)))
 
 
 def preset(name: str) -> dict[str, Any]:

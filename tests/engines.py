@@ -16,7 +16,7 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
-from workers.certificate import draw_probe, largest_distance, score_probe, sums_of
+from workers.certificate import draw_probe, largest_distance, score_probe
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
 from workers.rollout import Checksums, Rollout
@@ -100,7 +100,7 @@ class CopyOf:
         self.engine.load_weights([], version)
 
     def held_weights(self) -> Checksums:
-        return sums_of(self.engine.module, self.engine.module.dtype)
+        return self.engine.module.parallel.whole_sums(self.engine.module, self.engine.module.dtype)
 
     @contextmanager
     def together(self) -> Iterator[bool]:

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.integrations import moe
 
 from data.pretrained import ModelSize
+from extras.kernels import token_head
 from workers.forward_check import compute_as_in_eval
-from workers.kernels import token_head
 from workers.memory_needs import GIB
 
 SHAPES = {

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from extras.sharding.fsdp2 import whole
 from training.model_shards import once
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
-from workers.sharding import whole
 
 PATIENCE = 60  # seconds
 

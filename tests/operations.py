@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.kernels.products import HAS_ONEDNN
+from extras.kernels.products import HAS_ONEDNN
 
 needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN for this CPU")
 

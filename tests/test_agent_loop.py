@@ -24,6 +24,7 @@ from data.chat import ChatFormat
 from data.protocol import DataProto
 from data.tools import FunctionTool
 from data.types import Completion, Reply, Request, SamplingParams
+from extras.kernels.packed_attention import Packed
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
@@ -33,7 +34,6 @@ from workers.agents import user_code
 from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf.rollout import HFRollout
-from workers.kernels.packed_attention import Packed
 from workers.load_rollout import build_rollout
 from workers.micro_batches import MicroBatchSize, cut
 from workers.models import load_causal_lm

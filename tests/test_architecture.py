@@ -131,17 +131,17 @@ def custom(trees: dict[str, ast.Module]) -> Iterator[Finding]:
 
 
 def kernels(trees: dict[str, ast.Module]) -> Iterator[Finding]:
-    """What is inside workers/kernels/ is known to its door alone."""
-    inside = {module_of(file) for file in trees if file.startswith("workers/kernels/")} - {"workers.kernels"}
+    """What is inside extras/kernels/ is known to its door alone."""
+    inside = {module_of(file) for file in trees if file.startswith("extras/kernels/")} - {"extras.kernels"}
     for file, tree in trees.items():
-        if not file.startswith("workers/kernels/"):
+        if not file.startswith("extras/kernels/"):
             yield from ((file, f"imports {name}") for name in imported(tree) if name in inside)
 
 
 def patches(trees: dict[str, ast.Module]) -> Iterator[Finding]:
-    """Classes are exchanged, hooks set and attention registered inside workers/kernels/ alone."""
+    """Classes are exchanged, hooks set and attention registered inside extras/kernels/ alone."""
     for file, tree in trees.items():
-        if not file.startswith("workers/kernels/"):
+        if not file.startswith("extras/kernels/"):
             yield from ((file, f"line {node.lineno}") for node in ast.walk(tree) if is_patch(node))
 
 
@@ -255,9 +255,9 @@ VIOLATIONS = [
     ("layers", {"custom/x.py": "from workers.engine import TrainEngine"}),
     ("quarantine", {"training/x.py": "def f():\n    from ray.util import placement_group"}),
     ("quarantine", {"workers/hf/rollout.py": "import vllm"}),
-    ("kernels", {"workers/x.py": "from workers.kernels.norms import rms_norm", "workers/kernels/norms.py": "x = 1"}),
-    ("kernels", {"workers/x.py": "from workers.kernels import norms", "workers/kernels/norms.py": "x = 1"}),
-    ("kernels", {"main.py": "def f():\n    import workers.kernels.norms", "workers/kernels/norms.py": "x = 1"}),
+    ("kernels", {"workers/x.py": "from extras.kernels.norms import rms_norm", "extras/kernels/norms.py": "x = 1"}),
+    ("kernels", {"workers/x.py": "from extras.kernels import norms", "extras/kernels/norms.py": "x = 1"}),
+    ("kernels", {"main.py": "def f():\n    import extras.kernels.norms", "extras/kernels/norms.py": "x = 1"}),
     ("patches", {"workers/x.py": "layer.__class__ = Faster"}),
     ("patches", {"workers/x.py": "layer.name, layer.__class__ = name, Faster"}),
     ("patches", {"workers/x.py": "module.register_forward_pre_hook(f)"}),
@@ -292,9 +292,9 @@ ALLOWED = {
     "main.py": "from workers.engine import TrainEngine",
     "workers/worker_group.py": "import ray",
     "data/protocol.py": "def f(self, a, b, *, c, d, e, g, h):\n    return getattr(self, a)",
-    "workers/x.py": "from workers.kernels import prepare\nassert layer.__class__ is Linear",
-    "workers/kernels/__init__.py": "from workers.kernels.norms import use_fast_norms",
-    "workers/kernels/norms.py": "layer.__class__ = Faster\nmodule.register_forward_hook(f)",
+    "workers/x.py": "from extras.kernels import prepare\nassert layer.__class__ is Linear",
+    "extras/kernels/__init__.py": "from extras.kernels.norms import use_fast_norms",
+    "extras/kernels/norms.py": "layer.__class__ = Faster\nmodule.register_forward_hook(f)",
     "custom/x.py": "from custom.y import z",
     "custom/y.py": "try:\n    f()\nexcept ValueError:\n    raise",
 }

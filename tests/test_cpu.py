@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from configs.schema import ModelConfig
+from extras.kernels import products
+from extras.kernels.products import Linear, is_for_onednn, linear, packed_linear, use_onednn
 from tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
-from workers.kernels import products
-from workers.kernels.products import Linear, is_for_onednn, linear, packed_linear, use_onednn
 from workers.models import load_causal_lm
 
 
@@ -152,7 +152,8 @@ def test_a_packed_weight_gives_the_same_products(rows: int):
 
 PARTS = """
 import os, resource, sys, torch
-from workers.kernels import memory, start_process
+from extras.kernels import memory
+from extras.kernels.memory import start_process
 
 def faults(megabytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -164,13 +165,13 @@ def plain():
     print(faults(64), faults(48))
 
 def ours():
-    start_process(1)
+    start_process()
     plain()
 
 def grown():
     memory.KEPT_BYTES, optimiser = 1 << 28, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     optimiser.step()  # has its code brought
-    start_process(1)
+    start_process()
     base = memory.resident_bytes()
     for megabytes in (25, 25, 75, 375, 3, 375):
         tensors = [torch.ones(2**18) for _ in range(megabytes)]

@@ -587,7 +587,7 @@ def test_a_users_file_of_15_lines_adds_an_environment(tmp_path, monkeypatch, mod
     assert env.step("two")[4]["action"] is None and env.step("2")[0] == "1 tries"
     assert make_env(f"{module}:{name}").max_turns == 6 and make_env(name).reset(0) == "0 tries"
     assert pickle.loads(pickle.dumps(env)).reset(0) == env.clone().reset(0) == "0 tries"
-    with pytest.raises(ValueError, match=rf"{module} was imported, and registers no such id: it needs"):
+    with pytest.raises(ValueError, match=rf"{module} has no gym.register"):
         make_env(f"{module}:No-v0")
     with pytest.raises(FileNotFoundError, match="there is no file"):
         make_env("./nowhere.py:No-v0")
@@ -656,7 +656,7 @@ def test_a_move_that_the_environment_cannot_score_is_its_responses_failure_alone
 
 
 def test_unfit_settings_are_refused_with_a_remedy():
-    with pytest.raises(ValueError, match=r"'FrozenLak-v1'.*FrozenLake-v1.*my_module:MyGame-v0"):
+    with pytest.raises(ValueError, match=r"'FrozenLak-v1'.*FrozenLake.*my_module:MyGame-v0"):
         make_env("FrozenLak-v1")
     with pytest.raises(ValueError, match="Please use `Taxi-v4`"):
         make_env("Taxi-v3")
@@ -897,12 +897,12 @@ gym.register("Strange-v0", Strange)
 @pytest.mark.parametrize(
     ("does", "says"),
     [
-        ("four", "step returned 4 values, as in gym before 0.26: gymnasium's returns observation, reward, terminated"),
+        ("four", r"step returned \(.*\): not observation, reward, terminated, truncated, info"),
         ("nan", "the reward nan is no finite number"),
-        ("array", r"info\['success'\] is array\(\[ True\]\): it must be True, False or a number"),
-        ("text", r"info\['success'\] is 'yes': it must be True"),
-        ("players", r"terminated is \{'a': False, 'b': False\}: it must be True or False, once for all players"),
-        ("each paid", r"the reward is \{'a': 1.0, 'b': -1.0\}: it must be one number, of all players together"),
+        ("array", r"success is array\(\[ True\]\): it must be one number, or True or False"),
+        ("text", r"success is 'yes': it must be one number"),
+        ("players", r"terminated is \{'a': False, 'b': False\}: it must be one number, or True"),
+        ("each paid", r"reward is \{'a': 1.0, 'b': -1.0\}: it must be one number"),
         ("half", r"the environment says a text that cannot be encoded: '\\udc80' at place 4 is half a character"),
     ],
 )
@@ -925,7 +925,7 @@ def test_what_is_not_used_any_more_is_closed_and_an_error_of_close_is_a_warning(
     assert "Strange-v0 could not be closed: OSError: the door is stuck" in caplog.text
 
 
-def test_a_trial_that_hangs_ends_by_the_timeout_and_one_that_takes_long_says_what_it_does(monkeypatch, capsys):
+def test_a_trial_that_hangs_ends_by_the_timeout(monkeypatch):
     goes_on = threading.Event()
 
     def step(self, action):
@@ -938,10 +938,6 @@ def test_a_trial_that_hangs_ends_by_the_timeout_and_one_that_takes_long_says_wha
         ConfigError, match=r"move 1 took more than env\.timeout=0\.1 seconds: raise it, or leave the tr"
     ):
         build_environment(compose("env.id=Lock-v0", "env.timeout=0.1", "~env.kwargs", "env.val_episodes=0"))
-    monkeypatch.setattr(text_env, "TRIAL_SECONDS", 0.01)
-    threading.Timer(0.2, goes_on.set).start()
-    make_env("Lock-v0")
-    assert "Lock-v0 is tried out: 5 random walks of at most 20 moves are played twice" in capsys.readouterr().err
 
 
 class Late(Lock):
@@ -966,24 +962,6 @@ def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(m
     assert ended["success"] is None and "Set env.success.said=true" in capsys.readouterr().err
     told = make_env("Late-v0", max_turns=8, success={"said": True})
     assert any(last_info(told, str(number))["success"] for number in range(4))
-
-
-@pytest.mark.parametrize(
-    ("env_id", "says"),
-    [
-        ("ALE/Pong-v5", "another package: `pip install ale-py`, and env.id=ale_py:ALE/Pong-v5"),
-        ("PongNoFrameskip-v4", "another package: `pip install ale-py`, and env.id=ale_py:PongNoFrameskip-v4"),
-        ("MiniGrid-Empty-5x5-v0", "pip install minigrid`, and env.id=custom/examples/minigrid_env.py:MiniGrid-Empty"),
-    ],
-)
-def test_an_id_of_another_package_names_it(env_id, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        make_env(env_id)
-
-
-def test_a_misspelt_setting_among_the_kwargs_meets_the_settings():
-    with pytest.raises(ConfigError, match=r"'action_name'.*Did you mean 'action_names', a setting of its text"):
-        build_environment(compose("env.id=Lock-v0", "~env.kwargs", "+env.kwargs.action_name=[a]"))
 
 
 def test_observations_that_are_texts_are_not_called_written_out(capsys):

@@ -18,12 +18,8 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.padding import collate
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
-from tests.runs import ROOT
-from workers.forward_check import rope_changes
-from workers.hf.batch import NoCacheBatch, SeparateRows, SharedPrompts
-from workers.hf.rollout import HFRollout
-from workers.lora import (
+from extras.kernels.generation import SharedPrompts
+from extras.lora import (
     adapter_weights,
     add_lora,
     is_lora,
@@ -32,6 +28,11 @@ from workers.lora import (
     save_pretrained,
     without_lora,
 )
+from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
+from tests.runs import ROOT
+from workers.forward_check import rope_changes
+from workers.hf.batch import NoCacheBatch, SeparateRows
+from workers.hf.rollout import HFRollout
 from workers.micro_batches import score
 from workers.rollout import sample_of
 from workers.scoring_model import padded_scores, scoring_model, set_forward

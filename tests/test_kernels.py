@@ -1,4 +1,4 @@
-"""The door of workers/kernels/: with what is inside and without it the same numbers, and nothing before it is asked."""
+"""The door of extras/kernels/: with what is inside and without it the same numbers, and nothing before it is asked."""
 
 import copy
 import os
@@ -13,6 +13,12 @@ from transformers import PreTrainedModel
 
 from configs.process import VARIABLES
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
+from extras.kernels import Kernels
+from extras.kernels.decode import decoding, lay_out_weights
+from extras.kernels.memory import IS_GLIBC
+from extras.kernels.norms import RMSNorm
+from extras.kernels.packed_attention import packed_scores
+from extras.kernels.products import HAS_BFLOAT16, Linear
 from main import run
 from tests.batches import CUTS, ragged_batch, relative_distance, update_of
 from tests.forked import python
@@ -22,13 +28,12 @@ from tests.runs import ROOT, compose, learning_metrics, short_run
 from tests.test_architecture import module_of
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.kernels import decoding, lay_out_weights, prepare
-from workers.kernels.memory import IS_GLIBC
-from workers.kernels.norms import RMSNorm
-from workers.kernels.packed_attention import packed_scores
-from workers.kernels.products import HAS_BFLOAT16, Linear
 from workers.models import load_causal_lm, load_value_model
 from workers.scoring_model import padded_scores
+
+
+def prepare(model, device):
+    return Kernels().prepare(model)
 
 
 def classes(model: PreTrainedModel) -> set[type]:

@@ -19,11 +19,11 @@ from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from configs.serving import ServerConfig, check_server
 from data.pretrained import check_adapter
+from extras.lora import adapter_weights, save_pretrained
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
 from workers.dp_actor import ReferencePolicy
 from workers.engine import TrainEngine
-from workers.lora import adapter_weights, save_pretrained
 from workers.micro_batches import MicroBatchSize, score
 from workers.models import load_causal_lm
 
@@ -80,7 +80,7 @@ def test_a_run_trains_the_adapter_alone_from_no_kl_and_goes_on_after_a_stop(tiny
 def test_the_reference_is_the_base_model_to_the_last_bit_and_the_adapter_is_back_behind_it(tiny_model, dtype):
     module, base = adapted(tiny_model, dtype), load(tiny_model, dtype)
     engine = TrainEngine(module, OptimConfig(lr=1e-2), 10, CPU, dtype)
-    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.at_work_without_lora)
+    reference = ReferencePolicy(module, SIZE, engine.autocast, engine.at_work_as_before)
     with engine.autocast():
         before, wanted = log_probs(module), log_probs(base)
     found = reference.compute_log_prob(ragged_batch(), 1.0, ["ref_log_prob"]).batch["ref_log_prob"]

@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from data.seeding import rng_state
+from extras.lora import is_lora
+from extras.sharding.fsdp2 import Sharding, make_mesh, whole
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
 from tests.test_checkpoint import in_child
@@ -26,10 +28,9 @@ from training.model_merger import main as merge
 from training.model_shards import Shards, save_shards, write_pretrained
 from workers.collectives import Peers, compute_together, group_size, rank
 from workers.engine import TrainEngine
-from workers.lora import is_lora
 from workers.model_checkpoint import moments_of
 from workers.models import load_causal_lm
-from workers.sharding import Sharding, make_mesh, whole
+from workers.parallel import Replicas
 
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 IDS = torch.tensor([[10, 11, 12, 13, 14]])
@@ -40,7 +41,7 @@ def make_engine(model: Path, fsdp_size: int = -1, tensor_parallel_size: int = 1)
     if group_size() > 1:
         compute_together(tensor_parallel_size)
     mesh = make_mesh(fsdp_size, CPU, tensor_parallel_size)
-    module = load_causal_lm(ModelConfig(path=str(model)), sharding=Sharding(mesh) if mesh else None)
+    module = load_causal_lm(ModelConfig(path=str(model)), parallel=Sharding(mesh) if mesh else Replicas())
     return TrainEngine(module, OptimConfig(lr=0.01), 10, CPU, torch.float32)
 
 

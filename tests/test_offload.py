@@ -11,16 +11,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import main
 from configs.schema import ModelConfig, OptimConfig
+from extras import sharding
+from extras.sharding import Offloaded, offload
+from extras.sharding.offload import Offload, make_optimizer, rounded_at_random
 from tests.batches import ragged_batch, relative_distance, update_of
 from tests.pretended_gpu import CPU, CUDA, PretendedGPU, is_on_device
 from tests.runs import compose, learning_metrics, short_run
-from workers import model_worker, models, offload
+from workers import models
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.forward_check import trained_log_probs
 from workers.micro_batches import MicroBatchSize
 from workers.models import frozen_copy, load_causal_lm, plain_matrices
-from workers.offload import Offload, make_optimizer, rounded_at_random
 
 IDS = torch.tensor([[10, 11, 12, 13, 14]])
 
@@ -28,7 +30,8 @@ IDS = torch.tensor([[10, 11, 12, 13, 14]])
 def make_engine(tiny_model: Path, moments_dtype: str = "float32", **offloads: bool) -> TrainEngine:
     module = load_causal_lm(ModelConfig(path=str(tiny_model)))
     optim = OptimConfig(lr=0.01, weight_decay=0.1, moments_dtype=moments_dtype)
-    return TrainEngine(module, optim, 10, CPU, torch.float32, Offload(**offloads))
+    module.parallel = Offloaded(Offload(**offloads))
+    return TrainEngine(module, optim, 10, CPU, torch.float32)
 
 
 def train(engine: TrainEngine, steps: int) -> None:
@@ -140,7 +143,7 @@ def test_a_run_with_all_of_it_offloaded_has_the_same_numbers(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Actor, critic, reference and generation by the module, which all come to the device and go again."""
-    monkeypatch.setattr(model_worker.ModelWorker, "_offloads", lambda self, asked: asked)
+    monkeypatch.setattr(sharding, "on_gpu", lambda device: True)
     terms = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.save_freq=2")
     actor, ref = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"
     offloads = (f"{actor}.param_offload=true", f"{actor}.optimizer_offload=true", f"{ref}.param_offload=true")
@@ -201,7 +204,8 @@ def test_on_a_gpu_a_model_leaves_between_its_stages(tiny_model: Path, tmp_path: 
 
     def stages(device: torch.device, *offloads: bool) -> tuple[DataParallelPPOActor, torch.Tensor]:
         module = load_causal_lm(ModelConfig(path=str(tiny_model)), device, torch.float32, 64)
-        engine = TrainEngine(module, OptimConfig(), 10, device, torch.float32, Offload(*offloads))
+        module.parallel = Offloaded(Offload(*offloads))
+        engine = TrainEngine(module, OptimConfig(), 10, device, torch.float32)
         size, batch = MicroBatchSize(None, 64), ragged_batch()
         actor = DataParallelPPOActor(compose().actor_rollout_ref.actor, engine, size, size)
         actor.update_policy(batch, update_of(batch, actor.config))

@@ -32,15 +32,15 @@ from transformers import (
 from configs.paths import ROOT
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
+from extras.kernels import packed_attention
+from extras.kernels.packed_attention import Packed, is_packed
+from extras.kernels.ragged import Ragged, in_a_row
 from tests.batches import padded as padded_columns
 from tests.batches import random_ids, relative_distance, update_of
 from tests.fake_memory import Counted
 from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
-from workers.kernels import packed_attention
-from workers.kernels.packed_attention import Packed, is_packed
-from workers.kernels.ragged import Ragged, in_a_row
 from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
 from workers.scoring_model import scoring_model
 

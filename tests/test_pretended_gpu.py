@@ -18,15 +18,15 @@ from benchmarks.models import numbers_tokenizer
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, PolicyLossConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, SamplingParams
+from extras.kernels import compiled, packed_attention
+from extras.kernels.generation import SharedPrompts
 from tests.batches import close, ragged_batch, random_ids, update_of
 from tests.pretended_gpu import CPU, CUDA, MixedDevices, PretendedGPU
 from training.core_algos import AGGREGATION_MODES, POLICY_LOSS_REGISTRY
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
-from workers.hf import compiled
-from workers.hf.batch import RunningBatch, SeparateRows, SharedPrompts, last_logits
-from workers.kernels import packed_attention
+from workers.hf.batch import RunningBatch, SeparateRows, last_logits
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model

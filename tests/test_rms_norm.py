@@ -14,8 +14,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from configs.schema import ModelConfig
+from extras.kernels.norms import EPSILONS, RMSNorm, use_fast_norms
 from tests.operations import Operations
-from workers.kernels.norms import EPSILONS, RMSNorm, use_fast_norms
 from workers.models import load_causal_lm
 
 EPSILON = 1e-2  # large enough to be seen

@@ -31,12 +31,13 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
+from extras.kernels import compiled
+from extras.kernels.generation import SharedPrompts
+from extras.kernels.turn_cache import PromptCache
 from tests.engines import drain, plans, play
 from workers.hf import batch as rollout_batch
-from workers.hf import compiled
-from workers.hf.batch import NoCacheBatch, RunningBatch, SharedPrompts, last_logits, sample, sample_rows
+from workers.hf.batch import NoCacheBatch, RunningBatch, last_logits, sample, sample_rows
 from workers.hf.rollout import HFRollout
-from workers.hf.turn_cache import PromptCache
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
@@ -233,7 +234,7 @@ def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer: PreTrainedTo
     found = play(rollout, episodes, keeps=True)
     assert_same([done for _, done in found.values()], {done.id: done for _, done in wanted.values()})
     assert rollout.prefilled_tokens - before < before / 2
-    assert not rollout.turns.turns and rollout.turns.tokens == 0 and rollout.batch is None and rollout.module.training
+    assert rollout.batch is None and rollout.module.training
 
 
 def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 3) -> list[int]:
@@ -279,9 +280,9 @@ def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTraine
     rollout = make_rollout(model, tokenizer)
     keep(rollout, 1, PROMPTS[0])
     keep(rollout, 2, PROMPTS[1])
-    assert not rollout.has_unfinished_requests() and not model.training and rollout.turns.turns.keys() == {1, 2}
+    assert not rollout.has_unfinished_requests() and not model.training and rollout.batch.turns.turns.keys() == {1, 2}
     drop(rollout)
-    assert model.training and not rollout.turns.turns and rollout.batch is None
+    assert model.training and rollout.batch is None
     before = rollout.prefilled_tokens
     text = keep(rollout, 1, PROMPTS[0])
     assert rollout.prefilled_tokens == before + len(PROMPTS[0])
@@ -293,21 +294,21 @@ def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTra
     """Three sequences of 21 tokens: the oldest go; what runs is not counted, and what is aborted is not kept."""
     rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
     texts = {episode: keep(rollout, episode, [7] * 18) for episode in (1, 2, 3)}
-    assert rollout.turns.tokens == 60 and [*rollout.turns.turns] == [1, 2, 3]
+    assert rollout.batch.turns.tokens == 60 and [*rollout.batch.turns.turns] == [1, 2, 3]
     texts[1] = keep(rollout, 1, texts[1])
-    assert rollout.turns.tokens == 40 + 23 and [*rollout.turns.turns] == [2, 3, 1]
+    assert rollout.batch.turns.tokens == 40 + 23 and [*rollout.batch.turns.turns] == [2, 3, 1]
     keep(rollout, 4, [8, 9])
-    assert rollout.turns.tokens == 20 + 23 + 4 and [*rollout.turns.turns] == [3, 1, 4]
+    assert rollout.batch.turns.tokens == 20 + 23 + 4 and [*rollout.batch.turns.turns] == [3, 1, 4]
     rollout.add(Request(1, texts[1], GREEDY, 0, episode=1))
     rollout.step()
-    assert [*rollout.turns.turns] == [3, 4]
+    assert [*rollout.batch.turns.turns] == [3, 4]
     rollout.abort([1])
-    assert [*rollout.turns.turns] == [3, 4] and not rollout.has_unfinished_requests()
+    assert [*rollout.batch.turns.turns] == [3, 4] and not rollout.has_unfinished_requests()
     rollout.add(Request(3, texts[3], GREEDY, 0, episode=3))
     rollout.step()
     rollout.forget([3])
     drain(rollout)
-    assert [*rollout.turns.turns] == [4], "3 was forgotten while it ran"
+    assert [*rollout.batch.turns.turns] == [4], "3 was forgotten while it ran"
     rollout.forget([1, 2])
     assert rollout.batch is not None and not rollout.module.training, "episode 4 may go on"
     rollout.forget([4])

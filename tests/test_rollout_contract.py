@@ -16,9 +16,11 @@ from data.protocol import DataProto, object_array
 from data.types import Completion, Request, SamplingParams
 from tests.engines import Generating, Stepping, answer
 from training.roles import ROLES
+from workers.adapter import NoAdapter
 from workers.group import Done, RolloutRole
 from workers.load_rollout import build_rollout, generate_batch
 from workers.model_worker import ColocatedRollout
+from workers.parallel import Replicas
 from workers.rollout import Rollout
 
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 5)
@@ -91,7 +93,14 @@ def test_an_engine_that_draws_from_the_global_generators_draws_otherwise_on_each
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
             torch.rand(1)
 
-    policy = SimpleNamespace(module=torch.nn.Linear(1, 1), at_work=nullcontext, autocast=nullcontext, weights=list)
+    policy = SimpleNamespace(
+        module=torch.nn.Linear(1, 1),
+        at_work=nullcontext,
+        autocast=nullcontext,
+        weights=list,
+        parallel=Replicas(),
+        adapter=NoAdapter(),
+    )
     engine = Drawing(RolloutConfig(prompt_length=4, response_length=3), tokenizer, None)
     worker, prompts = ColocatedRollout(Config(), tokenizer, engine, policy), {"raw_prompt_ids": [[9]] * 4}
     role = RolloutRole(Mock(size=2), ROLES["rollout"])

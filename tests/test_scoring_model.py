@@ -27,13 +27,13 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.seqlen_balancing import micro_batch_indices
 from data.types import Request, SamplingParams
+from extras.kernels import packed_attention
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
 from tests.shapes import SMALL
 from workers import micro_batches
 from workers import scoring_model as scoring_model_module
 from workers.forward_check import check_width
 from workers.hf.rollout import HFRollout
-from workers.kernels import packed_attention
 from workers.micro_batches import MicroBatchSize, cut, cut_share, score
 from workers.scoring_model import padded_scores, scoring_model
 

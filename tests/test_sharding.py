@@ -47,6 +47,18 @@ from custom.tiny_model import build_tokenizer
 from data.pretrained import ModelSize
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
+from extras.lora import adapter_weights, is_lora, save_pretrained
+from extras.sharding.fsdp2 import (
+    Sharding,
+    gather_weights,
+    make_mesh,
+    sent_bytes,
+    shard_count,
+    shard_summary,
+    sharded_parts,
+    whole,
+)
+from extras.sharding.tensor_parallel import check_split
 from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
@@ -59,22 +71,11 @@ from workers.engine import TrainEngine
 from workers.forward_check import ForwardCheck
 from workers.group import shares_of
 from workers.hf.rollout import HFRollout
-from workers.lora import adapter_weights, is_lora, save_pretrained
 from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
+from workers.parallel import Replicas
 from workers.reward_model import LearnedReward
-from workers.sharding import (
-    Sharding,
-    gather_weights,
-    make_mesh,
-    sent_bytes,
-    shard_count,
-    shard_summary,
-    sharded_parts,
-    whole,
-)
-from workers.tensor_parallel import check_split
 
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
@@ -113,10 +114,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sharding(mesh: str = "sharded", **kept: Any) -> Sharding | None:
+def sharding(mesh: str = "sharded", **kept: Any) -> Replicas:
     """How a run of so many workers spreads a model; in the test's own process it does not. `kept`: of `Sharding`."""
-    if group_size() == 1:
-        return None
+    if group_size() == 1 or mesh == "plain":
+        compute_together(1)
+        return Replicas()
     fsdp_size, parts = MESHES[mesh]
     compute_together(parts)
     return Sharding(make_mesh(fsdp_size, CPU, parts), **kept)
@@ -138,7 +140,7 @@ def trainer(
     path: Path, config: ActorConfig | CriticConfig, mesh: str, size: MicroBatchSize, dtype: torch.dtype = torch.float32
 ) -> Any:
     """The actor or the critic of a run that computes in `dtype`, and gathers in it."""
-    settings = {"dtype": dtype, "sharding": sharding(mesh, param_dtype=dtype)}
+    settings = {"dtype": dtype, "parallel": sharding(mesh, param_dtype=dtype)}
     if isinstance(config, CriticConfig):
         module = load_value_model(ModelConfig(path=str(path)), seed=0, **settings)
         return DataParallelPPOCritic(config, TrainEngine(module, config.optim, 10, CPU, dtype), size)
@@ -166,7 +168,7 @@ def learn(path: Path, batches: dict[str, DataProto], names: list[str], mesh: str
     ("mesh", "names"),
     [
         ("two replicas", [*LOSSES, "critic"]),
-        *((mesh, ["kl_cov", "critic"]) for mesh in ("sharded", "replicated", "split", "split shards")),
+        *((mesh, ["kl_cov", "critic"]) for mesh in ("sharded", "plain", "replicated", "split", "split shards")),
     ],
 )
 def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names: list[str]):
@@ -211,7 +213,7 @@ def gradient_of(
 ) -> tuple[Tensor, list[Tensor]]:
     """Scores of this rank's rows, and the whole gradient of an update; `kept` are settings of the shards."""
     config, dtype = LOSSES["vanilla, every term"], kept.get("param_dtype", torch.float32)
-    module = load_causal_lm(ModelConfig(path=str(path), **settings), dtype=dtype, sharding=sharding(mesh, **kept))
+    module = load_causal_lm(ModelConfig(path=str(path), **settings), dtype=dtype, parallel=sharding(mesh, **kept))
     assert module.shares_prompts == (settings.get("use_remove_padding", True) and settings.get("kernels") != "off")
     engine = TrainEngine(module, config.optim, 10, CPU, dtype)
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), CUTS["24 tokens"])
@@ -313,7 +315,7 @@ def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
     """What a model's weights are gathered in to train and for generation, and where they cannot be multiplied so;
     whether for generation they are those of the shards, and whether it scores where they could not."""
     low, size = torch.bfloat16, CUTS["all rows"]
-    module = load_causal_lm(ModelConfig(path=str(path)), dtype=low, sharding=sharding(param_dtype=low))
+    module = load_causal_lm(ModelConfig(path=str(path)), dtype=low, parallel=sharding(param_dtype=low))
     shards, seen = [whole(weight) for weight in module.parameters()], []
     module.model.norm.register_forward_pre_hook(lambda norm, _: seen.append(norm.weight.dtype))
     policy = TrainEngine(module, OPTIM, 10, CPU, low)
@@ -324,7 +326,7 @@ def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
         same = all(map(torch.equal, module.parameters(), shards))
     with policy.autocast():
         score(module, ragged_batch(), size, TEMPERATURE)
-    module = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding(param_dtype=low))
+    module = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(param_dtype=low))
     found = score(module, ragged_batch(), size, TEMPERATURE).log_probs
     return [*seen, module.param_dtype], same, torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -336,7 +338,7 @@ def test_weights_are_gathered_in_float32_for_generation_and_where_bfloat16_canno
 
 def devices(path: Path) -> list[set[torch.device]]:
     """Where an offloaded model's shards are, and where the micro-batches are that it is given."""
-    module = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding(offload=True))
+    module = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(offload=True))
     module.computes_on = torch.device("meta")  # as a GPU would be
     [micro] = cut(ragged_batch(), CUTS["all rows"], [], module)
     return [{tensor.device for tensor in tensors} for tensors in (module.parameters(), micro.columns.values())]
@@ -356,9 +358,9 @@ def adapted(
     """With LoRA: the reference's log-probs of this rank's rows, the whole gradient of an update, and the weights for an
     engine; adapter and merged model are left in `folder`."""
     config, size = LOSSES["vanilla, every term"], CUTS["24 tokens"]
-    module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), sharding=sharding())
+    module = load_causal_lm(ModelConfig(path=str(path), lora_adapter_path=str(adapter)), parallel=sharding())
     engine = TrainEngine(module, config.optim, 10, CPU, torch.float32)
-    reference = ReferencePolicy(module, size, engine.autocast, engine.at_work_without_lora)
+    reference = ReferencePolicy(module, size, engine.autocast, engine.at_work_as_before)
     own = own_share(batch)
     scored = reference.compute_log_prob(own, TEMPERATURE, ["ref_log_prob"]).batch["ref_log_prob"]
     actor = DataParallelPPOActor(config, engine, MicroBatchSize(2, 0), size)
@@ -370,7 +372,7 @@ def adapted(
 
 def fresh_adapter(path: Path) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    return dict(adapter_weights(load_causal_lm(ModelConfig(path=str(path), lora_rank=4), sharding=sharding())))
+    return dict(adapter_weights(load_causal_lm(ModelConfig(path=str(path), lora_rank=4), parallel=sharding())))
 
 
 @pytest.mark.slow
@@ -492,9 +494,9 @@ def loaded(path: Path, of_critic: bool) -> tuple[str, dict[str, Tensor], bool, s
     with torch.random.fork_rng(), redirect_stderr(io.StringIO()) as said:
         torch.manual_seed(5)  # for weights that the folder lacks
         if of_critic:
-            model = load_value_model(settings, 3, sharding=sharding())
+            model = load_value_model(settings, 3, parallel=sharding())
         else:
-            model = load_causal_lm(settings, sharding=sharding())
+            model = load_causal_lm(settings, parallel=sharding())
     names = {id(weight): name for name, weight in model.named_parameters(remove_duplicate=False)}
     tied = len(names) < len([*model.named_parameters(remove_duplicate=False)])
     weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
@@ -555,7 +557,7 @@ def shares_prompts(path: Path) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
             patch.setattr(ForwardCheck, "scores", lambda *args, **mode: scores(*args, **mode) + packed(*args))
-        return load_causal_lm(ModelConfig(path=str(path)), sharding=sharding()).shares_prompts
+        return load_causal_lm(ModelConfig(path=str(path)), parallel=sharding()).shares_prompts
 
 
 def test_a_forward_that_one_rank_refuses_is_taken_by_none(ranks: Ranks, model: Path):
@@ -566,10 +568,10 @@ def test_a_forward_that_one_rank_refuses_is_taken_by_none(ranks: Ranks, model: P
 def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], list[float]]], Tensor, bool]:
     """What the hf engine draws for this rank's number of `rows`; log-probs of a batch, before and after the same;
     whether the model is in shards then."""
-    model = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding())
+    model = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding())
     config = RolloutConfig(prompt_length=8, response_length=6)
     before = score(model, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs
-    again = load_causal_lm(ModelConfig(path=str(path)), sharding=sharding(), like=model)  # as a reference is
+    again = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(), like=model)  # as a reference is
     assert torch.equal(score(again, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
     assert all(weight.grad is None for weight in model.parameters()), "gradients of the trial are held"
     with gather_weights(model):
@@ -610,7 +612,7 @@ def certify(path: Path, mesh: str) -> list[Any]:
     """Syncs of an engine that samples from the shards, gathered, and of one with a copy, which every second rank leads;
     the last of which brings one matrix as it was."""
     module, name = (
-        load_causal_lm(ModelConfig(path=str(path)), sharding=sharding(mesh)),
+        load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(mesh)),
         "model.layers.1.mlp.up_proj.weight",
     )
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
@@ -677,7 +679,7 @@ def rewards(path: Path, tokenizer: Path, batch: DataProto, first: int) -> Tensor
         RewardModelConfig(enable=True, model=PretrainedModelConfig(path=str(path)), micro_batch_size_per_gpu=2),
         AutoTokenizer.from_pretrained(tokenizer),
         CPU,
-        sharding=sharding(),
+        parallel=sharding(),
     )
     return torch.cat(gather(model.compute_rm_score(share(batch, first)).batch["rm_scores"]))
 

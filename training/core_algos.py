@@ -6,16 +6,16 @@ controllers. A new entry is one short function under `@register_adv_est("name")`
 Shapes: B sequences, R the padded response width. `response_mask` [B, R] is 1 on tokens the policy produced and 0 on
 padding, observations and tool text; a row whose mask is all zero is a failed episode. What lies under the zeros does
 not matter, except that outcome estimators score a row by the sum of all its rewards, wherever they lie.
-Metrics: a policy loss returns python floats, each the mean of a per-token quantity over `response_mask`, so weighting
-micro-batches by their number of valid tokens pools them into the exact mean of the whole.
-Left out: whatever needs a batch object, a device or a process group.
+A policy loss returns metrics as means of a per-token quantity over `response_mask`, so weighting micro-batches by their
+number of valid tokens pools them into the exact mean of the whole.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import update_wrapper
-from typing import Any, Protocol
+from inspect import Parameter, Signature, signature
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,13 +37,20 @@ from training.torch_functional import (
 
 MAX_SEQUENCE_LOG_RATIO = 10.0  # of gspo: bounds a row's mean log-ratio, from above only
 
-AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
+AdvEstimatorFn = Callable[..., Pair]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float | Tensor]]]
 TokenLosses = tuple[Tensor, dict[str, Tensor]]  # losses and, by name, metrics; [B, R] each
 Labels = Sequence[Hashable] | np.ndarray | Tensor  # [B], the prompt of each row
+LossConfig = Any  # the settings of actor_rollout_ref.actor, and `global_batch_info`, keyword arguments of `agg_loss`
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, "PolicyLoss"] = {}
+
+# Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
+# that whiten over the batch as well (reinforce_plus_plus_baseline, gdpo) still have the batch to compare it with.
+NEEDS_GROUPS = {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
+                "optimal_token_baseline", "tir_optimal_token_baseline"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,6 @@ class PolicyLoss:
     """A policy loss, and what those who call it have to know.
 
     Attributes:
-        function: the loss, with the arguments of `compute_policy_loss_vanilla`.
         over_mini_batch: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
             once for all of them, not for each micro-batch; that costs a forward pass more.
         silent_at_zero: a row whose advantages are all 0 adds nothing to loss or gradient, so it may be left out.
@@ -62,50 +68,19 @@ class PolicyLoss:
     silent_at_zero: bool = False
 
 
-class AdvantageEstimator(StrEnum):
-    """The built-in names; user-registered estimators are plain strings beside them."""
-
-    GAE = "gae"
-    TURN_GAE = "turn_gae"
-    GRPO = "grpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-    GDPO = "gdpo"
-
-
-# Estimators that compare a sample with the others of its prompt alone: a group of one has no baseline at all. Those
-# that whiten over the batch as well (reinforce_plus_plus_baseline, gdpo) still have the batch to compare it with.
-NEEDS_GROUPS = {
-    AdvantageEstimator.GRPO,
-    AdvantageEstimator.GRPO_VECTORIZED,
-    AdvantageEstimator.GRPO_PASSK,
-    AdvantageEstimator.RLOO,
-    AdvantageEstimator.RLOO_VECTORIZED,
-    AdvantageEstimator.OPO,
-    AdvantageEstimator.GPG,
-    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE,
-    AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE,
-}
+def key_of(name_or_enum: str | Enum, decorator: str = "") -> str:
+    name = name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
+    if decorator and not isinstance(name, str):
+        raise TypeError(f"@{decorator} needs the name by which the config finds the function: @{decorator}('mine')")
+    return name
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], AdvEstimatorFn]:
-    """Decorator that adds an advantage estimator; raises ValueError if another function already has the name, and
-    TypeError without a name."""
-    name = _registry_key(name_or_enum)
-    _check_name(name, "register_adv_est")
+    """Adds an advantage estimator; raises ValueError if another function has the name, TypeError without a name."""
+    name = key_of(name_or_enum, "register_adv_est")
 
     def register(fn: AdvEstimatorFn) -> AdvEstimatorFn:
-        known = ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)
-        if known is not fn:
+        if (known := ADV_ESTIMATOR_REGISTRY.setdefault(name, fn)) is not fn:
             raise ValueError(
                 f"Advantage estimator {name!r} has already been registered, by module {known.__module__}: "
                 f"choose another name, or delete ADV_ESTIMATOR_REGISTRY[{name!r}] first"
@@ -117,33 +92,18 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvEstimatorFn], Adv
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvEstimatorFn:
     """The estimator registered under this exact name; raises ValueError if there is none."""
-    name = _registry_key(name_or_enum)
-    if name not in ADV_ESTIMATOR_REGISTRY:
-        known = list(ADV_ESTIMATOR_REGISTRY)
+    if (name := key_of(name_or_enum)) not in ADV_ESTIMATOR_REGISTRY:
+        known = [*ADV_ESTIMATOR_REGISTRY]
         raise ValueError(f"Unknown advantage estimator simply: {name}. Registered estimators are: {known}")
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
-def _registry_key(name_or_enum: str | Enum) -> str:
-    return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
-
-
-def _check_name(name: Any, decorator: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"@{decorator} needs the name by which the config finds the function: @{decorator}('mine')")
-
-
-def register_policy_loss(
-    name: str, *, over_mini_batch: bool = False, silent_at_zero: bool = False
-) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that adds a policy loss, replacing any of the same name; `PolicyLoss` says what the marks mean.
-
-    Raises TypeError without a name.
-    """
-    _check_name(name, "register_policy_loss")
+def register_policy_loss(name: str, **marks: bool) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Adds a policy loss, replacing any of the same name; `PolicyLoss` has the marks. TypeError without a name."""
+    key_of(name, "register_policy_loss")
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSS_REGISTRY[name] = PolicyLoss(fn, over_mini_batch, silent_at_zero)
+        POLICY_LOSS_REGISTRY[name] = PolicyLoss(fn, **marks)
         return fn
 
     return register
@@ -161,7 +121,6 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The function of a registered policy loss, as verl returns it; raises ValueError if there is none."""
     return get_policy_loss(name).function
 
 
@@ -172,9 +131,7 @@ class Groups:
     Failed rows leave the statistics (in verl they count like any sample): a group of 4 of which 1 failed gives
     exactly what a group of 3 gives. A baseline needs two: the mean of a row whose whole group else failed is its own
     value, so that it teaches nothing. A group that was never more than one sample has nothing to compare with: its mean
-    counts as 0 and its std as 1, so that its raw score stands.
-
-    `index` [B] names each row's group by any hashable; it may be a list, an array or a tensor.
+    counts as 0 and its std as 1, so that its raw score stands. `index` [B] names each row's group by any hashable.
     """
 
     def __init__(self, index: Labels, response_mask: Tensor) -> None:
@@ -258,13 +215,43 @@ def whiten_advantages(advantages: Tensor, response_mask: Tensor) -> Tensor:
 
 
 # Advantage estimators return (advantages, returns), both [B, R] float32 like `token_level_rewards`, without gradient.
+# Those of outcomes give each row one number.
 
 
-@register_adv_est(AdvantageEstimator.GAE)
+def outcome(*names: str, whitened: bool = False) -> Callable[[Callable[..., Tensor]], AdvEstimatorFn]:
+    """Registers an estimator made of f(scores [B], groups, response_mask, its settings …) -> [B]; each token of a row
+    gets the row's number, `whitened` over the batch's tokens or as it is."""
+
+    def decorate(of_rows: Callable[..., Tensor]) -> AdvEstimatorFn:
+        @torch.no_grad()
+        def estimate(
+            token_level_rewards: Tensor, response_mask: Tensor, index: Labels, *args: Any, **kwargs: Any
+        ) -> Pair:
+            per_row = of_rows(token_level_rewards.sum(-1), Groups(index, response_mask), response_mask, *args, **kwargs)
+            advantages = spread_over_tokens(per_row, response_mask)
+            if whitened:
+                advantages = zero_masked(whiten_advantages(advantages, response_mask), response_mask)
+            return advantages, advantages
+
+        base = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in BASE]
+        update_wrapper(estimate, of_rows).__signature__ = Signature(
+            [*base, *[*signature(of_rows).parameters.values()][3:]]
+        )
+        for name in names:
+            register_adv_est(name)(estimate)
+        return estimate
+
+    return decorate
+
+
+BASE = ("token_level_rewards", "response_mask", "index")
+
+
+@register_adv_est("gae")
 @torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Generalized advantage estimation (arXiv:1506.02438) along the valid tokens, whitened over the batch.
 
     returns = unwhitened advantages + values. Rewards and values at masked positions are ignored; the advantages
@@ -282,7 +269,7 @@ def discounted_td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: f
     return sum_to_go(rewards + gamma * next_values - values, mask, gamma * lam)
 
 
-@register_adv_est(AdvantageEstimator.TURN_GAE)
+@register_adv_est("turn_gae")
 @torch.no_grad()
 def compute_turn_gae_advantage_return(
     token_level_rewards: Tensor,
@@ -291,7 +278,7 @@ def compute_turn_gae_advantage_return(
     gamma: float,
     lam: float,
     turn_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """GAE over turns (turn-PPO, arXiv:2512.17008): a turn is one action, whitened over the batch's valid tokens.
 
     A turn is the policy tokens of a row that have one number in `turn_ids` [B, R]; without them a response is one turn.
@@ -312,118 +299,81 @@ def compute_turn_gae_advantage_return(
     return whitened, zero_masked((advantages + worth).gather(1, turns), response_mask)
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-@register_adv_est(AdvantageEstimator.GRPO)
-@torch.no_grad()
+@outcome("grpo", "grpo_vectorized")
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
+    scores: Tensor,
+    groups: Groups,
+    mask: Tensor,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """GRPO (arXiv:2402.03300): a sample's score minus its group's mean, over the group's std + epsilon.
-
-    Without `norm_adv_by_std_in_grpo` it is the difference alone (Dr. GRPO, arXiv:2503.20783). `config` is not read.
-    """
-    groups = Groups(index, response_mask)
-    advantages = groups.standardize(token_level_rewards.sum(-1), epsilon, norm_adv_by_std_in_grpo)
-    advantages = spread_over_tokens(advantages, response_mask)
-    return advantages, advantages
+) -> Tensor:
+    """GRPO (arXiv:2402.03300): a sample's score minus its group's mean, over the group's std + epsilon; without
+    `norm_adv_by_std_in_grpo` the difference alone (Dr. GRPO, arXiv:2503.20783)."""
+    return groups.standardize(scores, epsilon, norm_adv_by_std_in_grpo)
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK)
-@torch.no_grad()
+@outcome("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
+    scores: Tensor,
+    groups: Groups,
+    mask: Tensor,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Pass@k (arXiv:2503.19595): the group's best sample gets its lead over the second best, all others 0.
-
-    With `norm_adv_by_std_in_grpo` the lead is divided by the group's std + epsilon. Two best ones lead by nothing,
-    and so does a sample alone in its group.
-    """
-    groups = Groups(index, response_mask)
-    scores = token_level_rewards.sum(-1)
+) -> Tensor:
+    """Pass@k (arXiv:2503.19595): the group's best sample gets its lead over the second best, all others 0; over the
+    group's std + epsilon as in grpo. Two best ones lead by nothing, and so does a sample alone in its group."""
     is_best = scores == groups.reduce(scores, "amax")
     second = groups.reduce(torch.where(is_best, -torch.inf, scores), "amax")
     leads = is_best & (groups.reduce(is_best.float(), "sum") == 1) & (groups.count > 1)
     advantages = torch.where(leads, scores - second, 0)
-    if norm_adv_by_std_in_grpo:
-        advantages = advantages / (groups.std(scores) + epsilon)
-    advantages = spread_over_tokens(advantages, response_mask)
-    return advantages, advantages
+    return advantages / (groups.std(scores) + epsilon) if norm_adv_by_std_in_grpo else advantages
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
-@torch.no_grad()
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+@outcome("rloo")
+def compute_rloo_outcome_advantage(scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any) -> Tensor:
     """REINFORCE leave-one-out (arXiv:2402.14740): a sample's score minus the mean of the others in its group."""
-    groups = Groups(index, response_mask)
-    scores = token_level_rewards.sum(-1)
     # The mean includes the sample itself; n / (n - 1) turns the distance to it into that to the mean of the others.
+    return (scores - groups.mean(scores)) * groups.count / (groups.count - 1).clamp(min=1)
+
+
+@outcome("rloo_vectorized")
+def compute_rloo_vectorized_outcome_advantage(scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any) -> Tensor:
+    """RLOO, except that a sample alone in its group gets 0, not its score."""
     advantages = (scores - groups.mean(scores)) * groups.count / (groups.count - 1).clamp(min=1)
-    advantages = spread_over_tokens(advantages, response_mask)
-    return advantages, advantages
+    return torch.where(groups.count > 1, advantages, 0)
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-@torch.no_grad()
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """`compute_rloo_outcome_advantage`, except that a sample alone in its group gets 0, not its score."""
-    advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
-    advantages = torch.where(Groups(index, response_mask).count.unsqueeze(-1) > 1, advantages, 0)
-    return advantages, advantages
+@outcome("opo")
+def compute_opo_outcome_advantage(scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any) -> Tensor:
+    """OPO (arXiv:2505.23585): a sample's score minus its group's mean, in which each sample weighs its tokens: the
+    baseline of least variance weighs by the squared gradient norm, which grows as their number."""
+    return scores - groups.mean(scores, weights=mask.sum(-1))
 
 
-@register_adv_est(AdvantageEstimator.OPO)
-@torch.no_grad()
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """OPO (arXiv:2505.23585): a sample's score minus its group's mean, in which each sample weighs its tokens.
-
-    The baseline of least variance weighs a score by its squared gradient norm, which grows as the number of tokens.
-    """
-    scores = token_level_rewards.sum(-1)
-    baseline = Groups(index, response_mask).mean(scores, weights=response_mask.sum(-1))
-    advantages = spread_over_tokens(scores - baseline, response_mask)
-    return advantages, advantages
-
-
-@register_adv_est(AdvantageEstimator.GPG)
-@torch.no_grad()
+@outcome("gpg")
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, groups: Groups, mask: Tensor, f_norm: float = 1.0, alpha: float = 1.0, **kwargs: Any
+) -> Tensor:
     """GPG (arXiv:2504.02546): alpha · (samples / samples of non-zero score) · (score - the group's mean) / f_norm.
 
     The factor makes up for samples that teach nothing; failed rows are no samples.
     """
-    scores = token_level_rewards.sum(-1)
-    is_sample = response_mask.bool().any(-1)
-    samples, informative = is_sample.sum(), (is_sample & (scores != 0)).sum()
-    rescale = samples / informative.clamp(min=1)
-    advantages = alpha * rescale * (scores - Groups(index, response_mask).mean(scores)) / f_norm
-    advantages = spread_over_tokens(advantages, response_mask)
-    return advantages, advantages
+    is_sample = mask.bool().any(-1)
+    rescale = is_sample.sum() / (is_sample & (scores != 0)).sum().clamp(min=1)
+    return alpha * rescale * (scores - groups.mean(scores)) / f_norm
 
 
-@register_adv_est(AdvantageEstimator.GDPO)
+@outcome("reinforce_plus_plus_baseline", whitened=True)
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    scores: Tensor, groups: Groups, mask: Tensor, **kwargs: Any
+) -> Tensor:
+    """REINFORCE++-baseline (arXiv:2501.03262): a sample's score minus its group's mean, whitened over the batch."""
+    return scores - groups.mean(scores)
+
+
+@register_adv_est("gdpo")
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -435,13 +385,12 @@ def compute_gdpo_outcome_advantage(
     config: AlgorithmConfig | None = None,
     non_tensor_batch: Mapping[str, np.ndarray] | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """GDPO (arXiv:2601.05242): GRPO on each of several rewards alone, their weighted sum whitened over the batch.
 
     The rewards are the columns of `non_tensor_batch` [B] that `config.gdpo_reward_keys` names, their weights
     `config.gdpo_reward_weights` (all 1 if None); a row where one is None takes no part in that one. Without config or
-    columns it is token_level_rewards alone.
-    Raises AssertionError as `reward_dimensions` does.
+    columns it is token_level_rewards alone. Raises AssertionError as `reward_dimensions` does.
     """
     dimensions = [(1.0, token_level_rewards.sum(-1), response_mask)]
     if config is not None and non_tensor_batch is not None and response_mask.any():  # of failed rows nothing is known
@@ -464,8 +413,7 @@ def reward_dimensions(
 ) -> list[tuple[float, Tensor, Tensor]]:
     """GDPO's rewards as (weight, scores [B] float64, response_mask without the rows in which they are None).
 
-    Raises AssertionError if there are no keys, a column or a weight is missing, or a row that did not fail has no
-    finite score.
+    Raises AssertionError for no keys, a missing column or weight, or a row that did not fail without a finite score.
     """
     assert keys, "algorithm.gdpo_reward_keys is empty, but gdpo needs the names of the rewards to normalise one by one"
     missing = [key for key in keys if key not in columns]
@@ -486,33 +434,21 @@ def reward_dimensions(
     return dimensions
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@register_adv_est("reinforce_plus_plus")
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """REINFORCE++ (arXiv:2501.03262): returns discounted by `config.gamma`, whitened over the batch's valid tokens."""
     returns = zero_masked(sum_to_go(token_level_rewards, response_mask, config.gamma), response_mask)
     return zero_masked(whiten_advantages(returns, response_mask), response_mask), returns
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
-@torch.no_grad()
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Labels, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """REINFORCE++-baseline (arXiv:2501.03262): a sample's score minus its group's mean, whitened over the batch."""
-    scores = token_level_rewards.sum(-1)
-    advantages = spread_over_tokens(scores - Groups(index, response_mask).mean(scores), response_mask)
-    advantages = zero_masked(whiten_advantages(advantages, response_mask), response_mask)
-    return advantages, advantages
-
-
-@register_adv_est(AdvantageEstimator.REMAX)
+@register_adv_est("remax")
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """ReMax (arXiv:2310.10505): the rewards to go minus `reward_baselines` [B], the score of the greedy response.
 
     At masked positions both results are the sum to go, as in verl: mask before use.
@@ -521,8 +457,8 @@ def compute_remax_outcome_advantage(
     return returns - spread_over_tokens(reward_baselines, response_mask), returns
 
 
-@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
-@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@register_adv_est("tir_optimal_token_baseline")
+@register_adv_est("optimal_token_baseline")
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
@@ -535,7 +471,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Optimal token baseline (arXiv:2602.07078): the rewards to go minus their weighted mean at the same token.
 
     The k-th policy tokens of a group's samples are compared, each with the weight that makes the variance of the
@@ -562,6 +498,10 @@ def compute_optimal_token_baseline_advantage(
     return zero_masked(returns - baseline, response_mask), returns
 
 
+# The built-in names; user-registered estimators are plain strings beside them.
+AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})
+
+
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -586,7 +526,6 @@ def agg_loss(
     sequences with at least one, and `loss_scale_factor` where widths may differ. Then the losses and gradients of
     any cut into micro-batches add up to the whole's. Without them, the counts are this tensor's own.
     `dp_size` cancels a gradient all-reduce that averages over that many ranks; leave it 1 where gradients are summed.
-
     Differs from verl: no mode lets NaN out from under the mask, and an empty mask gives 0 with zero gradient, not NaN.
 
     Raises ValueError on an unknown mode, or if dp_size > 1 and the mode's global count is missing.
@@ -607,32 +546,15 @@ def agg_loss(
 
 def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp_size: int) -> Tensor:
     if count is None and dp_size > 1:
-        raise ValueError(
-            f"dp_size is {dp_size} but {name} is None: each rank would divide by its own count and the average over "
-            f"ranks would depend on how the batch was cut; pass {name} summed over all ranks"
-        )
+        raise ValueError(f"dp_size is {dp_size} but {name} is None: pass {name} summed over all ranks")
     count = local_count if count is None else torch.as_tensor(count)
     return torch.where(count > 0, count, 1)  # nothing to average: the numerator is 0 already
 
 
-class LossConfig(Protocol):
-    """The `config` of a policy loss: the settings of `actor_rollout_ref.actor`, and the counts of the mini-batch."""
-
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-    tau_pos: float
-    tau_neg: float
-    policy_loss: Any  # configs.schema.PolicyLossConfig and, for bypass_mode, `algorithm.rollout_correction`
-    global_batch_info: dict[str, Any]  # keyword arguments of `agg_loss`
-
-
 def clip_bounds(config: LossConfig) -> tuple[float, float]:
     """(low, high), each `clip_ratio` where unset: unlike under verl's defaults, setting `clip_ratio` alone works."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    return low, high
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
 def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, Tensor]:
@@ -640,14 +562,27 @@ def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[st
     return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
 
 
-def aggregate_tokens(mode: str | None = None, default: str = "token-mean") -> Callable[[Callable], PolicyLossFn]:
-    """Decorator that makes a policy loss of a function that returns losses and metrics token by token.
+class Tokens(NamedTuple):
+    """The tensors of a loss, [B, R] each; `log_prob` and `log_ratio` are 0 under the mask, so that not even a NaN there
+    reaches the gradient."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    log_ratio: Tensor
+
+
+def token_loss(
+    name: str | None = None, mode: str | None = None, default: str = "token-mean", **marks: bool
+) -> Callable[[Callable[[Tokens, LossConfig], TokenLosses]], PolicyLossFn]:
+    """Makes a policy loss, registered under `name`, of a function of `Tokens` and the config.
 
     The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or, if
     none is, in the config's; without one, as in a call by hand, in `default`.
     """
 
-    def decorate(token_losses: Callable[..., TokenLosses]) -> PolicyLossFn:
+    def decorate(token_losses: Callable[[Tokens, LossConfig], TokenLosses]) -> PolicyLossFn:
         def policy_loss(
             old_log_prob: Tensor,
             log_prob: Tensor,
@@ -658,7 +593,10 @@ def aggregate_tokens(mode: str | None = None, default: str = "token-mean") -> Ca
             *,
             rollout_is_weights: Tensor | None = None,
         ) -> tuple[Tensor, dict[str, float | Tensor]]:
-            losses, metrics = token_losses(old_log_prob, log_prob, advantages, response_mask, config)
+            log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+            log_prob = zero_masked(log_prob, response_mask)
+            tokens = Tokens(old_log_prob, log_prob, advantages, response_mask, log_ratio)
+            losses, metrics = token_losses(tokens, config)
             if rollout_is_weights is not None:
                 losses = losses * rollout_is_weights
             loss = agg_loss(losses, response_mask, mode or loss_agg_mode, **config.global_batch_info)
@@ -666,256 +604,153 @@ def aggregate_tokens(mode: str | None = None, default: str = "token-mean") -> Ca
 
         update_wrapper(policy_loss, token_losses)
         del policy_loss.__wrapped__  # so that inspect.signature sees the arguments of policy_loss
-        return policy_loss
+        return register_policy_loss(name, **marks)(policy_loss) if name else policy_loss
 
     return decorate
 
 
-def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """log_prob - old_log_prob, within ±20, and 0 under the mask."""
-    return bound_log_ratio(zero_masked(log_prob - old_log_prob, response_mask))
+def clip_metrics(log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:
+    none = torch.zeros_like(log_ratio)
+    return {
+        "actor/pg_clipfrac": none if clipped is None else clipped,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": none if lower is None else lower,
+    }
 
 
-def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective (arXiv:1707.06347), elementwise.
-
-    With A the advantage: max(-A · ratio, -A · clamp(ratio, 1 - clip_low, 1 + clip_high)).
-    Returns (losses, clipped); the second is bool and marks where the clip lowered the objective.
-    """
+def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Pair:
+    """PPO's clipped objective (arXiv:1707.06347), elementwise: max(-A · ratio, -A · clamp(ratio, 1 - low, 1 + high)),
+    and where the clip lowered the objective (bool)."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def dual_clip_loss(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, clip_ratio_c: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`clip_loss` of exp(log_ratio) and, where the advantage A < 0, at most -A · clip_ratio_c (arXiv:1912.09729).
+# In their formulas A is the advantage, ratio is exp(log_prob - old_log_prob), and sg() stops the gradient.
 
-    Returns (losses, clipped, dual_clipped); the last two are bool and mark where each clip lowered the objective
-    or raised it back. Raises AssertionError unless clip_ratio_c > 1.
-    """
-    assert clip_ratio_c > 1, (
-        f"clip_ratio_c is {clip_ratio_c}, but must be above 1: it caps the ratio where the advantage is negative, "
-        "and must leave room above the on-policy ratio of 1 (verl's default is 3)"
-    )
-    pessimistic, clipped = clip_loss(log_ratio.exp(), advantages, clip_low, clip_high)
-    cap = -advantages * clip_ratio_c
+
+@token_loss("vanilla", silent_at_zero=True)
+def compute_policy_loss_vanilla(t: Tokens, config: LossConfig) -> TokenLosses:
+    """PPO's clipped loss, with the dual clip (arXiv:1912.09729): where A < 0, at most -A · clip_ratio_c.
+
+    Raises AssertionError unless clip_ratio_c > 1."""
+    assert config.clip_ratio_c > 1, f"clip_ratio_c is {config.clip_ratio_c}, but must be above 1 (verl's default is 3)"
+    log_ratio = bound_log_ratio(t.log_ratio)
+    pessimistic, clipped = clip_loss(log_ratio.exp(), t.advantages, *clip_bounds(config))
+    cap, negative = -t.advantages * config.clip_ratio_c, t.advantages < 0
     # minimum, not where alone: it splits the gradient at exact ties, as verl's does.
-    losses = torch.where(advantages < 0, torch.minimum(pessimistic, cap), pessimistic)
-    return losses, clipped, (pessimistic > cap) & (advantages < 0)
+    losses = torch.where(negative, torch.minimum(pessimistic, cap), pessimistic)
+    return losses, clip_metrics(log_ratio, clipped, (pessimistic > cap) & negative)
 
 
-# Policy losses take log-probs, advantages, mask and importance weights of shape [B, R], and return (scalar loss with
-# gradient, metrics); under `aggregate_tokens` stands what they do to each token. In their formulas A is the advantage,
-# ratio is exp(log_prob - old_log_prob), and sg() stops the gradient. Log-probs are zeroed under the mask first, so that
-# not even a NaN there reaches the gradient.
+def dppo_loss(t: Tokens, kept: Tensor, max_ratio: float) -> TokenLosses:
+    """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere."""
+    log_ratio = bound_log_ratio(t.log_ratio)
+    ratio = log_ratio.exp()
+    losses = zero_masked(-t.advantages * ratio.clamp(max=max_ratio).detach() * t.log_prob, kept)
+    return losses, clip_metrics(log_ratio, ~kept, (ratio > max_ratio) & kept)
 
 
-@register_policy_loss("vanilla", silent_at_zero=True)
-@aggregate_tokens()
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """PPO's clipped loss with dual clip: `dual_clip_loss` of the config's bounds."""
+@token_loss("dppo_tv", silent_at_zero=True)
+def compute_policy_loss_dppo_tv(t: Tokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv:2602.04879) with total variation: `dppo_loss` of tokens whose probability has moved in A's direction
+    by no more than the config's clip bounds (all other tokens are one outcome); `clip_ratio_c`: the largest ratio."""
     clip_low, clip_high = clip_bounds(config)
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
-    losses, clipped, dual_clipped = dual_clip_loss(
-        log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, clip_ratio_c=config.clip_ratio_c
-    )
-    return losses, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": dual_clipped}
+    moved = t.log_prob.exp() - t.old_log_prob.exp()
+    kept = torch.where(t.advantages > 0, moved <= clip_high, moved >= -clip_low)
+    return dppo_loss(t, kept, config.clip_ratio_c)
 
 
-def kept_by_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Marks tokens whose probability has moved in A's direction by no more than the bound; bool.
-
-    The move is the total variation between the policies if all other tokens count as one outcome.
-    """
-    moved = log_prob.exp() - old_log_prob.exp()
-    return torch.where(advantages > 0, moved <= clip_high, moved >= -clip_low)
-
-
-def kept_by_kl(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Marks tokens with KL(old || new) within the bound, or whose probability has moved against A's direction; bool.
+@token_loss("dppo_kl", silent_at_zero=True)
+def compute_policy_loss_dppo_kl(t: Tokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv:2602.04879) with KL: `dppo_loss` of tokens with KL(old || new) within the config's clip bounds, in
+    nats, or whose probability has moved against A's direction; `clip_ratio_c` is the largest ratio.
 
     All other tokens count as one outcome: the KL is p_old · ln(p_old / p) + (1 - p_old) · ln((1 - p_old) / (1 - p)).
     """
-    prob, old_prob = log_prob.exp(), old_log_prob.exp()
+    clip_low, clip_high = clip_bounds(config)
+    prob, old_prob = t.log_prob.exp(), t.old_log_prob.exp()
     others_ratio = (1 - old_prob + EPSILON) / (1 - prob + EPSILON)
-    divergence = old_prob * (old_log_prob - log_prob) + (1 - old_prob) * others_ratio.log()
+    divergence = old_prob * (t.old_log_prob - t.log_prob) + (1 - old_prob) * others_ratio.log()
     raised = (divergence <= clip_high) | (prob <= old_prob)
     lowered = (divergence <= clip_low) | (prob >= old_prob)
-    return torch.where(advantages > 0, raised, lowered)
+    return dppo_loss(t, torch.where(t.advantages > 0, raised, lowered), config.clip_ratio_c)
 
 
-def dppo_loss(log_ratio: Tensor, log_prob: Tensor, advantages: Tensor, kept: Tensor, max_ratio: float) -> TokenLosses:
-    """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere; returns (losses, metrics), all [B, R]."""
-    ratio = log_ratio.exp()
-    losses = zero_masked(-advantages * ratio.clamp(max=max_ratio).detach() * log_prob, kept)
-    return losses, {
-        "actor/pg_clipfrac": ~kept,
-        "actor/ppo_kl": -log_ratio,
-        "actor/pg_clipfrac_lower": (ratio > max_ratio) & kept,
-    }
-
-
-@register_policy_loss("dppo_tv", silent_at_zero=True)
-@aggregate_tokens()
-def compute_policy_loss_dppo_tv(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """DPPO (arXiv:2602.04879) with total variation: `dppo_loss` of the tokens that `kept_by_tv` keeps.
-
-    The config's clip bounds are differences of probability, and `clip_ratio_c` the largest ratio.
-    """
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
-    log_prob = zero_masked(log_prob, response_mask)
-    kept = kept_by_tv(log_prob, old_log_prob, advantages, *clip_bounds(config))
-    return dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
-
-
-@register_policy_loss("dppo_kl", silent_at_zero=True)
-@aggregate_tokens()
-def compute_policy_loss_dppo_kl(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """DPPO (arXiv:2602.04879) with KL: `dppo_loss` of the tokens that `kept_by_kl` keeps.
-
-    The config's clip bounds are divergences in nats, and `clip_ratio_c` the largest ratio.
-    """
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
-    log_prob = zero_masked(log_prob, response_mask)
-    kept = kept_by_kl(log_prob, old_log_prob, advantages, *clip_bounds(config))
-    return dppo_loss(log_ratio, log_prob, advantages, kept, config.clip_ratio_c)
-
-
-def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
-    """exp of each row's mean log-ratio, at most e^10, at every token of the row: [B, R].
-
-    Its gradient with respect to the token's own log-ratio is the ratio, to all others 0.
-    """
-    mean = masked_mean(log_ratio, response_mask, axis=-1).detach().unsqueeze(-1)
-    return (mean + (log_ratio - log_ratio.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
-
-
-@register_policy_loss("gspo", silent_at_zero=True)
-@aggregate_tokens(default="seq-mean-token-mean")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """GSPO (arXiv:2507.18071), its token form: `clip_loss` of `sequence_ratio`, without the dual clip.
+@token_loss("gspo", default="seq-mean-token-mean", silent_at_zero=True)
+def compute_policy_loss_gspo(t: Tokens, config: LossConfig) -> TokenLosses:
+    """GSPO (arXiv:2507.18071), its token form: `clip_loss` of each row's exp(mean log-ratio), at most e^10, without the
+    dual clip. Its gradient with respect to the token's own log-ratio is that ratio, to all others 0.
 
     The paper's bounds are around 3e-4, and its mean is seq-mean-token-mean.
     """
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
-    losses, clipped = clip_loss(sequence_ratio(log_ratio, response_mask), advantages, *clip_bounds(config))
-    none = torch.zeros_like(log_ratio)
-    return losses, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
+    mean = masked_mean(t.log_ratio, t.mask, axis=-1).detach().unsqueeze(-1)
+    ratio = (mean + (t.log_ratio - t.log_ratio.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    losses, clipped = clip_loss(ratio, t.advantages, *clip_bounds(config))
+    return losses, clip_metrics(t.log_ratio, clipped)
 
 
-def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
-    """-A · 4/τ · sigmoid(τ · (ratio - 1)), with τ = tau_pos where A > 0 and tau_neg elsewhere; [B, R].
+@token_loss("sapo", "seq-mean-token-mean", silent_at_zero=True)
+def compute_policy_loss_sapo(t: Tokens, config: LossConfig) -> TokenLosses:
+    """SAPO (arXiv:2511.20347): -A · 4/τ · sigmoid(τ · (ratio - 1)), with τ = tau_pos where A > 0 and tau_neg elsewhere,
+    always aggregated by seq-mean-token-mean.
 
     On policy its gradient is -A; off policy it fades smoothly, the sooner the larger τ is.
     """
-    tau = torch.full_like(log_ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    return -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+    log_ratio = bound_log_ratio(t.log_ratio)
+    tau = torch.full_like(log_ratio, config.tau_neg).masked_fill(t.advantages > 0, config.tau_pos)
+    return -t.advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)), clip_metrics(log_ratio)
 
 
-@register_policy_loss("sapo", silent_at_zero=True)
-@aggregate_tokens("seq-mean-token-mean")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """SAPO (arXiv:2511.20347): `soft_gate_loss`, always aggregated by seq-mean-token-mean, whatever the mode."""
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
-    losses = soft_gate_loss(log_ratio, advantages, config.tau_pos, config.tau_neg)
-    none = torch.zeros_like(log_ratio)
-    return losses, {"actor/pg_clipfrac": none, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
-
-
-@register_policy_loss("gpg", silent_at_zero=True)
-@aggregate_tokens()
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
+@token_loss("gpg", silent_at_zero=True)
+def compute_policy_loss_gpg(t: Tokens, config: LossConfig) -> TokenLosses:
     """GPG (arXiv:2504.02546): -A · log_prob, the plain policy gradient; `old_log_prob` is not read, no metrics."""
-    return -advantages * zero_masked(log_prob, response_mask), {}
+    return -t.advantages * t.log_prob, {}
 
 
-def token_covariances(log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+def token_covariances(t: Tokens) -> Tensor:
     """(A - mean A) · (log_prob - mean log_prob) over all valid tokens, without gradient; -inf under the mask. [B, R]
 
     What a token adds to the covariance that drives the entropy down (arXiv:2505.22617).
     """
-    centred = [values.detach() - masked_mean(values.detach(), response_mask) for values in (advantages, log_prob)]
-    return torch.where(response_mask.bool(), centred[0] * centred[1], -torch.inf)
+    centred = [values.detach() - masked_mean(values.detach(), t.mask) for values in (t.advantages, t.log_prob)]
+    return torch.where(t.mask.bool(), centred[0] * centred[1], -torch.inf)
 
 
-def share_of_tokens(share: float, response_mask: Tensor) -> int:
+def share_of_tokens(share: float, mask: Tensor) -> int:
     """`share` of the valid tokens, rounded down, but at least one where there is any place at all."""
-    return min(max(1, int(share * int(response_mask.sum()))), response_mask.numel())
+    return min(max(1, int(share * int(mask.sum()))), mask.numel())
 
 
-def random_choice(eligible: Tensor, count: int) -> Tensor:
-    """Bool like `eligible`: `count` of its set places, or all if fewer, drawn by torch's global CPU generator."""
-    places = eligible.flatten().nonzero().squeeze(-1)
-    drawn = places[torch.randperm(len(places))[:count].to(places.device)]
-    return torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
-
-
-@register_policy_loss("clip_cov", over_mini_batch=True)
-@aggregate_tokens()
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
+@token_loss("clip_cov", over_mini_batch=True)
+def compute_policy_loss_clip_cov(t: Tokens, config: LossConfig) -> TokenLosses:
     """Clip-Cov (arXiv:2505.22617): `clip_loss`, and no loss at a few random tokens of high covariance.
 
-    Drawn are `clip_cov_ratio` of the valid tokens, from those that the clip leaves alone and whose `token_covariances`
-    lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone. Means, share and draw are over the
-    tokens of this call, which the actor makes once a mini-batch.
+    Drawn, by torch's global CPU generator, are `clip_cov_ratio` of the valid tokens, from those that the clip leaves
+    alone and whose `token_covariances` lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone.
+    Means, share and draw are over the tokens of this call, which the actor makes once a mini-batch.
     """
     settings = config.policy_loss
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
-    losses, clipped = clip_loss(log_ratio.exp(), advantages, *clip_bounds(config))
-    covariances = token_covariances(log_prob, advantages, response_mask)
+    losses, clipped = clip_loss(t.log_ratio.exp(), t.advantages, *clip_bounds(config))
+    covariances = token_covariances(t)
     eligible = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub) & ~clipped
-    dropped = random_choice(eligible, share_of_tokens(settings.clip_cov_ratio, response_mask))
-    return zero_masked(losses, ~dropped), {"actor/pg_clipfrac": dropped, "actor/ppo_kl": -log_ratio}
+    places = eligible.flatten().nonzero().squeeze(-1)
+    drawn = places[torch.randperm(len(places))[: share_of_tokens(settings.clip_cov_ratio, t.mask)].to(places.device)]
+    dropped = torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
+    return zero_masked(losses, ~dropped), {"actor/pg_clipfrac": dropped, "actor/ppo_kl": -t.log_ratio}
 
 
-@register_policy_loss("kl_cov", over_mini_batch=True)
-@aggregate_tokens()
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
+@token_loss("kl_cov", over_mini_batch=True)
+def compute_policy_loss_kl_cov(t: Tokens, config: LossConfig) -> TokenLosses:
     """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
 
     Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
     the tokens of this call, which the actor makes once a mini-batch. `ppo_kl` is the mean of |log ratio|.
     """
-    settings = config.policy_loss
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
-    covariances = token_covariances(log_prob, advantages, response_mask).flatten()
-    highest = covariances.topk(share_of_tokens(settings.kl_cov_ratio, response_mask)).indices
-    penalised = torch.zeros_like(response_mask, dtype=torch.bool).flatten().index_fill(0, highest, True)
-    penalty = settings.ppo_kl_coef * zero_masked(log_ratio.abs(), penalised.view_as(response_mask))
-    return -advantages * log_ratio.exp() + penalty, {"actor/ppo_kl": log_ratio.abs()}
-
-
-def geometric_mean_loss(
-    log_ratio: Tensor, advantages: Tensor, response_mask: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """-(mean A) · exp(mean u) of each row, where u is the log-ratio clipped to [-clip_low, clip_high] if that is worse.
-
-    Worse is smaller where A > 0 and larger where A < 0; u is 0 where A is. Returns (losses [B], clipped [B, R]); the
-    second is bool and marks log-ratios outside the bounds.
-    """
-    sign = advantages.sign()
-    bounded = log_ratio.clamp(-clip_low, clip_high)
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
-    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()
-    return -masked_mean(advantages, response_mask, axis=-1) * ratio, log_ratio != bounded
+    highest = token_covariances(t).flatten().topk(share_of_tokens(config.policy_loss.kl_cov_ratio, t.mask)).indices
+    penalised = torch.zeros_like(t.mask, dtype=torch.bool).flatten().index_fill(0, highest, True).view_as(t.mask)
+    penalty = config.policy_loss.ppo_kl_coef * zero_masked(t.log_ratio.abs(), penalised)
+    return -t.advantages * t.log_ratio.exp() + penalty, {"actor/ppo_kl": t.log_ratio.abs()}
 
 
 @register_policy_loss("geo_mean", silent_at_zero=True)
@@ -929,74 +764,58 @@ def compute_policy_loss_geo_mean(
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """GMPO (arXiv:2507.20673): `geometric_mean_loss`, averaged over the rows that have tokens, whatever the mode.
+    """GMPO (arXiv:2507.20673): -(mean A) · exp(mean u) of each row, averaged over the rows that have tokens, whatever
+    the mode; u is the log-ratio clipped to the config's bounds if that is worse, i.e. smaller where A > 0 and larger
+    where A < 0, and 0 where A is.
 
     Importance weights enter as their geometric mean over the row. Differs from verl, which divides by all rows of the
     call, those without tokens too: here `global_batch_size` counts, and the cut into micro-batches does not.
     """
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
-    losses, clipped = geometric_mean_loss(log_ratio, advantages, response_mask, *clip_bounds(config))
+    clip_low, clip_high = clip_bounds(config)
+    log_ratio, sign = zero_masked(log_prob - old_log_prob, response_mask), advantages.sign()
+    bounded = log_ratio.clamp(-clip_low, clip_high)
+    pessimistic, clipped = sign * torch.minimum(sign * log_ratio, sign * bounded), log_ratio != bounded
+    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()
+    losses = -masked_mean(advantages, response_mask, axis=-1) * ratio
     if rollout_is_weights is not None:
         losses = losses * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
     has_tokens = response_mask.bool().any(-1, keepdim=True)
     loss = agg_loss(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum", **config.global_batch_info)
-    metrics = {
-        "actor/pg_clipfrac": clipped & (advantages > 0),
-        "actor/ppo_kl": -log_ratio,
-        "actor/pg_clipfrac_lower": clipped & (advantages < 0),
-    }
+    metrics = clip_metrics(log_ratio, clipped & (advantages > 0), clipped & (advantages < 0))
     return loss, masked_means(metrics, response_mask)
 
 
-@register_policy_loss("cispo", silent_at_zero=True)
-@aggregate_tokens()
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
+@token_loss("cispo", silent_at_zero=True)
+def compute_policy_loss_cispo(t: Tokens, config: LossConfig) -> TokenLosses:
     """CISPO (arXiv:2506.13585): -A · sg(clamp(ratio)) · log_prob, so that clipped tokens still learn."""
     clip_low, clip_high = clip_bounds(config)
-    log_ratio = bounded_log_ratio(log_prob, old_log_prob, response_mask)
+    log_ratio = bound_log_ratio(t.log_ratio)
     ratio = log_ratio.exp().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -advantages * bounded * zero_masked(log_prob, response_mask)
-    none = torch.zeros_like(log_ratio)
-    return losses, {"actor/pg_clipfrac": ratio != bounded, "actor/ppo_kl": -log_ratio, "actor/pg_clipfrac_lower": none}
+    return -t.advantages * bounded * t.log_prob, clip_metrics(log_ratio, ratio != bounded)
 
 
-@register_policy_loss("dro")
-@aggregate_tokens()
-def compute_policy_loss_dro(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
+@token_loss("dro")
+def compute_policy_loss_dro(t: Tokens, config: LossConfig) -> TokenLosses:
     """DRO (arXiv:2405.19107), policy part: -A · log_prob + dro_beta / 2 · (log ratio)².
 
     Raises ValueError unless `policy_loss.dro_beta` is a positive number.
     """
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
-        raise ValueError(
-            f"policy_loss.dro_beta is {beta}, but policy_loss.loss_mode=dro needs a number above 0: the weight of the "
-            "squared log-ratio, e.g. 0.05"
-        )
-    log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
-    losses = 0.5 * beta * log_ratio**2 - advantages * zero_masked(log_prob, response_mask)
-    return losses, {"actor/ppo_kl": -log_ratio}
+        raise ValueError(f"policy_loss.dro_beta is {beta}, but policy_loss.loss_mode=dro needs a number above 0")
+    return 0.5 * beta * t.log_ratio**2 - t.advantages * t.log_prob, {"actor/ppo_kl": -t.log_ratio}
 
 
-@aggregate_tokens(default="seq-mean-token-sum")
-def compute_policy_loss_reinforce(
-    rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: LossConfig
-) -> TokenLosses:
-    """REINFORCE, off policy if the importance weights say so: -A · log_prob · weight; `rollout_log_prob` only feeds
-    the metric."""
-    return -advantages * zero_masked(log_prob, response_mask), {"actor/ppo_kl": rollout_log_prob - log_prob}
+@token_loss(default="seq-mean-token-sum")
+def compute_policy_loss_reinforce(t: Tokens, config: LossConfig) -> TokenLosses:
+    """REINFORCE, off policy if the importance weights say so: -A · log_prob · weight; `old_log_prob`, the rollout's,
+    only feeds the metric."""
+    return -t.advantages * t.log_prob, {"actor/ppo_kl": -t.log_ratio}
 
 
 # loss_type -> (the loss, whether the importance weights enter it: a clipped ratio corrects already)
-BYPASS_LOSSES = {
-    "ppo_clip": (compute_policy_loss_vanilla, False),
-    "reinforce": (compute_policy_loss_reinforce, True),
-}
+BYPASS_LOSSES = {"ppo_clip": (compute_policy_loss_vanilla, False), "reinforce": (compute_policy_loss_reinforce, True)}
 
 
 @register_policy_loss("bypass_mode", silent_at_zero=True)
@@ -1012,11 +831,10 @@ def compute_policy_loss_bypass_mode(
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
     """A loss straight from the rollout to the policy in training: `old_log_prob` are the rollout's log-probs.
 
-    `config.policy_loss.rollout_correction` says which tokens are rejected for their ratio, and `loss_type`: "ppo_clip"
-    is `compute_policy_loss_vanilla`, "reinforce" `compute_policy_loss_reinforce` with importance weights; both as of
-    this very update. `rollout_is_weights` is not read. The metrics of drift are those of this call, so that pooled over
-    micro-batches they are means of means; losses and gradients add up exactly.
-    Raises ValueError on another `loss_type`.
+    `config.policy_loss.rollout_correction` says which tokens are rejected for their ratio, and `loss_type`, one of
+    `BYPASS_LOSSES`; importance weights are those of this very update, and `rollout_is_weights` is not read. The metrics
+    of drift are those of this call, so that pooled over micro-batches they are means of means; losses and gradients
+    add up exactly. Raises ValueError on another `loss_type`.
     """
     settings: RolloutCorrectionConfig = config.policy_loss.rollout_correction
     if settings.loss_type not in BYPASS_LOSSES:
@@ -1025,16 +843,9 @@ def compute_policy_loss_bypass_mode(
     if response_mask.any():  # a micro-batch may hold failed rows alone
         weights, kept, metrics = correct_log_probs(log_prob.detach(), old_log_prob, response_mask, settings)
     loss_fn, is_weighted = BYPASS_LOSSES[settings.loss_type]
-    loss, loss_metrics = loss_fn(
-        old_log_prob,
-        log_prob,
-        advantages,
-        kept,
-        loss_agg_mode,
-        config,
-        rollout_is_weights=weights if is_weighted else None,
-    )
-    return loss, loss_metrics | metrics
+    weights = weights if is_weighted else None
+    found = loss_fn(old_log_prob, log_prob, advantages, kept, loss_agg_mode, config, rollout_is_weights=weights)
+    return found[0], found[1] | metrics
 
 
 def compute_value_loss(
@@ -1045,7 +856,7 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
     **global_batch_info: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Half the squared error to the returns, or that of predictions clipped to `values` ± `cliprange_value` if larger.
 
     All tensors [B, R]; `values` are the predictions before the update. `global_batch_info` goes to `agg_loss`.
@@ -1053,8 +864,7 @@ def compute_value_loss(
     """
     vpreds = zero_masked(vpreds, response_mask)
     clipped_vpreds = clip_by_value(vpreds, values - cliprange_value, values + cliprange_value)
-    errors = (vpreds - returns) ** 2
-    clipped_errors = (clipped_vpreds - returns) ** 2
+    errors, clipped_errors = (vpreds - returns) ** 2, (clipped_vpreds - returns) ** 2
     losses = torch.maximum(errors, clipped_errors)
     loss = 0.5 * agg_loss(losses, response_mask, loss_agg_mode, **global_batch_info)
     return loss, masked_mean((clipped_errors > errors).float(), response_mask)
@@ -1064,8 +874,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
 
     With k = logprob - ref_logprob: "kl", "k1" is k; "abs" |k|; "mse", "k2" k² / 2; "low_var_kl", "k3"
-    exp(-k) + k - 1 with -k clamped to ±20 and the result to ±10.
-    Raises NotImplementedError for other names, and for "full", which needs logits.
+    exp(-k) + k - 1 with -k clamped to ±20 and the result to ±10. Raises NotImplementedError for other names.
     """
     log_ratio = logprob - ref_logprob
     match kl_penalty:
@@ -1078,11 +887,9 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
         case "low_var_kl" | "k3":
             inverse = bound_log_ratio(-log_ratio)
             return (inverse.exp() - inverse - 1).clamp(-10, 10)
-        case "full":
-            raise NotImplementedError("kl_penalty 'full' needs the logits of both models: choose 'k1', 'k2' or 'k3'")
     raise NotImplementedError(
         f"kl_penalty is {kl_penalty!r}, but must be one of kl, k1, abs, mse, k2, low_var_kl, k3, each also with a "
-        "trailing '+' for the gradient of k2"
+        "trailing '+' for the gradient of k2; 'full' needs the logits of both models"
     )
 
 
@@ -1112,9 +919,7 @@ class AdaptiveKLController:
     """A KL coefficient that follows the measured KL towards a target (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        self.value = init_kl_coef
-        self.target_kl = target_kl
-        self.horizon = horizon
+        self.value, self.target_kl, self.horizon = init_kl_coef, target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move by at most 20 % per `horizon` samples, given the mean KL of the last `n_steps` samples."""

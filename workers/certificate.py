@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -22,9 +21,7 @@ from data.types import Request, SamplingParams
 from workers.collectives import Peers, gather, rank
 from workers.engine import TrainEngine, empty_weights
 from workers.forward_check import trained_log_probs
-from workers.lora import adapter_weights, has_lora, is_lora, lora_layers, matrices_of, saved_name
 from workers.rollout import Checksums, Rollout, bit_sum, sample_of
-from workers.sharding import gather_weights, local, reshard, sharded_parts
 
 PROMPT_TOKENS, TOKENS = 16, 8  # of a probe: at most
 PROBE_EVERY = 32  # versions, of an engine without a copy: nothing is sent, and a probe takes a tenth of a small step
@@ -41,7 +38,7 @@ class WeightSync:
         self.is_first = True
         self.held: Checksums | None = None  # the engine's; None: it cannot say, or has no copy
         self.trained: Checksums | None = None  # the policy's
-        self.gathers = not engine.own_weights and bool(sharded_parts(policy.module))
+        self.gathers = not engine.own_weights and policy.parallel.lockstep
         self.gathered_sums: Checksums | None = None  # of the shards, as the engine has them
         self.is_comparable = True  # whether the totals of the two are the same if all is right
         self.drawn: DataProto | None = None  # the last probe in which the engine's log-probs had moved
@@ -55,7 +52,7 @@ class WeightSync:
             RuntimeError: it is not.
         """
         if self.gathered_sums != self.trained:
-            self.gathered_sums = sums_of(self.policy.module, self.trained.dtype)
+            self.gathered_sums = self.policy.parallel.whole_sums(self.policy.module, self.trained.dtype)
             if self.gathered_sums != self.trained:
                 raise RuntimeError(
                     f"the weights {self.engine.weight_version} that {type(self.engine).__name__} samples by, gathered "
@@ -79,14 +76,15 @@ class WeightSync:
         dtype = before.dtype if before else module.dtype
         with policy.at_work():
             sent = self._hand_over(version, dtype)
-            self.trained = parameter_sums(module, dtype, engine.takes_adapter) if before or self.gathers else None
+            scales = policy.adapter.scales(module) if engine.takes_adapter else {}
+            self.trained = policy.parallel.sums(module, dtype, scales) if before or self.gathers else None
             self.held = engine.held_weights() if before else None
         metrics, problems = {"rollout/weight_version": float(version)}, sent.missing()
         if probes(engine, version):
             with ExitStack() as held:
                 if not engine.own_weights:
                     held.enter_context(policy.at_work())
-                    held.enter_context(gather_weights(module))
+                    held.enter_context(policy.parallel.whole(module))
                 held.enter_context(policy.autocast())
                 drawn = draw_probe(engine, module.config.get_text_config().vocab_size)
             drawn, scored = score_probe(policy, drawn)
@@ -115,14 +113,15 @@ class WeightSync:
 
     def _hand_over(self, version: int, dtype: torch.dtype) -> "HandedOver":
         engine, module, adds = self.engine, self.policy.module, self.engine.takes_adapter
-        sent = HandedOver(dtype if has_lora(module) and not adds else None)
+        adapter = self.policy.adapter
+        sent = HandedOver(dtype if adapter.off and not adds else None)
         if not adds or engine.lost_weights:
             engine.load_weights(sent.count(self.policy.weights(merged=not adds)), version)
             if engine.own_weights:
                 sent.expected |= revert_weight_conversion(module, empty_weights(module)).keys()
         if adds:
-            engine.load_adapter(sent.count(adapter_weights(module)), version)
-            sent.expected |= {saved_name(name) for name, _ in module.named_parameters() if is_lora(name)}
+            engine.load_adapter(sent.count(adapter.own_weights(module)), version)
+            sent.expected |= {adapter.saved_name(name) for name, _ in module.named_parameters() if adapter.is_own(name)}
         return sent
 
     def _compare_sums(
@@ -140,13 +139,14 @@ class WeightSync:
         if known not in (None, sums) and len(stale) == len(held.sums):
             return ["it holds exactly what it held before, and the actor's have changed"], None
         # In the policy, and in an engine that adds them itself.
-        adapters, own = ([name for name in found.sums if is_lora(name)] for found in (sums, held))
+        is_own = self.policy.adapter.is_own
+        adapters, own = ([name for name in found.sums if is_own(name)] for found in (sums, held))
         wanted = sums.total(without=adapters)
         if self.engine.takes_adapter:
             wanted, own, stale = (
                 sums.total(),
                 [],
-                sorted(stale, key=is_lora, reverse=True),
+                sorted(stale, key=is_own, reverse=True),
             )  # the frozen never move
         elif adapters:
             frozen, wanted = wanted, sent.total(tied_names(self.policy.module))
@@ -221,7 +221,6 @@ def score_probe(policy: TrainEngine, drawn: DataProto | None) -> tuple[DataProto
     own = [found for found in gather(drawn)[: first + 1] if found is not None][-1]
     with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
         scored = trained_log_probs(policy.module, own)
-    reshard(policy.module)
     return own, scored
 
 
@@ -244,51 +243,10 @@ def largest_distance(drawn: DataProto, scored: Tensor) -> float:
     return ((drawn.batch["rollout_log_probs"] - scored) * drawn.batch["response_mask"]).abs().max().item()
 
 
-def sums_of(module: PreTrainedModel, dtype: torch.dtype) -> Checksums:
-    """Computes the checksums of the parameters as they are in this process, of tied ones once; of those that ranks
-    which compute together have parts of, as they are in all of these. Then all ranks call this together."""
-    named, span = dict(module.named_parameters()), 1 << 8 * dtype.itemsize
-    own = {name: bit_sum(local(parameter.detach()), dtype) for name, parameter in named.items()}
-    if Peers.size > 1:
-        first = rank() - rank() % Peers.size
-        parts = gather(own)[first : first + Peers.size]
-        split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
-        own |= {name: sum(part[name] for part in parts) % span for name in split}
-    return Checksums(dtype, own)
-
-
-def parameter_sums(module: PreTrainedModel, dtype: torch.dtype, scaled: bool) -> Checksums:
-    """Computes the checksum of each parameter in `dtype`, of tied ones once; if `scaled`, LoRA's matrices are as in an
-    engine that adds them, times their scale.
-
-    Every rank may have a part of each; all call this together.
-    """
-    own, layers = {}, lora_layers(module) if scaled else {}
-    scales = {name: scale for name, _, scale in matrices_of(layers) if scale != 1}
-    for name, parameter in module.named_parameters():
-        counts = rank() == 0
-        if isinstance(parameter, DTensor):
-            places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
-            counts = all(place == 0 for kind, place in places if kind.is_replicate())
-            is_split = "part" in parameter.device_mesh.mesh_dim_names
-            counts = counts and (is_split or rank() % Peers.size == 0)  # else those that compute together each have it
-        here = local(parameter.detach())
-        if name in scales:
-            here = here.to(dtype) * scales[name]
-        own[name] = bit_sum(here, dtype) if counts else 0
-    parts, span = gather(own), 1 << 8 * dtype.itemsize
-    return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
-
-
 def tied_names(module: PreTrainedModel) -> set[str]:
     """Lists the names under which a weight stands in a checkpoint again, and those of buffers."""
-    names = {plain_name(name) for name in module.state_dict(keep_vars=True)}
-    return names - {plain_name(name) for name, _ in module.named_parameters()}
-
-
-def plain_name(name: str) -> str:
-    """Returns the name of a weight as it is where LoRA has no matrices beside it."""
-    return name.replace(".base_layer.", ".")
+    plain = module.adapter.plain_name
+    return {*map(plain, module.state_dict(keep_vars=True))} - {plain(name) for name, _ in module.named_parameters()}
 
 
 def in_short(names: Sequence[str]) -> str:

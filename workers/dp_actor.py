@@ -21,12 +21,9 @@ from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
-from workers.lora import has_lora
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.model_worker import ModelWorker
 from workers.models import frozen_copy
-from workers.offload import Residence
-from workers.sharding import reshard
 
 NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
@@ -89,7 +86,6 @@ class DataParallelPPOActor(TrainedModel):
         with self.engine.at_work():
             for micro in self.micro_batches(batch):
                 self.micro_batch_loss(micro, update, metrics)
-            reshard(self.engine.module)
         return metrics.reduce()
 
     def micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
@@ -224,21 +220,19 @@ def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
 
 
 def build_reference(worker: ModelWorker) -> ReferencePolicy:
-    """Makes the frozen policy: the one that training starts from, with LoRA the actor's without its matrices; or, where
-    ref.model.path names another model, that teacher."""
-    policy, config = worker.config.actor_rollout_ref, worker.config.actor_rollout_ref.ref
-    size, offload = MicroBatchSize.of_scoring(config), worker.offloads(config.fsdp_config.param_offload)
-    has_teacher = config.model.path != policy.model.path
-    if has_lora(worker.module) and not has_teacher:
-        return ReferencePolicy(worker.policy.module, size, worker.policy.autocast, worker.policy.at_work_without_lora)
+    """Makes the frozen policy: the one that training starts from, where its adapter can be off the actor's without it;
+    or, where ref.model.path names another model, that teacher."""
+    policy, config, module = worker.config.actor_rollout_ref, worker.config.actor_rollout_ref.ref, worker.module
+    size, has_teacher = MicroBatchSize.of_scoring(config), config.model.path != policy.model.path
+    if module.adapter.off and not has_teacher:
+        return ReferencePolicy(worker.policy.module, size, worker.policy.autocast, worker.policy.at_work_as_before)
     if has_teacher:
         plain = replace(policy.model, path=config.model.path, override_config={}, lora_rank=0, lora_adapter_path=None)
-        module = worker.load_policy(plain, offload, key=TEACHER_KEY)
-    elif worker.mesh is None:
-        module = worker.module
-    else:
-        module = worker.load_policy(policy.model, offload, worker.module)
-    if worker.mesh is None:
+        module = worker.load_policy(plain, "ref", key=TEACHER_KEY)
+    elif module.parallel.lockstep:
+        module = worker.load_policy(policy.model, "ref", module)
+    if not module.parallel.lockstep:
         module = frozen_copy(module, worker.dtype)
-    at_work = Residence(module.eval().requires_grad_(False), offload and worker.mesh is None).at_work
+        module.parallel = worker.layouts["ref"]
+    at_work = module.parallel.at_work(module.eval().requires_grad_(False))
     return ReferencePolicy(module, size, worker.policy.autocast, at_work)

@@ -2,7 +2,7 @@
 
 Actor, critic and supervised training all stand on `TrainEngine`. It knows nothing of losses: whoever owns one hands
 `update()` its value on each micro-batch, and the optimiser steps once. Of several workers each has a share of the
-micro-batches, the gradients are summed over all (workers/sharding.py), and each steps its part of the weights.
+micro-batches, the gradients are summed over all (workers/parallel.py), and each steps its part of the weights.
 """
 
 import math
@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.errors import ConfigError
 from configs.schema import OptimConfig
 from training.torch_functional import (
     constant_schedule_multiplier,
@@ -24,15 +23,11 @@ from training.torch_functional import (
     linear_schedule_multiplier,
     wsd_schedule_multiplier,
 )
-from workers.collectives import Peers, gather
-from workers.lora import plain_weights, without_lora
+from workers.collectives import gather
 from workers.model_checkpoint import ModelCheckpoint
-from workers.offload import Offload, Residence, make_optimizer
-from workers.sharding import gathers, whole
-from workers.tensor_parallel import by_mesh, same_on_peers, sum_partial_gradients
+from workers.parallel import with_hooks
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
-NOTHING = Offload()
 
 
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -56,7 +51,6 @@ class TrainEngine:
         optim: optimiser settings.
         total_steps: length of the run, in calls of a new `step` (for the schedule).
         dtype: compute precision; weights stay float32.
-        offload: what is kept in main memory; the module but in the blocks of `at_work`.
     """
 
     def __init__(
@@ -66,23 +60,22 @@ class TrainEngine:
         total_steps: int,
         device: torch.device,
         dtype: torch.dtype,
-        offload: Offload = NOTHING,
     ) -> None:
-        self.module = module.to(device).train()
+        self.module = with_hooks(module).to(device).train()
+        self.parallel, self.adapter = module.parallel, module.adapter
         self.optim = optim
         self.device = device
         self.dtype = dtype
         self.multiplier = learning_rate_multiplier(optim, total_steps)
         trained = (weight for weight in self.module.parameters() if weight.requires_grad)
-        self.optimizer = make_optimizer(trained, optim, offload.moments)
-        self.at_work = Residence(self.module, offload.module).at_work
+        self.optimizer = self.parallel.optimizer(trained, optim)
+        self.at_work = self.parallel.at_work(self.module)
         self.checkpoint = ModelCheckpoint(self.module, self.optimizer, self.weights)
 
     @contextmanager
-    def at_work_without_lora(self) -> Iterator[None]:
-        """Has the module compute, where it works, what it did before LoRA's matrices were added: by the policy that
-        training starts from."""
-        with self.at_work(), without_lora(self.module):
+    def at_work_as_before(self) -> Iterator[None]:
+        """Has the module compute, where it works, what it did before training, by its adapter."""
+        with self.at_work(), self.adapter.off(self.module):
             yield
 
     def autocast(self, updates: bool = False) -> AbstractContextManager:
@@ -94,7 +87,8 @@ class TrainEngine:
         """
         if self.dtype == torch.float32:
             return nullcontext()
-        keeps_casts = not (gathers(self.module) or (updates and self.module.is_gradient_checkpointing))
+        keeps_casts = self.parallel.keeps_weights(self.module)
+        keeps_casts &= not (updates and self.module.is_gradient_checkpointing)
         return torch.autocast(self.device.type, self.dtype, cache_enabled=keeps_casts)
 
     def update(self, losses: Iterable[Tensor], step: int) -> dict[str, float]:
@@ -108,8 +102,7 @@ class TrainEngine:
         if not all(gather(self.accumulate(losses))):
             self.optimizer.zero_grad(set_to_none=True)
             return {"skipped_updates": 1.0}
-        if Peers.size > 1:
-            sum_partial_gradients(self.module)
+        self.parallel.sum_gradients(self.module)
         return self.optimizer_step(step)
 
     def accumulate(self, losses: Iterable[Tensor]) -> bool:
@@ -133,13 +126,7 @@ class TrainEngine:
         lr = self.optim.lr * self.multiplier(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        groups = by_mesh([parameter for parameter in self.module.parameters() if parameter.grad is not None]) or [[]]
-        norms = [whole(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
-        total_norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
-        grad_norm = total_norm.item()
-        if grad_norm > self.optim.clip_grad:  # clip_grad_norm_ would multiply by 1 where it is not
-            for group in groups:
-                torch.nn.utils.clip_grads_with_norm_(group, self.optim.clip_grad, total_norm)
+        grad_norm = self.parallel.clip(self.module, self.optim.clip_grad)
         finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
@@ -153,11 +140,11 @@ class TrainEngine:
         Args:
             merged: False: nothing is added, as for an engine that adds the matrices itself.
         """
-        plain = plain_weights(self.module, merged)  # one at a time: added ones are copies
+        plain = self.adapter.weights(self.module, merged)  # one at a time: added ones are copies
         if self.converts:
             plain = revert_weight_conversion(self.module, dict(plain)).items()
         for name, weight in plain:
-            yield name, whole(weight)
+            yield name, self.parallel.full(weight)
 
     @cached_property
     def converts(self) -> bool:
@@ -187,7 +174,9 @@ class TrainEngine:
 
 def empty_weights(module: PreTrainedModel) -> dict[str, Tensor]:
     """Maps the names of the plain model's weights to tensors of their shapes that hold no numbers."""
-    return {name: torch.empty(weight.shape, device="meta") for name, weight in plain_weights(module, merged=False)}
+    return {
+        name: torch.empty(weight.shape, device="meta") for name, weight in module.adapter.weights(module, merged=False)
+    }
 
 
 class TrainedModel:
@@ -219,22 +208,6 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
         on_gpu = device.type == "cuda" and gpu_has_bfloat16()
         return torch.bfloat16 if on_gpu else torch.float32
     return getattr(torch, name)
-
-
-def gather_dtype(name: str, computing: torch.dtype) -> torch.dtype:
-    """Chooses what the weights of a sharded model are gathered in; auto is what it computes in.
-
-    Raises:
-        ConfigError: it computes in more than `name`.
-    """
-    dtype = computing if name == "auto" else getattr(torch, name)
-    if dtype.itemsize < computing.itemsize:
-        key = "actor_rollout_ref.actor.fsdp_config"
-        raise ConfigError(
-            f"{key}.mixed_precision.param_dtype={name}: this run computes in {computing}, and weights are gathered in "
-            f"no less. Set {key}.dtype=bfloat16, or param_dtype=auto."
-        )
-    return dtype
 
 
 def gpu_has_bfloat16() -> bool:

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from data.protocol import DataProto
 from workers.collectives import common_notice, largest
 from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
-from workers.sharding import gather_as, gathers, without_sums
 
 TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
 ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
@@ -99,7 +98,7 @@ class ForwardCheck:
                 with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
                     scores = model.token_scores(micro, 1.0, [self.ask])._asdict()[self.ask]
                 embedded, ids = leaves[-1]
-                with without_sums(model):
+                with model.parallel.without_sums(model):
                     [found] = torch.autograd.grad(scores[micro.is_scored].sum(), [embedded])
                 places = torch.searchsorted(known, ids.flatten())
                 total += found.new_zeros(len(known), found.shape[-1]).index_add(0, places, found.flatten(0, -2))
@@ -126,21 +125,6 @@ def first_problem(checks: Sequence[ForwardCheck], dtypes: Collection[torch.dtype
     """Says why the forward that the model has now is not to be used; None: it may."""
     problems = (check.problem(dtypes) for check in checks)
     return next((problem for problem in problems if problem is not None), None)
-
-
-def try_gathering(model: PreTrainedModel, checks: Sequence[ForwardCheck], dtype: torch.dtype) -> None:
-    """Has the weights of a sharded `model` gathered in its `param_dtype`, if with them it scores, in the compute
-    `dtype`, as where only products round them; a notice says so where it does not."""
-    if not gathers(model) or model.param_dtype == torch.float32:
-        return
-    model.reset_iter_state()  # a forward that raised leaves the root gathered
-    gather_as(model, model.param_dtype)
-    if problem := first_problem(checks, [dtype]):
-        common_notice(
-            f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {problem}."
-        )
-        model.reset_iter_state()
-        gather_as(model, torch.float32)
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ from data.protocol import DataProto
 from data.types import Sample, SamplingParams
 from workers.engine import compute_dtype
 from workers.hf.rollout import HFRollout
-from workers.lora import plain_weights
 from workers.models import load_causal_lm, training_device
 from workers.openai.rollout import OpenAIRollout
 from workers.rollout import Rollout
@@ -231,7 +230,7 @@ class StandaloneRollout:
         with self.precision():  # an engine may try what it can do, in the precision that it will do it in
             self.engine = build_rollout(engine_class, rollout, tokenizer, module)
         if not engine_class.elsewhere:
-            self.engine.load_weights(plain_weights(module), version=0)
+            self.engine.load_weights(module.adapter.weights(module), version=0)
 
     @contextmanager
     def precision(self) -> Iterator[None]:

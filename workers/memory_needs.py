@@ -37,7 +37,6 @@ from data.pretrained import FLOAT32, ModelSize, load_model_config
 from training.roles import needed_roles
 from workers.engine import compute_dtype
 from workers.models import training_device
-from workers.sharding import shard_count
 
 SHARES = {"vllm": "vLLM", "sglang": "SGLang"}  # engines that take gpu_memory_utilization of the card
 DRAWN = 4 * FLOAT32  # a number of a distribution that is drawn from
@@ -100,7 +99,7 @@ class Share:
     def of(cls, config: Config, width: int) -> "Share":
         fsdp = config.actor_rollout_ref.actor.fsdp_config
         workers, away = workers_asked_for(config.trainer), (fsdp.param_offload, fsdp.optimizer_offload)
-        shards = shard_count(fsdp.fsdp_size, shares_of_rows(config))
+        shards = min_or_all(fsdp.fsdp_size, shares_of_rows(config))
         if workers > 1:
             away = any(away), any(away)  # shards go with their moments
         asked = fsdp.mixed_precision.param_dtype
@@ -329,3 +328,7 @@ def lora_rank(model: ModelConfig) -> int:
 
 def width_of(config: Config, device: torch.device) -> int:
     return compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device).itemsize
+
+
+def min_or_all(size: int, workers: int) -> int:
+    return workers if size < 0 else min(size, workers)

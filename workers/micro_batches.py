@@ -23,7 +23,6 @@ from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
 from training.torch_functional import to_device
 from workers.collectives import gather_shares
-from workers.sharding import reshard
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def cut_share(
     """Cuts this rank's share of a batch into micro-batches, with dummies up to as many as any rank has: all run the
     same number of forward passes, in which sharded weights are gathered. Every rank has to ask for them."""
     parts = micro_batch_rows(batch, size, model.shares_prompts)
-    missing = max(gather_shares(len(parts))) - len(parts)
+    missing = max(gather_shares(len(parts))) - len(parts) if model.parallel.lockstep else 0
     return chain(micro_batches(batch, parts, columns, model.device), (dummy(model.device) for _ in range(missing)))
 
 
@@ -179,7 +178,7 @@ def score_micro_batches(
         found = model.token_scores(micro, temperature, ask)._asdict()
         for name, into in zip(ask, columns, strict=True):
             into[micro.rows, : micro.response_width] = torch.where(micro.is_scored, found[name], 0.0)
-    reshard(model)
+    model.parallel.reshard(model)
     return TokenScores(**dict(zip(ask, columns.cpu(), strict=True)))
 
 

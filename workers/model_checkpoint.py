@@ -32,8 +32,6 @@ from training.model_shards import (
     write_pretrained,
 )
 from workers.collectives import group_size, new_group, rank
-from workers.lora import adapter_weights, is_lora, save_pretrained
-from workers.sharding import part_of, reshard
 
 GENERATORS = "extra_state"
 IN_MEMORY = StagingOptions(*[False] * 4)  # a plain copy
@@ -74,13 +72,12 @@ class ModelCheckpoint:
         if self.pending:
             wait([self.pending])  # of a checkpoint that was given up elsewhere
             self.pending = None
-        reshard(self.module)  # the moments are those of its parts
         parts = {}
         if "model" in contents:
             parts[MODEL] = weights_of(self.module)
         if "optimizer" in contents:
             parts[MOMENTS] = moments_of(self.module, self.optimizer)
-        adapter = dict(adapter_weights(self.module))
+        adapter = dict(self.module.adapter.own_weights(self.module))
         exported = self._exported() if "hf_model" in contents else iter(())
         if background and contents:
             if group_size() > 1 and self.group is None:
@@ -92,7 +89,7 @@ class ModelCheckpoint:
         else:
             write(folder, parts, exported)
         if rank() == 0:
-            save_pretrained(self.module, adapter, folder)
+            self.module.adapter.save(self.module, adapter, folder)
         if "extra" in contents:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(rng_state(), folder / f"{GENERATORS}_world_size_{group_size()}_rank_{rank()}.pt")
@@ -118,8 +115,9 @@ class ModelCheckpoint:
         """Returns the size of what `save` writes of `contents`, AdamW's moments after a step included."""
         trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         model = sum(weight.nbytes for weight in weights_of(self.module).values())
-        adapter = sum(weight.nbytes for name, weight in once(self.module).items() if is_lora(name))
-        plain = sum(weight.nbytes for name, weight in once(self.module).items() if not is_lora(name))
+        is_own = self.module.adapter.is_own
+        adapter = sum(weight.nbytes for name, weight in once(self.module).items() if is_own(name))
+        plain = sum(weight.nbytes for name, weight in once(self.module).items() if not is_own(name))
         sizes = {"model": model, "hf_model": plain, "optimizer": 2 * trained * moments.itemsize}
         return adapter + sum(sizes.get(part, 0) for part in contents)
 
@@ -130,7 +128,6 @@ class ModelCheckpoint:
         Raises:
             ValueError: a part is missing, unreadable or of another model; names the file and the remedy.
         """
-        reshard(self.module)  # what is gathered now would go on being used
         if (folder / MODEL).is_dir():
             Shards(folder / MODEL).fill(weights_of(self.module))
             self._load_moments(Shards(folder / MOMENTS))
@@ -154,7 +151,7 @@ class ModelCheckpoint:
             for name, target in wanted.items():
                 value = join([state[name] for state in states])
                 check_shape(name, value.shape, target.shape)
-                target.copy_(part_of(value, target))
+                target.copy_(self.module.parallel.part(value, target))
         except FILE_ERRORS as error:
             raise unreadable(path, error) from error
 
@@ -173,7 +170,7 @@ class ModelCheckpoint:
                 for name, target in self.optimizer.state[order[place]].items():
                     value = join([state["state"][place][name] for state in states])
                     check_shape(f"{name} of weight {place}", value.shape, target.shape)
-                    target.copy_(part_of(value, target))
+                    target.copy_(self.module.parallel.part(value, target))
         except FILE_ERRORS as error:
             raise unreadable(path, error) from error
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import warns_of_close
@@ -24,17 +23,15 @@ from training.mini_batches import first_policy_step
 from training.roles import ROLES
 from workers.agent_loop import AgentLoop
 from workers.certificate import WeightSync, probes
-from workers.collectives import common_notice, compute_together, rank
-from workers.engine import TrainEngine, compute_dtype, gather_dtype, precision_notice
-from workers.kernels import give_back_memory
+from workers.collectives import common_notice, group_size, rank
+from workers.engine import TrainEngine, compute_dtype, precision_notice
+from workers.forward import forward_of
 from workers.load_rollout import build_rollout as build_engine
 from workers.load_rollout import generate_batch, load_rollout_class
-from workers.lora import has_lora
 from workers.memory_needs import memory_report
 from workers.models import MODEL_KEY, load_causal_lm, load_value_model, training_device
-from workers.offload import Offload
+from workers.parallel import layout_of
 from workers.rollout import Rollout
-from workers.sharding import Sharding, gather_weights, make_mesh, shard_summary
 
 
 class ModelWorker:
@@ -62,22 +59,18 @@ class ModelWorker:
             print(memory)
         self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
-        compute_together(policy.actor.tensor_parallel_size)
-        self.mesh = make_mesh(policy.actor.fsdp_config.fsdp_size, self.device, policy.actor.tensor_parallel_size)
-        fsdp = policy.actor.fsdp_config
-        self.offload = Offload(self.offloads(fsdp.optimizer_offload), self.offloads(fsdp.param_offload))
-        module = self.module = self.load_policy(policy.model, self.offload.any)
-        if self.mesh is not None and rank() == 0:
-            print(shard_summary(module, self.sharding(self.offload.any)))
+        layout = layout_of(config, group_size())
+        self.layouts = {role: layout(config, self.device, self.dtype, role) for role in ("policy", "ref", "rm")}
+        module = self.module = self.load_policy(policy.model, "policy")
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said:
             common_notice(said)
-        if has_lora(module) and rank() == 0:
+        if module.adapter.name and rank() == 0:
             trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-            print(f"LoRA: {trained:,} of {module.num_parameters():,} parameters are trained.")
+            print(f"{module.adapter.name}: {trained:,} of {module.num_parameters():,} parameters are trained.")
         specs = sorted((ROLES[name] for name in roles), key=lambda spec: spec.turn)
         self.roles: dict[str, Any] = {spec.name: spec.builder()(self) for spec in specs}
-        give_back_memory()
+        forward_of(policy.model).give_back_memory()
 
     @cached_property
     def policy(self) -> TrainEngine:
@@ -91,37 +84,22 @@ class ModelWorker:
             self.roles["rollout"].close()
 
     def load_policy(
-        self, model: ModelConfig, offload: bool, like: PreTrainedModel | None = None, key: str = MODEL_KEY
+        self, model: ModelConfig, role: str, like: PreTrainedModel | None = None, key: str = MODEL_KEY
     ) -> PreTrainedModel:
-        """Loads a policy at the path that is set as `key`.path; `like`: one that was loaded from there."""
+        """Loads a policy at the path that is set as `key`.path, spread as that of `role`; `like`: one that was loaded
+        from there."""
         with forked_rng(derive_seed(self.config.trainer.seed, "worker")):  # for weights that the folder does not hold
-            sharding = self.sharding(offload)
-            return load_causal_lm(model, self.device, self.dtype, self.longest, sharding, like, key=key)
+            return load_causal_lm(model, self.device, self.dtype, self.longest, self.layouts[role], like, key=key)
 
     def load_values(self, path: str) -> PreTrainedModel:
         """Loads a model with a value head of its own, in the settings of the policy's model."""
         model = replace(self.config.actor_rollout_ref.model, path=path)
-        run = self.device, self.dtype, self.longest, self.sharding(self.offload.any)
+        run = self.device, self.dtype, self.longest, self.layouts["policy"]
         return load_value_model(model, self.config.trainer.seed, *run)
 
     def train(self, module: PreTrainedModel, optim: OptimConfig, steps: int | None = None) -> TrainEngine:
         """Gives `module` an optimiser for so many steps of the run; None: for all."""
-        offload = self.offload if self.mesh is None else Offload()  # shards see to it by themselves
-        steps = self.total_steps if steps is None else steps
-        return TrainEngine(module, optim, steps, self.device, self.dtype, offload)
-
-    def offloads(self, asked: bool) -> bool:
-        """Says whether something is kept in main memory; on a CPU all is there."""
-        return asked and self.device.type != "cpu"
-
-    def sharding(self, offload: bool) -> Sharding | None:
-        """Reads off how a model is spread over the workers; None: there is one."""
-        if self.mesh is None:
-            return None
-        fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-        gathered = gather_dtype(fsdp.mixed_precision.param_dtype, self.dtype)
-        reduced = getattr(torch, fsdp.mixed_precision.reduce_dtype)
-        return Sharding(self.mesh, fsdp.reshard_after_forward, offload, gathered, reduced)
+        return TrainEngine(module, optim, self.total_steps if steps is None else steps, self.device, self.dtype)
 
 
 @dataclass
@@ -150,7 +128,7 @@ class ColocatedRollout:
             held.enter_context(forked_rng(derive_seed(seed, "rows", first_row)))  # other rows, other draws
             if not self.engine.own_weights:
                 held.enter_context(self.policy.at_work())
-                held.enter_context(gather_weights(self.policy.module))
+                held.enter_context(self.policy.parallel.whole(self.policy.module))
             if self.sync.gathers:
                 self.sync.check_gathered()
             if self.engine.lost_weights:
@@ -190,7 +168,7 @@ def build_rollout(worker: ModelWorker) -> ColocatedRollout:
     config, policy = worker.config.actor_rollout_ref.rollout, worker.policy
     kind = load_rollout_class(config.name)
     # An engine may try what it can do, by all weights, in the precision that it will do it in.
-    whole = nullcontext() if kind.own_weights else gather_weights(policy.module)
+    whole = nullcontext() if kind.own_weights else policy.parallel.whole(policy.module)
     with policy.at_work(), whole, policy.autocast():
         engine = build_engine(kind, config, worker.tokenizer, policy.module)
     rollout = ColocatedRollout(worker.config, worker.tokenizer, engine, policy)

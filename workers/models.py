@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from configs.paths import find_path
 from configs.schema import ModelConfig, PretrainedModelConfig
 from data.pretrained import load_model_config
 from data.seeding import derive_seed
+from workers.adapter import NoAdapter, adapter_of
 from workers.collectives import common_notice
 from workers.forward_check import score_equally
-from workers.lora import add_lora, load_adapter, reset_adapters
+from workers.parallel import Replicas
 from workers.scoring_model import scoring_model
-from workers.sharding import Sharding, fill, materialize, shard
 
 CPU = torch.device("cpu")
 Report = dict[str, Collection[str]]  # transformers' of a load: names by missing_keys, unexpected_keys
 MODEL_KEY = "actor_rollout_ref.model"
+WHOLE = Replicas()
 LONGEST = 1 << 20  # tokens, where nobody says: no sequence of any run is longer
 
 transformers_logging.disable_progress_bar()
@@ -86,7 +88,7 @@ def load_causal_lm(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     longest: int = LONGEST,
-    sharding: Sharding | None = None,
+    parallel: Replicas = WHOLE,
     like: PreTrainedModel | None = None,
     *,
     key: str = MODEL_KEY,
@@ -95,11 +97,11 @@ def load_causal_lm(
     are to be any.
 
     Args:
-        sharding: how it is spread over the workers; None: this one has all of it.
+        parallel: how it is spread over the workers.
         like: what this has already loaded from there, whose forward is taken without another trial.
         key: the section that sets the path, for messages.
     """
-    loaded = _load(AutoModelForCausalLM, model, f"{key}.path", device, sharding)
+    loaded = _load(AutoModelForCausalLM, model, f"{key}.path", device, parallel)
     return scoring_model(loaded, model, device, dtype, longest, like)
 
 
@@ -109,34 +111,31 @@ def load_value_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     longest: int = LONGEST,
-    sharding: Sharding | None = None,
+    parallel: Replicas = WHOLE,
 ) -> PreTrainedModel:
     """Loads the model at `model.path` with a head of one output per token, whose start is derived from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "value_head"))
-        loaded = _load(AutoModelForTokenClassification, model, "critic.model.path", device, sharding, num_labels=1)
+        loaded = _load(AutoModelForTokenClassification, model, "critic.model.path", device, parallel, num_labels=1)
     return scoring_model(loaded, model, device, dtype, longest)
 
 
 def _load(
-    auto_class: type, model: ModelConfig, key: str, device: torch.device, sharding: Sharding | None, **overrides: Any
+    auto_class: type, model: ModelConfig, key: str, device: torch.device, parallel: Replicas, **overrides: Any
 ) -> PreTrainedModel:
     config = load_model_config(model, model.path, key)
     config.update({**no_dropout(config), **model.override_config, **overrides})
-    asks_for_lora = auto_class is AutoModelForCausalLM and (model.lora_rank > 0 or model.lora_adapter_path)
+    adapter = adapter_of(model) if auto_class is AutoModelForCausalLM else NoAdapter()
 
     def prepare(made: PreTrainedModel) -> None:
         asked = model.enable_gradient_checkpointing
         if asked if asked is not None else device.type != "cpu":
             made.gradient_checkpointing_enable()
-        if asks_for_lora:
-            add_lora(made, model)
+        made.adapter, made.parallel = adapter, parallel
+        adapter.add(made)
 
-    loaded = load_pretrained(auto_class, model, config, report_weights, sharding, prepare)
-    if asks_for_lora and model.lora_adapter_path:
-        load_adapter(loaded, model)
-    elif asks_for_lora:
-        reset_adapters(loaded)
+    loaded = load_pretrained(auto_class, model, config, report_weights, parallel, prepare)
+    adapter.start(loaded)
     if loaded.can_generate():
         loaded.generation_config = savable(loaded.generation_config, model.path)
     return loaded
@@ -147,14 +146,14 @@ def load_pretrained(
     model: PretrainedModelConfig,
     config: PretrainedConfig,
     check: Callable[[PreTrainedModel, Report, str], None],
-    sharding: Sharding | None,
+    parallel: Replicas,
     prepare: Callable[[PreTrainedModel], None] = lambda made: None,
 ) -> PreTrainedModel:
     """Loads what `auto_class` makes of the folder `model.path`, in float32 and in eval mode.
 
     Args:
         check: is called with the model where it was read whole, with transformers' report of its weights, and the path.
-        sharding: how it is spread over the workers; None: this one has all of it.
+        parallel: how it is spread over the workers.
         prepare: changes its layers, before they are sharded.
     """
     folder, trust = find_path(model.path), model.trust_remote_code
@@ -172,16 +171,7 @@ def load_pretrained(
         check(loaded, report, model.path)
         return loaded
 
-    if sharding is None:
-        loaded = read()
-        prepare(loaded)
-        return loaded
-    made = empty_model(auto_class, config, folder, trust)
-    prepare(made)
-    shard(made, sharding)
-    materialize(made, sharding.device)
-    fill(made, folder, read)
-    return made
+    return parallel.build(read, partial(empty_model, auto_class, config, folder, trust), prepare, folder)
 
 
 def empty_model(auto_class: type, config: PretrainedConfig, folder: Path, trust_remote_code: bool) -> PreTrainedModel:

@@ -18,9 +18,8 @@ from data.seqlen_balancing import padded_parts
 from workers.collectives import gather
 from workers.engine import compute_dtype
 from workers.model_worker import ModelWorker
-from workers.models import Report, load_pretrained, no_dropout, plain_matrices
-from workers.offload import Residence
-from workers.sharding import Sharding, make_mesh, reshard
+from workers.models import WHOLE, Report, load_pretrained, no_dropout, plain_matrices
+from workers.parallel import Replicas
 
 
 class LearnedReward:
@@ -28,8 +27,7 @@ class LearnedReward:
 
     Args:
         tokenizer: the policy's.
-        offload: its weights are in main memory while it does not score.
-        sharding: how it is spread over the workers; None: this one has all of it.
+        parallel: how it is spread over the workers.
 
     Raises:
         ValueError: the folder holds no such model, or its tokenizer cannot write the conversation.
@@ -40,18 +38,17 @@ class LearnedReward:
         config: RewardModelConfig,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
-        offload: bool = False,
-        sharding: Sharding | None = None,
+        parallel: Replicas = WHOLE,
     ) -> None:
         self.config = config
         self.device = device
         self.dtype = compute_dtype(config.fsdp_config.dtype, device)
-        self.model = load_reward_model(config.model, sharding)
-        if sharding is None:
+        self.model = load_reward_model(config.model, parallel)
+        if not parallel.lockstep:
             for matrix in plain_matrices(self.model):
                 matrix.data = matrix.to(self.dtype)
             self.model.to(device)
-        self.at_work = Residence(self.model, offload and sharding is None).at_work
+        self.at_work = parallel.at_work(self.model)
         self.longest = config.max_length or position_count(self.model.config.get_text_config())
         self.tokenizer = tokenizer
         self.own_tokenizer = reward_tokenizer(config.model, tokenizer)
@@ -67,7 +64,6 @@ class LearnedReward:
                 scores[part] = self.forward([rows[row] for row in part])
             for _ in range(missing):
                 self.forward([[0]])
-        reshard(self.model)
         return DataProto.from_dict({"rm_scores": scores})
 
     def conversations(self, batch: DataProto) -> list[list[int]]:
@@ -111,7 +107,7 @@ class LearnedReward:
             return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
 
 
-def load_reward_model(model: PretrainedModelConfig, sharding: Sharding | None = None) -> PreTrainedModel:
+def load_reward_model(model: PretrainedModelConfig, parallel: Replicas = WHOLE) -> PreTrainedModel:
     """Loads the sequence classifier at `model.path`, float32, without dropout.
 
     Raises:
@@ -119,7 +115,7 @@ def load_reward_model(model: PretrainedModelConfig, sharding: Sharding | None = 
     """
     config = load_model_config(model, model.path, f"{RM_KEY}.path")
     config.update({**no_dropout(config), **model.override_config})
-    loaded = load_pretrained(AutoModelForSequenceClassification, model, config, check_is_whole, sharding)
+    loaded = load_pretrained(AutoModelForSequenceClassification, model, config, check_is_whole, parallel)
     return loaded.eval().requires_grad_(False)
 
 
@@ -134,8 +130,4 @@ def check_is_whole(model: PreTrainedModel, report: Report, path: str) -> None:
 
 
 def build_reward_model(worker: ModelWorker) -> LearnedReward:
-    config = worker.config.reward.reward_model
-    offload = worker.offloads(config.fsdp_config.param_offload)
-    mesh = make_mesh(-1, worker.device)  # its layers are whole
-    sharding = None if mesh is None else Sharding(mesh, offload=offload)
-    return LearnedReward(config, worker.tokenizer, worker.device, offload, sharding)
+    return LearnedReward(worker.config.reward.reward_model, worker.tokenizer, worker.device, worker.layouts["rm"])

@@ -21,6 +21,7 @@ from training.torch_functional import (
     logprobs_from_logits,
 )
 from workers.collectives import common_notice
+from workers.forward import forward_of
 from workers.forward_check import (
     FAILURES,
     SHORTEST,
@@ -33,16 +34,13 @@ from workers.forward_check import (
     ragged_batch,
     scaled_up_weights,
     trained_log_probs,
-    try_gathering,
 )
-from workers.kernels import known_padding, prepare
-from workers.lora import check_merges, has_lora
 from workers.micro_batches import (
     WHOLE_SEQUENCE,
     MicroBatch,
     TokenScores,
 )
-from workers.sharding import gather_as, gathers, materialize, set_method
+from workers.parallel import with_hooks
 
 
 def scoring_model(
@@ -65,9 +63,10 @@ def scoring_model(
     Raises:
         ValueError: no forward scores a row beside others as alone, or LoRA's matrices cannot be merged.
     """
-    materialize(model, device)
+    with_hooks(model).to(device)
     compute_as_in_eval(model)
     fix_rope(model, longest)
+    model.kernels = forward_of(settings)
     set_forward(model, padded_scores, shares_prompts=False)
     if like is not None:
         take_forward(model, settings, like)
@@ -77,16 +76,15 @@ def scoring_model(
         try:
             checks = forward_checks(model, dtype, longest)
         except FAILURES as error:
-            lora = " Or LoRA's matrices do not fit beside some layer, like a router: name it in model.exclude_modules."
             raise ValueError(
                 f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
                 "Choose a decoder whose forward takes input_ids, attention_mask and position_ids (docs/models.md)."
-                f"{lora if has_lora(model) else ''}"
+                f"{model.adapter.hint}"
             ) from error
         problem = choose_forward(model, settings, checks, dtype)
         if problem is None:
-            check_merges(model, partial(trained_log_probs, batch=ragged_batch(model, SHORTEST)), TOLERANCE)
-            try_gathering(model, checks, dtype)
+            model.adapter.check(model, partial(trained_log_probs, batch=ragged_batch(model, SHORTEST)), TOLERANCE)
+            model.parallel.settle(model, partial(first_problem, checks, [dtype]))
     if problem is not None:
         raise ValueError(
             f"{name} does not score a row beside others, or in training, as it does alone and in eval mode, however "
@@ -97,11 +95,10 @@ def scoring_model(
 
 
 def take_forward(model: PreTrainedModel, settings: ModelConfig, like: PreTrainedModel) -> None:
-    packed = prepare(model, model.device) if settings.kernels != "off" else padded_scores
+    packed = model.kernels.prepare(model) or padded_scores
     set_forward(model, packed if like.shares_prompts else padded_scores, like.shares_prompts)
     model.set_attn_implementation(like.config._attn_implementation)
-    if gathers(model):
-        gather_as(model, like.param_dtype)
+    model.parallel.settle(model, lambda: None, like)
 
 
 def choose_forward(
@@ -114,14 +111,13 @@ def choose_forward(
         Why not even the last may be used; None: a forward was found.
     """
     usual, name = model.config._attn_implementation, type(model).__name__
-    if settings.kernels != "off":
-        packed = prepare(model, model.device)
-        if settings.use_remove_padding:
-            set_forward(model, packed, shares_prompts=True)
-            problem = first_problem(checks, [dtype])
-            if problem is None:
-                return None
-            common_notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
+    packed = model.kernels.prepare(model)
+    if packed is not None and settings.use_remove_padding:
+        set_forward(model, packed, shares_prompts=True)
+        problem = first_problem(checks, [dtype])
+        if problem is None:
+            return None
+        common_notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
     set_forward(model, padded_scores, shares_prompts=False)
     model.set_attn_implementation(usual)
     problem = first_problem(checks, [torch.float32])  # roundings of two attentions may choose two experts
@@ -133,7 +129,7 @@ def choose_forward(
 
 
 def set_forward(model: PreTrainedModel, forward: Callable[..., TokenScores], shares_prompts: bool) -> None:
-    set_method(model, "token_scores", MethodType(forward, model))
+    model.parallel.set_method(model, "token_scores", MethodType(forward, model))
     model.shares_prompts = shares_prompts
 
 
@@ -152,8 +148,7 @@ def padded_scores(
     # entry into a sharded model.
     inputs = {name: micro.columns[name][:, :-1] for name in WHOLE_SEQUENCE} | {"use_cache": False}
     keep = {} if "values" in ask else {"logits_to_keep": micro.response_width}
-    with known_padding(not micro.host.columns["attention_mask"][:, :-1].all()):
-        logits = model.forward(**inputs, **keep).logits
+    logits = model.forward(**inputs, **keep).logits
     if "values" in ask:
         return TokenScores(values=logits[:, -micro.response_width :, 0].float())
     labels, logits = micro.columns["responses"], logits.float() / temperature

@@ -29,7 +29,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
-from workers.lora import save_adapter
 from workers.rollout import Checksums, Rollout, check_finite, check_request, check_temperature
 from workers.vllm_setup import engine_settings, held_weights, note_checksums, process_as_it_is, vllm_process
 
@@ -140,7 +139,7 @@ class vLLMRollout(Rollout):
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory() as folder, self._alone():
-            save_adapter(self.module, dict(self._at_least_one(weights)), Path(folder))
+            self.module.adapter.save_alone(self.module, dict(self._at_least_one(weights)), Path(folder))
             self.adapter = LoRARequest("adapter", 1, folder)
             # Under the id of the one before, which without load_inplace would stay.
             assert self.engine.add_lora(LoRARequest("adapter", 1, folder, load_inplace=True)), "vLLM refuses an adapter"

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from configs.schema import RolloutConfig
 from data.seeding import forked_rng
-from workers.lora import largest_rank
 from workers.rollout import Checksums, bit_sum, longest_sequence
 
 BLOCK = 32  # tokens of a cache block on CPUs, the smallest there: prompts share whole blocks
@@ -51,7 +50,7 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
         settings["disable_custom_all_reduce"] = True  # it asks for the other parts' GPUs, which a worker does not see
     if config.load_lora == "adapter":
-        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(largest_rank(model))}
+        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(model.adapter.largest_rank(model))}
     return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
 
 

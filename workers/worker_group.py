@@ -18,20 +18,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.errors import ConfigError, events, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
-from configs.schema import AgentConfig, Config, RunConfig
+from configs.schema import Config, ModelConfig, RunConfig
 from configs.threads import Threads, worker_threads
-from data.pretrained import load_model_config
 from data.seeding import derive_seed, seed_everything
-from training.roles import WorkerError, needed_roles
+from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
+from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
-from workers.kernels import start_process
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.openai.weight_transfer import check_weight_transfer
-from workers.sharding import shard_count
-from workers.tensor_parallel import KEY as PARTS_KEY
-from workers.tensor_parallel import check_split
+from workers.parallel import layout_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEMENT_SECONDS = 60
@@ -68,6 +65,9 @@ class Resources:
         return {"CPU": float(here * self.threads)} | ({"GPU": float(here * self.gpus)} if self.gpus else {})
 
 
+PLAIN_MODEL = ModelConfig()
+
+
 class RayWorkerGroup:
     """Runs every worker as a Ray actor with its CPUs and GPU reserved, joined by torch.distributed. Ray itself is
     started, and stopped by `close`, unless it runs already. Ranks go by machine: the first ones share the first.
@@ -85,7 +85,7 @@ class RayWorkerGroup:
         resources: Resources,
         worker_class: type,
         *args: Any,
-        kernels: str = "auto",
+        model: ModelConfig = PLAIN_MODEL,
         timeout: int = TIMEOUT,
         seed: int = 0,
     ) -> None:
@@ -101,7 +101,7 @@ class RayWorkerGroup:
             for place in range(self.size):
                 own_seed, path = derive_seed(seed, "process", place), events.path and events.path.absolute()
                 worker = remote_class(resources, placement, place).remote(
-                    os.getcwd(), resources.threads, kernels, path, own_seed
+                    os.getcwd(), resources.threads, model, path, own_seed
                 )
                 taken.callback(ray.kill, worker)
                 self.workers.append(worker)
@@ -198,13 +198,14 @@ def start_group(config: Config, worker_class: type, *args: Any) -> Group:
     resources = Resources.from_config(config.trainer)
     if uses_ray(config.trainer):
         settings = {"timeout": config.actor_rollout_ref.nccl_timeout, "seed": config.trainer.seed}
-        return RayWorkerGroup(resources, worker_class, *args, kernels=kernels(config), **settings)
+        return RayWorkerGroup(resources, worker_class, *args, model=config.actor_rollout_ref.model, **settings)
     return LocalGroup(resources.threads, worker_class, *args)
 
 
-def kernels(config: Config) -> str:
-    """Reads off which kernels the run's models have."""
-    return config.actor_rollout_ref.model.kernels
+def start_process(n_threads: int, model: ModelConfig) -> None:
+    """Sets up a process that is ours alone, for the run's models."""
+    torch.set_num_threads(n_threads)
+    forward_of(model).start_process()
 
 
 def check_machine(config: Config) -> None:
@@ -212,7 +213,7 @@ def check_machine(config: Config) -> None:
     for a way to hand weights over that needs one, or workers that do not make whole groups of shards. A notice tells
     of a GPU that is here and that torch cannot use."""
     resources = Resources.from_config(config.trainer)
-    check_layout(config, resources.workers)
+    layout_of(config, resources.workers).check(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
         notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
@@ -222,31 +223,11 @@ def check_machine(config: Config) -> None:
 def start_command(config: Config) -> None:
     """Makes this process the worker's, if that is where the run's worker is. For commands, whose process it is."""
     if not uses_ray(config.trainer):
-        start_process(Resources.from_config(config.trainer).threads, kernels(config))
+        start_process(Resources.from_config(config.trainer).threads, config.actor_rollout_ref.model)
 
 
 def uses_ray(trainer: RunConfig) -> bool:
     return trainer.executor == "ray" or Resources.from_config(trainer).workers > 1
-
-
-def check_layout(config: Config, workers: int) -> None:
-    """Raises ConfigError where models cannot be split and sharded over so many workers as `config` says."""
-    policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
-    if parts > 1:
-        paths = {"actor_rollout_ref.model.path": policy.model.path}
-        if "critic" in needed_roles(config):
-            paths["critic.model.path"] = config.critic.model.path
-        for key, path in paths.items():
-            check_split(load_model_config(policy.model, path, key), parts, workers // config.trainer.nnodes)
-        if policy.model.lora_rank or policy.model.lora_adapter_path:
-            raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")
-        plays = config.env.id or policy.rollout.multi_turn.enable or policy.rollout.agent != AgentConfig()
-        if policy.rollout.name == "hf" and plays:
-            raise ConfigError(
-                f"{PARTS_KEY}={parts}: workers that compute a layer together would have to play each episode in the "
-                "same order of time, which nobody can promise. Set actor_rollout_ref.rollout.name=vllm."
-            )
-    shard_count(policy.actor.fsdp_config.fsdp_size, workers // parts)
 
 
 def worker_summary(trainer: RunConfig) -> str:
@@ -262,14 +243,14 @@ class RemoteWorker:
     """The Ray actor's body."""
 
     def __init__(
-        self, working_directory: str, n_threads: int, kernels: str, events_path: Path | None, seed: int
+        self, working_directory: str, n_threads: int, model: ModelConfig, events_path: Path | None, seed: int
     ) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
         events.path = events_path  # on another machine a folder that is not there, where its disk is not shared
         self.stack = ExitStack()
         self.stack.enter_context(events.listening())
-        start_process(n_threads, kernels)
+        start_process(n_threads, model)
         seed_everything(seed)
 
     def open_store(self, size: int) -> tuple[str, int]:

@@ -5,23 +5,19 @@ environments, and sharing one object between threads (take a `clone` for each).
 """
 
 import copy
-import difflib
-import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property, lru_cache
-from itertools import chain, repeat
-from numbers import Real
 from threading import Thread
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from configs.errors import notice, notice_once, warns_of_close
+from configs.errors import notice_once, warns_of_close
 from configs.schema import SuccessConfig
 from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
 from custom.gym.space_text import (
@@ -39,13 +35,7 @@ from data.import_utils import load_module
 from data.types import check_reward, check_text
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
-TRIAL_SECONDS = 2.0  # after which it says what takes so long
 MAX_WORLDS = 256  # environments that states are computed in
-PACKAGES = {  # what is part of ids -> the package, and the id with which it runs
-    **dict.fromkeys(("ALE/", "NoFrameskip-v", "Deterministic-v"), ("ale-py", "ale_py:{}")),
-    "MiniGrid-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
-    "BabyAI-": ("minigrid", "custom/examples/minigrid_env.py:{}"),
-}
 Layout = tuple[tuple[str, Any], ...]  # constructor arguments that differ from seed to seed, hashable
 Moment = tuple[str, float, bool]  # text of an observation, reward, whether the episode is over
 
@@ -80,14 +70,6 @@ def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
     return tuple(plain_action(env.action_space, env.action_space.sample()) for _ in range(length))
 
 
-def observation_space(env: gym.Env) -> gym.Space:
-    """Returns the observation space of `env`; a space of anything if it has none."""
-    try:
-        return env.observation_space
-    except AttributeError:
-        return gym.Space()
-
-
 def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfig | None:
     """The rule with at least one condition, or None. Raises ValueError for a condition that does not exist."""
     if isinstance(rule, Mapping):
@@ -109,37 +91,16 @@ def is_success(rule: SuccessConfig, terminated: bool, last_reward: float, total:
     )
 
 
-def checked_reset(result: Any) -> Any:
-    """The observation of what `reset` returned; raises ValueError if it is of another form than gymnasium's."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError("reset returned no pair: gymnasium's returns observation, info (gym before 0.26: no info)")
-    return result[0]
-
-
 def checked_step(result: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """Returns what `step` returned.
-
-    Raises:
-        ValueError, TypeError: it is of another form, its reward no finite number, or info["success"] no single truth.
-    """
+    """Returns what `step` returned; raises ValueError or TypeError if that has another form than gymnasium's."""
     if not isinstance(result, tuple) or len(result) != 5:
-        found = f"{len(result)} values" if isinstance(result, tuple) else reprlib.repr(result)
-        old = ", as in gym before 0.26" if found == "4 values" else ""
-        raise ValueError(
-            f"step returned {found}{old}: gymnasium's returns observation, reward, terminated, truncated, info"
-        )
+        raise ValueError(f"step returned {reprlib.repr(result)}: not observation, reward, terminated, truncated, info")
     observation, reward, terminated, truncated, info = result
-    for flag, name in ((terminated, "terminated"), (truncated, "truncated")):
-        if isinstance(flag, Mapping | Sequence):
-            raise ValueError(f"{name} is {reprlib.repr(flag)}: it must be True or False, once for all players")
-    if isinstance(reward, Mapping | Sequence):
-        raise ValueError(f"the reward is {reprlib.repr(reward)}: it must be one number, of all players together")
+    single = {"reward": reward, "terminated": terminated, "truncated": truncated, "success": info.get("success")}
+    for name, value in single.items():
+        if isinstance(value, str | Mapping) or np.ndim(value):
+            raise ValueError(f"{name} is {reprlib.repr(value)}: it must be one number, or True or False")
     check_reward(reward := float(reward))
-    success = info.get("success")
-    if not isinstance(success, Real | np.bool_ | None):
-        raise ValueError(
-            f"info['success'] is {reprlib.repr(success)}: it must be True, False or a number, or be left out"
-        )
     return observation, reward, bool(terminated), bool(truncated), info
 
 
@@ -185,13 +146,11 @@ class TextEnv:
             self.invalid_reward = worst
 
     def _build(self) -> None:
-        self._layouts = lru_cache(maxsize=1024)(lambda seed: tuple(sorted(self.random_map(seed).items())))
         self._layout, self._over = self.layout(0), True
         self._env = self._make(self._layout)
         self._set_observations()
         self._worlds: dict[Layout, gym.Env] = {}  # to compute states in, apart from the episode's
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
-        self._optimal = lru_cache(maxsize=1024)(self._find_optimal)  # all samples of a prompt ask for it
         if "action_space" not in dir(self._env.unwrapped):
             raise ValueError(f"{self.env_id} has no action_space: gymnasium asks for one, gym.spaces.Text for any text")
         self._space = self._env.action_space
@@ -229,27 +188,17 @@ class TextEnv:
             except Exception as error:
                 worst.set_exception(error)
 
-        self._tried = 0
+        self._tried, before = 0, -1
         Thread(target=play, daemon=True).start()
-        first = TRIAL_SECONDS if self.timeout is None else min(TRIAL_SECONDS, self.timeout)
-        for number, seconds in enumerate(chain([first], repeat(self.timeout))):
+        while not worst.done() and self._tried != before:
             before = self._tried
-            try:
-                return worst.result(seconds)
-            except TimeoutError:
-                if worst.done():
-                    raise
-            if self._tried == before and seconds == self.timeout:
-                raise ValueError(
-                    f"{self.env_id} is tried out before it is used, and move {before} took more than env.timeout="
-                    f"{seconds:g} seconds: raise it, or leave the trial out by repeatable=False"
-                )
-            if number == 0:
-                notice(
-                    f"{self.env_id} is tried out: {TRIAL_WALKS} random walks of at most {TRIAL_MOVES} moves are played "
-                    "twice, to see that a reset to the same seed restores everything."
-                )
-        raise AssertionError("it is waited for as long as it takes")
+            wait([worst], self.timeout)
+        if worst.done():
+            return worst.result()
+        raise ValueError(
+            f"{self.env_id} is tried out before it is used, and move {before} took more than env.timeout="
+            f"{self.timeout:g} seconds: raise it, or leave the trial out by repeatable=False"
+        )
 
     def _play_walks(self) -> float:
         worst, worlds = 0.0, {}
@@ -284,7 +233,7 @@ class TextEnv:
         """Yields the state after the reset, then after each action until the episode is over."""
         played: list[Any] = []
         with self._blame(seed, played):
-            observation = checked_reset(env.reset(seed=seed))
+            observation, _ = env.reset(seed=seed)
             yield self._observe(env, observation), 0.0, False
             for action in actions:
                 self._tried += 1
@@ -307,7 +256,7 @@ class TextEnv:
             self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
             self._env = self._make(self._layout)
         if self.observation_to_text is None and not renders:
-            self._observed = observation_space(self._env)
+            self._observed = getattr(self._env, "observation_space", gym.Space())
             try:
                 check_observations(self._observed, self.observation_names)
             except ValueError as error:
@@ -320,9 +269,10 @@ class TextEnv:
 
     def _set_actions(self, space: gym.Space) -> None:
         self._answers: dict[int, str] = {}
-        if not isinstance(space, gym.spaces.Discrete):
+        self._numbered = isinstance(space, gym.spaces.Discrete)
+        if not self._numbered:
             if self.text_to_action is None:
-                self._set_reading(space)
+                self.instruction = self._how_to_answer(space) if self.instruction is None else self.instruction
             return
         numbers = range(int(space.start), int(space.start + space.n))
         self.action_names = tuple(self.action_names or map(str, numbers))
@@ -334,21 +284,20 @@ class TextEnv:
         for answer in self._answers.values() if self.text_to_action else ():
             self.extract_action(answer)  # one that returns no number says so before anything is trained
 
+    def _how_to_answer(self, space: gym.Space) -> str:
+        try:
+            return how_to_answer(space)
+        except ValueError as error:
+            raise ValueError(f"{self.env_id}: {error}: pass text_to_action, which makes one of an answer") from error
+
     @property
     def actions(self) -> tuple[int, ...]:
         """The numbered actions, where actions are numbered."""
         return tuple(self._answers)
 
-    def _set_reading(self, space: gym.Space) -> None:
-        try:
-            told = how_to_answer(space)
-        except ValueError as error:
-            raise ValueError(f"{self.env_id}: {error}: pass text_to_action, which makes one of an answer") from error
-        self.instruction = told if self.instruction is None else self.instruction
-
     def layout(self, seed: int) -> Layout:
         """Identifies the map of a seed: equal layouts are the same map. Empty without `random_map`."""
-        return self._layouts(seed) if self.random_map else ()
+        return tuple(sorted(self.random_map(seed).items())) if self.random_map else ()
 
     def train_seed(self, i: int) -> int:
         """The reset seed of the i-th training state or episode: fixed by (seed, i), its map never a held-out one."""
@@ -395,13 +344,11 @@ class TextEnv:
 
     def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
         """All optimal actions by the environment's own transition table; () where it has none."""
-        has_table = transition_table(self._world(self.layout(state.seed))) is not None
-        return self._optimal(state.seed, tuple(state.actions)) if has_table else ()
-
-    def _find_optimal(self, seed: int, actions: tuple[int, ...]) -> tuple[int, ...]:
-        layout = self.layout(seed)
+        layout = self.layout(state.seed)
         env = self._world(layout)
-        self._restore(env, seed, actions)
+        if transition_table(env) is None:
+            return ()
+        self._restore(env, state.seed, state.actions)
         return tuple(np.flatnonzero(self._best(layout)[env.unwrapped.s]).tolist())
 
     def get_action(self, state: EnvState | int) -> int | None:
@@ -432,40 +379,30 @@ class TextEnv:
         if self.text_to_action is not None:
             action = self.text_to_action(text)
             return self._legal(action, f"text_to_action returned {action!r} for the answer {text!r}")
-        if self._answers:
-            index = last_mention(self.action_names, text)
-            action = None if index is None else [*self._answers][index]
-        else:
-            action = read_action(self._space, text)
-        return self._legal(action)
+        if not self._numbered:
+            return self._legal(read_action(self._space, text))
+        index = last_mention(self.action_names, text)
+        return None if index is None else self.actions[index]
 
     def _legal(self, action: Any, said: str = "") -> Any | None:
-        """Returns an action that others gave as plain data, or None if it is not in the action space.
-
-        Raises:
-            ValueError: it is no action of any form. `said`: how the message begins.
-        """
-        action = None if action is None else self._plain(action, said or f"the action {action!r} was given")
-        return action if action is not None and self._space.contains(native_action(self._space, action)) else None
-
-    def _plain(self, action: Any, said: str) -> Any:
-        """The plain form of an action; where actions are numbered, "0" and 0.0 are 0."""
-        numbered = isinstance(self._space, gym.spaces.Discrete)
+        """Returns the plain form of an action ("0" and 0.0 are 0, where they are numbered), or None if it is not in the
+        action space; raises ValueError if it is no action of any form. `said`: how the message begins."""
+        if action is None:
+            return None
         try:
-            if not numbered:
-                return plain_action(self._space, action)
-            number = float(action)
+            plain = float(action) if self._numbered else plain_action(self._space, action)
+            if self._numbered and not plain.is_integer():
+                raise ValueError
         except (TypeError, ValueError, KeyError):
-            number = math.nan
-        if number.is_integer():
-            return int(number)
-        form = "is a whole number in" if numbered else "has the form of"
-        raise ValueError(f"{said}: an action of {self.env_id} {form} {self._space}, or None where the text names none")
+            form = "is a whole number in" if self._numbered else "has the form of"
+            rule = f"an action of {self.env_id} {form} {self._space}, or None where the text names none"
+            raise ValueError(f"{said or f'the action {action!r} was given'}: {rule}") from None
+        plain = int(plain) if self._numbered else plain
+        return plain if self._space.contains(native_action(self._space, plain)) else None
 
     def action_to_text(self, action: Any) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
-        numbered = isinstance(self._space, gym.spaces.Discrete)
-        answer = self._answers.get(action) if numbered else action_text(self._space, action)
+        answer = self._answers.get(action) if self._numbered else action_text(self._space, action)
         if answer is None or self.extract_action(answer) != action:
             raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
         return answer
@@ -507,48 +444,33 @@ class TextEnv:
         """
         if self._over:
             raise ValueError("no episode is running: call reset(seed) first")
-        action = self._legal(action)
-        legal, self._turns = action is not None, self._turns + 1
+        action, terminated, truncated, said = self._legal(action), self.invalid_action == "end", False, {}
+        legal, reward, self._turns = action is not None, self.invalid_reward, self._turns + 1
         if legal:
-            reward, terminated, truncated, info = self._step(action)
-        else:
-            reward, terminated, truncated, info = self.invalid_reward, self.invalid_action == "end", False, {}
+            self._actions.append(action)
+            with self._blame(self._seed, self._actions):
+                moved = checked_step(self._env.step(native_action(self._space, action)))
+                observation, reward, terminated, truncated, said = moved
+                self._text = self._observe(self._env, observation)
         self._invalid += not legal
         self._feedback = "" if legal else self.invalid_feedback
         reasons = {"terminated": terminated, "env_truncated": truncated, "max_turns": self._turns >= self.max_turns}
         reason = next((name for name, holds in reasons.items() if holds), None)
         self._over = reason is not None
         self._return += reward
-        self._said = info.get("success", self._said)
-        if self.success is None and "success" in info:
+        self._said = said.get("success", self._said)
+        success = None
+        if self.success is not None:
+            fair = self._over and (legal or not terminated)
+            success = fair and is_success(self.success, terminated, reward, self._return, self._said)
+        elif "success" in said:
             notice_once(
                 f"{self.env_id} says info['success'] now, which it did not in the random walks at the start: it is not "
                 "counted. Set env.success.said=true to have it counted in all episodes; what says nothing is none then."
             )
-        info = {
-            **info,
-            "success": self._succeeds(terminated, reward, legal or not terminated),
-            "action": action,
-            "turns": self._turns,
-            "invalid": self._invalid,
-            "return": self._return,
-            "end_reason": reason,
-        }
+        own = {"success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
+        info = {**said, **own, "return": self._return, "end_reason": reason}
         return self.state.reply, reward, terminated, self._over and not terminated, info
-
-    def _step(self, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
-        """Gives a legal action to the environment: reward, terminated, truncated, info."""
-        self._actions.append(action)
-        with self._blame(self._seed, self._actions):
-            given = native_action(self._space, action)
-            observation, reward, terminated, truncated, info = checked_step(self._env.step(given))
-            self._text = self._observe(self._env, observation)
-        return reward, terminated, truncated, info
-
-    def _succeeds(self, terminated: bool, reward: float, fair: bool) -> bool | None:
-        if self.success is None:
-            return None
-        return self._over and fair and is_success(self.success, terminated, reward, self._return, self._said)
 
     def close(self) -> None:
         """Give back what its environments hold; one that raises costs a warning. It must not be asked again."""
@@ -580,22 +502,9 @@ class TextEnv:
             load_module(module)
         try:
             return gym.make(name, **settings)
-        except TypeError as error:
-            able = [setting.name for setting in fields(self)]
-            meant = [difflib.get_close_matches(key, able, n=1) for key in self.env_kwargs if f"'{key}'" in str(error)]
-            hint = f". Did you mean '{meant[0][0]}', a setting of its text?" if meant and meant[0] else ""
-            raise TypeError(f"{error}{hint}") from error
         except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv) as error:
-            close = difflib.get_close_matches(name, [*gym.registry], n=3)
-            remedy = (
-                f"{module} was imported, and registers no such id: it needs gym.register({name!r}, TheClass)."
-                if module
-                else "For one of your own, name the module that registers it: 'my_module:MyGame-v0'."
-            )
-            for part, (package, form) in PACKAGES.items() if not module else ():
-                if part in name:
-                    remedy = f"It is of another package: `pip install {package}`, and env.id={form.format(name)}."
-            raise ValueError(f"{self.env_id!r}: {error} Close ids: {', '.join(close) or 'none'}. {remedy}") from error
+            remedy = f"{module} has no gym.register({name!r}, …)" if module else "Name what registers it"
+            raise ValueError(f"{self.env_id!r}: {error} {remedy}, as in env.id=my_module:MyGame-v0.") from error
 
     def _observe(self, env: gym.Env, observation: Any) -> str:
         if self._renders:

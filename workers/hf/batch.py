@@ -3,15 +3,14 @@
 Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed, so that
 its tokens do not depend on its company. What they have drawn is read from the device once a step, and all that follows
 from it is decided on the host: which rows end, and where those that stay are from then on.
-What the model keeps of them from token to token is a subclass's: keys and values that rows of one prompt share, or
-caches as transformers makes them, for each row. turn_cache.py has what is kept of episodes beyond that.
+What the model keeps of them from token to token is a subclass's: here, caches as transformers makes them, for each row.
+extras/kernels has rows that share their prompts, and keep what episodes have read.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,9 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, SamplingParams
-from workers.hf.cache import RowCache, on_device
-from workers.hf.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
-from workers.kernels import known_padding
+from training.torch_functional import to_device
 from workers.rollout import divergence
 
 VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
@@ -67,7 +64,7 @@ class RunningBatch(ABC):
     """The rows that generate with `module` until none is left: `alive`, b of them in the subclass's order.
 
     `max_num_batched_tokens`: most of a pass over prompts, padding included; a longer prompt has a pass of its own.
-    `turns`: what is kept of the episodes whose requests come.
+    `max_kept_tokens`: what a subclass may keep of episodes between their turns.
     """
 
     def __init__(
@@ -77,10 +74,11 @@ class RunningBatch(ABC):
         pad_token_id: int,
         weight_version: int,
         max_num_batched_tokens: int,
-        turns: TurnCache,
+        max_kept_tokens: int,
     ) -> None:
         self.module, self.pad_token_id, self.weight_version = module, pad_token_id, weight_version
-        self.max_num_batched_tokens, self.turns, self.stop_ids = max_num_batched_tokens, turns, frozenset(stop_ids)
+        self.max_num_batched_tokens, self.max_kept_tokens = max_num_batched_tokens, max_kept_tokens
+        self.stop_ids, self.prefilled_tokens = frozenset(stop_ids), 0
         self._set_alive([], on_device([], module.device))
 
     def _set_alive(self, rows: list[RunningRow], last: Tensor) -> None:
@@ -89,9 +87,8 @@ class RunningBatch(ABC):
         self.kinds = sampling_kinds(rows, last.device)
 
     @abstractmethod
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Any, Tensor]:
-        """Computes d prompts: what the model keeps of them, and the logits after them, [d, V] float32. `begun` [d]:
-        what is kept of their beginnings, which is nothing unless the subclass keeps it."""
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Any, Tensor]:
+        """Computes d prompts: what the model keeps of them, and the logits after them, [d, V] float32."""
 
     @abstractmethod
     def _keep(self, prefilled: Any, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
@@ -106,12 +103,27 @@ class RunningBatch(ABC):
     def _forget(self, gone: Sequence[int]) -> list[int]:
         """Ends the rows at the places `gone` [n], ascending. Returns the row now at each place."""
 
-    def _prompt_layers(self, prefilled: Any, place: int, length: int) -> Layers | None:
-        """Keys and values of the prompt at `place` of `prefilled`, of so many tokens; None: this way keeps nothing."""
+    def _left(self, row: RunningRow, prefilled: Any, place: int) -> None:
+        """Is told of a row that has ended: by its first token, which answers the prompt at `place` of `prefilled`; or
+        later (prefilled None), at `place` of the rows alive."""
         return None
 
-    def _row_layers(self, place: int) -> Layers | None:
-        """Returns keys and values of all that the row at `place` has read; None: this way keeps nothing."""
+    def _new_tokens(
+        self, prompts: list[tuple[int, ...]], rows: Mapping[tuple[int, ...], Sequence[Request]]
+    ) -> list[int]:
+        """Counts the tokens of each prompt that have to go through the model; before `_prefill`."""
+        return [*map(len, prompts)]
+
+    def goes_on(self) -> bool:
+        """Says whether something is kept for requests that may come."""
+        return len(self) > 0
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        """Drops what is kept of these episodes."""
+        return None
+
+    def close(self) -> None:
+        """Leaves the module as it was, to be trained."""
         return None
 
     def __len__(self) -> int:
@@ -126,23 +138,21 @@ class RunningBatch(ABC):
         for request in requests:
             rows.setdefault(tuple(request.prompt_ids), []).append(request)
         prompts, finished = list(rows), []
-        begun = [self.turns.take(prompt, (request.episode for request in rows[prompt])) for prompt in prompts]
-        new = [len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True)]
+        new = self._new_tokens(prompts, rows)
+        self.prefilled_tokens += sum(new)
         for part in padded_parts(new, self.max_num_batched_tokens):
-            finished += self._join_pass(
-                {prompts[place]: rows[prompts[place]] for place in part}, [begun[place] for place in part]
-            )
+            finished += self._join_pass({prompts[place]: rows[prompts[place]] for place in part})
         return finished
 
-    def _join_pass(self, prompts: dict[tuple[int, ...], list[Request]], begun: list[CachedPrefix]) -> list[Completion]:
+    def _join_pass(self, prompts: dict[tuple[int, ...], list[Request]]) -> list[Completion]:
         """`join` for the requests of some prompts, which go through the model together."""
-        prefilled, logits = self._prefill(list(prompts), begun)
+        prefilled, logits = self._prefill(list(prompts))
         source = [place for place, answers in enumerate(prompts.values()) for _ in answers]
         rows = [self._row(request) for answers in prompts.values() for request in answers]
         device, lengths = logits.device, [*map(len, prompts)]
         ends, last = self._draw(rows, sampling_kinds(rows, device), logits[on_device(source, device)])
         for place in ends:
-            self._leave_behind(rows[place], lambda at=source[place]: self._prompt_layers(prefilled, at, lengths[at]))
+            self._left(rows[place], prefilled, source[place])
         if len(ends) < len(rows):
             stays = sorted({*range(len(rows))}.difference(ends))
             longest = max(row.request.sampling.max_tokens for row in rows)
@@ -159,13 +169,8 @@ class RunningBatch(ABC):
         """Draws one more token of each row that is alive; those that end by it leave."""
         gone, self.last = self._draw(self.alive, self.kinds, self._forward())
         for place in gone:
-            self._leave_behind(self.alive[place], partial(self._row_layers, place))
+            self._left(self.alive[place], None, place)
         return [row.completion(self.weight_version) for row in self._leave(gone)] if gone else []
-
-    def _leave_behind(self, row: RunningRow, layers: Callable[[], Layers | None]) -> None:
-        """Keeps what `row`, which has ended, has read, for the next turn of its episode."""
-        if row.request.episode is not None and (kept := layers()) is not None:
-            self.turns.put(row.request.episode, CachedPrefix(row.read_ids, kept))
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the rows of these requests; those that have none here are ignored."""
@@ -203,65 +208,13 @@ class RunningBatch(ABC):
         return [place for place, row in enumerate(rows) if row.ends], sampled
 
 
-class SharedPrompts(RunningBatch):
-    """Rows whose attention reads a prompt once for all that answer it (workers/kernels/); the cache knows of it."""
-
-    cache: RowCache | None = None
-    has_fixed_shapes: ClassVar[bool] = False
-
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[DynamicCache, Tensor]:
-        """Returns keys and values of d prompts, padded on the left, and the logits after them [d, V].
-
-        Each has as many tokens computed as the one with the most new ones: where others have padding, a prompt that
-        has begun has the last of its kept ones once more. So no row has holes.
-        """
-        ids, mask = pad_left(prompts, self.pad_token_id, self.module.device)
-        most = max(len(prompt) - len(kept) for prompt, kept in zip(prompts, begun, strict=True))
-        cache = cache_of(begun, [max(0, len(prompt) - most) for prompt in prompts])
-        with known_padding(any(are_padded(prompts))):
-            return cache, last_logits(self.module, ids[:, -most:], positions_of(mask)[:, -most:], mask, cache)
-
-    def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
-        if self.cache is None:
-            self.cache = RowCache(prefilled, self.has_fixed_shapes)
-        self.cache.join(prefilled, lengths, source, max_tokens)
-
-    def _forward(self) -> Tensor:
-        """Returns logits after the last token of each row that is alive: [b, V]."""
-        self.cache.make_room()
-        logits = self._next_logits()
-        self.cache.advance()
-        return logits
-
-    def _next_logits(self) -> Tensor:
-        """Computes what `_forward` returns, on the device alone."""
-        return self._logits_after(self.last[:, None], last_logits)
-
-    def _logits_after(self, ids: Tensor, forward: Callable[..., Tensor]) -> Tensor:
-        """Computes logits after the newest tokens, [b, 1]: [b, V], by `forward`, as `last_logits` does."""
-        no_mask = ids.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
-        return forward(self.module, ids, self.cache.positions, no_mask, self.cache, rows=self.cache)
-
-    def _forget(self, gone: Sequence[int]) -> list[int]:
-        return self.cache.leave(gone)
-
-    def _prompt_layers(self, prefilled: DynamicCache, place: int, length: int) -> Layers:
-        whole = [(layer.keys, layer.values) for layer in prefilled.layers]
-        return [tuple(memory[place, :, -length:].transpose(0, 1).clone() for memory in pair) for pair in whole]
-
-    def _row_layers(self, place: int) -> Layers:
-        return self.cache.row_layers(place)
-
-
 @dataclass
 class Rows:
     """Rows that joined together: `ids` of their tokens so far, padded on the left, and `mask`, which of them are real,
-    [b, w]; `padded`, on the host, which rows are; what the model keeps of the first `seen` columns, if it keeps
-    anything."""
+    [b, w]; what the model keeps of the first `seen` columns, if it keeps anything."""
 
     ids: Tensor
     mask: Tensor
-    padded: list[bool]
     cache: Cache | None
     seen: int = 0
 
@@ -270,8 +223,7 @@ class Rows:
         places = on_device(rows, self.ids.device)
         if self.cache is not None:
             self.cache.reorder_cache(places)
-        padded = [self.padded[row] for row in rows]
-        return replace(self, ids=self.ids[places], mask=self.mask[places], padded=padded)
+        return replace(self, ids=self.ids[places], mask=self.mask[places])
 
     def append(self, tokens: Tensor) -> None:
         """Another token of each, [b, 1]."""
@@ -291,9 +243,9 @@ class SeparateRows(RunningBatch):
         super().__init__(*args)
         self.parts: list[Rows] = []  # in the order of `alive`
 
-    def _prefill(self, prompts: list[tuple[int, ...]], begun: list[CachedPrefix]) -> tuple[Rows, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Rows, Tensor]:
         cache = DynamicCache(config=self.module.config) if self.caches else None
-        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), are_padded(prompts), cache)
+        rows = Rows(*pad_left(prompts, self.pad_token_id, self.module.device), cache)
         return rows, self._logits(rows)
 
     def _keep(self, prefilled: Rows, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
@@ -321,8 +273,7 @@ class SeparateRows(RunningBatch):
         new = slice(rows.seen, None)
         if self.caches:
             rows.seen = rows.ids.shape[1]
-        with known_padding(any(rows.padded)):
-            return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
+        return last_logits(self.module, rows.ids[:, new], positions_of(rows.mask)[:, new], rows.mask, rows.cache)
 
 
 class NoCacheBatch(SeparateRows):
@@ -332,18 +283,18 @@ class NoCacheBatch(SeparateRows):
     caches = False
 
 
+def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
+    return to_device(torch.from_numpy(array), device)
+
+
 def pad_left(prompts: list[tuple[int, ...]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the ids of d prompts and which of them are real, 1 or 0: [d, p] each."""
     width = max(map(len, prompts))
     ids = np.array([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = np.array([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return on_device(ids, device), on_device(mask, device)
-
-
-def are_padded(prompts: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Says of each whether `pad_left` pads it."""
-    width = max(map(len, prompts))
-    return [len(prompt) < width for prompt in prompts]
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -357,7 +308,7 @@ def last_logits(
     positions: Tensor,
     mask: Tensor,
     cache: Cache | None,
-    **for_attention: RowCache,
+    **for_attention: Any,
 ) -> Tensor:
     """Logits after the last of `ids` [b, q]: [b, V] float32. `mask` [b, cached + q]; without a cache, `ids` are all."""
     cached = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}

@@ -13,7 +13,6 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import RolloutConfig
@@ -23,16 +22,11 @@ from data.protocol import DataProto
 from data.types import Completion, Request, Sample, SamplingParams
 from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
-from workers.hf.batch import NoCacheBatch, RunningBatch, SeparateRows, SharedPrompts
-from workers.hf.compiled import CompiledPrompts
-from workers.hf.turn_cache import TurnCache
-from workers.kernels import decoding, lay_out_weights
+from workers.hf.batch import NoCacheBatch, RunningBatch, SeparateRows
 from workers.rollout import Rollout, check_request, sample_of
 
 REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
-BATCH_CLASSES = (SharedPrompts, SeparateRows, NoCacheBatch)  # to generate, the fast ones first
-COMPILED = "actor_rollout_ref.rollout.enforce_eager=false: the compiled step of the hf engine"
-EAGER = "leave the key null, and the step runs as it is"
+BATCH_CLASSES = (SeparateRows, NoCacheBatch)  # to generate, behind those of the model's kernels
 TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
 
 
@@ -54,26 +48,20 @@ class HFRollout(Rollout):
         self.positions = position_count(model.config.get_text_config())
         self.batch: RunningBatch | None = None  # while there are requests
         self.set_up = ExitStack()  # what the module is set up with meanwhile
-        self.has_laid_out = False  # whether that includes weights for narrow products
-        self.turns = self._no_turns()
+        self._prefilled = 0  # tokens of prompts, in batches that have ended
         self.batch_class: type[RunningBatch] = self._choose_batch_class()
-        self.turns = self._no_turns()
+        self._prefilled = 0
 
     @property
     def prefilled_tokens(self) -> int:
         """Tokens of prompts that went through the model so far, equal prompts and kept turns once, without padding."""
-        return self.turns.prefilled_tokens
-
-    def _no_turns(self) -> TurnCache:
-        return TurnCache(self.config.max_num_seqs * (self.config.prompt_length + self.config.response_length))
+        return self._prefilled + (self.batch.prefilled_tokens if self.batch is not None else 0)
 
     def _choose_batch_class(self) -> type[RunningBatch]:
-        name, problems, shares = type(self.module).__name__, [], self.module.shares_prompts
-        is_compiled = self.config.enforce_eager is False
-        if is_compiled and (isinstance(self.module, FSDPModule) or not shares):
-            raise ValueError(f"{COMPILED} takes whole weights, and rows that share prompts: {EAGER}.")
+        name, problems = type(self.module).__name__, []
+        candidates = self.module.kernels.batches(self.module, self.config) or BATCH_CLASSES
         with scaled_up_weights(self.module):
-            for batch_class in (CompiledPrompts,) if is_compiled else BATCH_CLASSES[0 if shares else 1 :]:
+            for batch_class in candidates:
                 self.batch_class = batch_class
                 problem = self._problem()
                 if problem is None:
@@ -81,9 +69,6 @@ class HFRollout(Rollout):
                         common_notice(f"{name} generates slower, as {batch_class.COST} ({problems[-1]}).")
                     return batch_class
                 problems.append(problem)
-        if is_compiled:  # behind an empty line are hints for developers of torch
-            why = problems[0].partition("\n\n")[0]
-            raise ValueError(f"{COMPILED} does not do for {name} ({why}). Install g++ if that is missing, or {EAGER}.")
         raise ValueError(
             f"actor_rollout_ref.rollout.name=hf: {name} samples with other log-probs than it is trained with "
             f"({problems[-1]}). Choose another model (docs/models.md), or let rollout.name be a file with an engine of "
@@ -122,15 +107,13 @@ class HFRollout(Rollout):
                 ]
                 samples += map(sample_of, requests, self.generate(requests))
         finally:
-            self.forget(self.turns.episodes)
+            self.forget(range(len(rows)))
         return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
 
     def add(self, request: Request) -> None:
         check_request(request, self.vocab_size, self.positions)
         assert self.batch is None or request.id not in self.batch, f"request {request.id} is running already"
         super().add(request)
-        if request.episode is not None:
-            self.turns.episodes.add(request.episode)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -160,23 +143,25 @@ class HFRollout(Rollout):
                 self._stop()
 
     def forget(self, episodes: Iterable[int]) -> None:
-        self.turns.forget(episodes)
-        if self.batch is not None and not self._goes_on():
-            self._stop()
+        if self.batch is not None:
+            self.batch.forget(episodes)
+            if not self._goes_on():
+                self._stop()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().load_weights(weights, version)
-        self.forget(self.turns.episodes)
+        self.sleep()
 
     def sleep(self) -> None:
         """Nothing is kept any more; the module is as it was, once no request is left."""
-        self.forget(self.turns.episodes)
+        if self.batch is not None and not self.has_unfinished_requests():
+            self._stop()
 
     close = sleep
 
     def _goes_on(self) -> bool:
         """Returns True if there is something to do, or may soon be, as an episode may have another turn."""
-        return bool(self.turns.episodes) or self.has_unfinished_requests()
+        return self.has_unfinished_requests() or (self.batch is not None and self.batch.goes_on())
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting) or (self.batch is not None and len(self.batch) > 0)
@@ -190,23 +175,18 @@ class HFRollout(Rollout):
         if not self.waiting or free < self.config.max_num_seqs * REFILL:
             return []
         joining = [self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]]
-        if not self.has_laid_out:
-            steps, rows = max(request.sampling.max_tokens for request in joining) - 1, len(self.batch) + len(joining)
-            is_compiled = self.batch_class is CompiledPrompts
-            self.has_laid_out = lay_out_weights(self.module, steps, rows, is_compiled)
         return self.batch.join(joining)
 
     def _start(self) -> None:
         self.module.eval()
         self.set_up.callback(self.module.train)
-        shares_prompts = self.set_up.enter_context(decoding(self.module))
-        batch_class = SeparateRows if self.batch_class is SharedPrompts and not shares_prompts else self.batch_class
-        most = self.config.max_num_batched_tokens
-        self.batch = batch_class(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, self.turns)
+        most, kept = self.config.max_num_batched_tokens, self.config.prompt_length + self.config.response_length
+        kept *= self.config.max_num_seqs
+        self.batch = self.batch_class(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, kept)
+        self.set_up.callback(self.batch.close)
 
     def _stop(self) -> None:
         """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
-        self.turns.forget(self.turns.episodes)
         self.waiting.clear()
-        self.batch, self.has_laid_out = None, False
+        self._prefilled, self.batch = self.prefilled_tokens, None
         self.set_up.close()

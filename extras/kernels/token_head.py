@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from workers.kernels.products import linear, weight_gradient
+from extras.kernels.products import linear, weight_gradient
 
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of one float32 tile: in a CPU's cache; enough to fill a GPU
 KEPT_BYTES = 256 << 20  # of all tiles that wait for a backward

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from workers.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
-from workers.kernels.products import Linear, cast_linear, packed_linear, use_onednn
+from extras.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
+from extras.kernels.products import Linear, cast_linear, packed_linear, use_onednn
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make

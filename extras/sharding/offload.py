@@ -15,8 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from configs.schema import OptimConfig
-from workers.sharding import local
-from workers.tensor_parallel import by_mesh
+from extras.sharding.tensor_parallel import by_mesh
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,6 +33,11 @@ class Offload:
     @property
     def any(self) -> bool:
         return self.moments or self.module
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor, and others as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_optimizer(parameters: Iterator[nn.Parameter], optim: OptimConfig, in_main_memory: bool) -> torch.optim.AdamW:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -18,18 +17,14 @@ SETTLING_STEPS = 3  # the first makes the optimiser's moments, and the next two 
 IS_GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such settings
 
 
-def start_process(n_threads: int, kernels: str = "auto") -> None:
-    """Sets the size of torch's pool of threads, and keeps freed memory in the process. `kernels`, as in the config: off
-    leaves it at the threads.
+def start_process() -> None:
+    """Keeps freed memory in the process.
 
     A step asks for the same large tensors as the one before. By default malloc gives each back to the kernel and has
     it zeroed again page by page, which took longer than the arithmetic on them for tensors of 100 MB (183 against 18
     ms, in a virtual machine). The price: the process keeps what it needed at its peak, and more (`KeptMemory`, which is
     asked after every step of any optimiser). For processes that are ours alone: all of this is the whole process's.
     """
-    torch.set_num_threads(n_threads)
-    if kernels == "off":
-        return
     if IS_GLIBC:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)

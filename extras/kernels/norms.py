@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from workers.kernels.products import is_float32
+from extras.kernels.products import is_float32
 
 # Models of transformers whose norm is weight · values / √(mean of values² + ε), by the folder of each, with the name of
 # the norm's class. Others' are left alone: Gemma's, say, scales by 1 + weight.

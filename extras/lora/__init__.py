@@ -6,7 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from configs.errors import ConfigError
 from configs.paths import find_path
 from configs.schema import ModelConfig
 from data.seeding import torch_generator
+from workers.adapter import NoAdapter
 from workers.collectives import largest
-from workers.sharding import part_of, reshard, whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -31,6 +31,52 @@ BEYOND = (  # settings of an adapter with which it is more than pairs of matrice
     *("modules_to_save", "bias", "lora_bias", "use_dora", "use_qalora", "use_bdlora"),
     *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config"),
 )
+
+
+class Lora(NoAdapter):
+    """The hook `adapter`: LoRA's matrices alone are trained."""
+
+    name = "LoRA"
+    hint = " Or LoRA's matrices do not fit beside some layer, like a router: name it in model.exclude_modules."
+
+    def add(self, model: PreTrainedModel) -> None:
+        add_lora(model, self.settings)
+
+    def start(self, model: PreTrainedModel) -> None:
+        load_adapter(model, self.settings) if self.settings.lora_adapter_path else reset_adapters(model)
+
+    def off(self, model: PreTrainedModel) -> AbstractContextManager:
+        return without_lora(model)
+
+    def check(self, model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
+        check_merges(model, log_probs, limit)
+
+    def weights(self, model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return plain_weights(model, merged)
+
+    def is_own(self, name: str) -> bool:
+        return is_lora(name)
+
+    def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        return adapter_weights(model)
+
+    def scales(self, model: PreTrainedModel) -> dict[str, float]:
+        return {name: scale for name, _, scale in matrices_of(lora_layers(model)) if scale != 1}
+
+    def saved_name(self, name: str) -> str:
+        return saved_name(name)
+
+    def plain_name(self, name: str) -> str:
+        return name.replace(".base_layer.", ".")
+
+    def save(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
+        save_pretrained(model, own, folder)
+
+    def save_alone(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
+        save_adapter(model, own, folder)
+
+    def largest_rank(self, model: PreTrainedModel) -> int:
+        return largest_rank(model)
 
 
 def has_lora(model: PreTrainedModel) -> bool:
@@ -119,7 +165,7 @@ def reset_adapters(model: PreTrainedModel) -> None:
                 nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
             elif ".lora_embedding_B." in name:
                 nn.init.normal_(start, generator=generator)
-            weight.copy_(part_of(start, weight))
+            weight.copy_(model.parallel.part(start, weight))
 
 
 @torch.no_grad()
@@ -146,7 +192,7 @@ def load_adapter(model: PreTrainedModel, settings: ModelConfig) -> None:
     for name, weight in own.items():
         if weight.shape != saved[name].shape:
             raise unfit(model, settings, f"{name} is {list(saved[name].shape)}, and would be {list(weight.shape)}")
-        weight.copy_(part_of(saved[name], weight))
+        weight.copy_(model.parallel.part(saved[name], weight))
 
 
 @contextmanager
@@ -174,17 +220,19 @@ def plain_weights(model: PreTrainedModel, merged: bool = True) -> Iterator[tuple
     for name, value in model.state_dict(keep_vars=True).items():
         layers = added.pop(id(value), ())
         for layer in layers if merged else ():
-            value = value + product_of(layer, value)
+            value = value + product_of(layer, value, model.parallel)
         if not is_lora(name):
             yield name.replace(".base_layer", ""), value.detach()
     assert not added, f"{len(added)} of LoRA's layers add to no weight that has a name"
 
 
-def product_of(layer: Any, weight: Tensor) -> Tensor:
+def product_of(layer: Any, weight: Tensor, parallel: Any) -> Tensor:
     """Computes what one of LoRA's layers adds to the `weight` beside it, the same part of it. By whole matrices, which
     are small: of shards DTensor would compute other parts, and of experts none."""
-    matrices = {f"layer.{name}": whole(matrix) for name, matrix in layer.named_parameters() if name.startswith("lora_")}
-    return part_of(functional_call(Product(layer), matrices), weight)
+    matrices = {
+        f"layer.{name}": parallel.full(matrix) for name, matrix in layer.named_parameters() if name.startswith("lora_")
+    }
+    return parallel.part(functional_call(Product(layer), matrices), weight)
 
 
 class Product(nn.Module):
@@ -248,16 +296,15 @@ def merge_distance(
     try:
         for name, matrix in matrices.items():
             drawn = torch.randn(matrix.shape, generator=torch_generator(0, name)) * matrix.shape[-1] ** -0.5
-            matrix.copy_(part_of(drawn, matrix))
+            matrix.copy_(model.parallel.part(drawn, matrix))
         added = log_probs(model)
-        reshard(model)
         for layer, weight in layers.values():
-            weight.copy_(weight + product_of(layer, weight))
+            weight.copy_(weight + product_of(layer, weight, model.parallel))
         for matrix in matrices.values():
             matrix.zero_()
         return largest((added - log_probs(model)).abs().max().item())
     finally:
-        reshard(model)
+        model.parallel.reshard(model)
         for tensor, value in kept:
             tensor.copy_(value)
         model.train(mode)
@@ -288,7 +335,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     them."""
     for name, value in model.state_dict().items():
         if is_lora(name):
-            yield saved_name(name), whole(value)
+            yield saved_name(name), model.parallel.full(value)
 
 
 def saved_name(name: str) -> str:

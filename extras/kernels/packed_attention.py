@@ -26,9 +26,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from extras.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
+from extras.kernels.token_head import score_tokens
 from training.torch_functional import to_device
-from workers.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
-from workers.kernels.token_head import score_tokens
 from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
 
 NAME = "prefix_packed"
@@ -302,6 +302,8 @@ def known_padding(has_padding: bool) -> Iterator[None]:
 def known_sdpa_mask(*sizes: int, attention_mask: Tensor | None, allow_is_causal_skip: bool = True, **given: Any) -> Any:
     """Makes transformers' mask for SDPA; where `known_padding` has said it, without reading `attention_mask`."""
     has_padding = HAS_PADDING.get()
+    if has_padding is None and attention_mask is not None and attention_mask.is_cuda:
+        has_padding = True  # to ask would be to wait for it
     mask = None if has_padding is False else attention_mask
     return sdpa_mask(
         *sizes, attention_mask=mask, allow_is_causal_skip=allow_is_causal_skip and not has_padding, **given

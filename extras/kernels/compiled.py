@@ -12,7 +12,8 @@ import torch
 import torch.fx.experimental._config as fx_config
 from torch import Tensor
 
-from workers.hf.batch import SharedPrompts, last_logits
+from extras.kernels.generation import SharedPrompts
+from workers.hf.batch import last_logits
 
 MOST_GRAPHS = 16  # of a process; beyond it raises. A model makes one for each precision
 
@@ -34,6 +35,7 @@ def compiled_forward(*args: Any, **kwargs: Any) -> Tensor:
 class CompiledPrompts(SharedPrompts):
     """Rows that share prompts, whose step is compiled; it computes for places that no row has, too."""
 
+    is_compiled = True
     has_fixed_shapes, layout = True, -1  # of the cache, that the following is for
     graph: torch.cuda.CUDAGraph | None = None
     ids: Tensor  # [places, 1], which a step reads

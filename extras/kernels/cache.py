@@ -7,7 +7,7 @@ more. Both memories are a little larger than what is in use, and are cut to that
 Where all of this stands is known on the host, as no step may wait for the device to tell.
 With fixed shapes all sizes are rounded up, and steps compute on all of it: until `layout` changes each is the same
 operations on the same memory (compiled.py).
-Attention to such a cache is in workers/kernels/.
+Attention to such a cache is in extras/kernels/.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from training.torch_functional import to_device
+from workers.hf.batch import on_device
 
 BLOCK = 64  # columns added when the memory is full
 GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
-
-
-def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Copies numbers of the host to `device`, without waiting for it: int64 from a list."""
-    array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
-    return to_device(torch.from_numpy(array), device)
 
 
 class RowLayer(CacheLayerMixin):

@@ -7,11 +7,12 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.errors import ConfigError, notice_once
-from workers.collectives import gather, group_size, rank
-from workers.tensor_parallel import split_layers
+from configs.schema import OptimConfig
+from extras.sharding.offload import local, make_optimizer
+from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
+from workers.collectives import Peers, common_notice, gather, group_size, rank
+from workers.parallel import Replicas
+from workers.rollout import Checksums, bit_sum
 
 SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 # Scores are such views, and nobody writes into them.
@@ -75,8 +80,8 @@ def make_mesh(fsdp_size: int, device: torch.device, tensor_parallel_size: int = 
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-@dataclass(frozen=True)
-class Sharding:
+@dataclass(frozen=True, eq=False)
+class Sharding(Replicas):
     """Says which ranks a model is spread over, and what is kept where.
 
     Attributes:
@@ -93,11 +98,96 @@ class Sharding:
     offload: bool = False
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    announced: bool = False
+    lockstep: ClassVar[bool] = True
 
     @property
     def device(self) -> torch.device:
         """The device that this rank's parts are on."""
         return torch.device("cpu" if self.offload else self.mesh.device_type)
+
+    def build(
+        self, read: Callable[[], PreTrainedModel], empty: Callable[[], PreTrainedModel], prepare: Callable, folder: Path
+    ) -> PreTrainedModel:
+        made = empty()
+        prepare(made)
+        shard(made, self)
+        materialize(made, self.device)
+        fill(made, folder, read)
+        if self.announced and rank() == 0:
+            print(shard_summary(made, self))
+        return made
+
+    def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        set_method(model, name, method)
+
+    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], like: Any = None) -> None:
+        """Has weights gathered in `param_dtype`, if with them it scores as where only products round them."""
+        if like is not None:
+            gather_as(model, like.param_dtype)
+            return
+        if model.param_dtype == torch.float32:
+            return
+        model.reset_iter_state()  # a forward that raised leaves the root gathered
+        gather_as(model, model.param_dtype)
+        if found := problem():
+            common_notice(
+                f"the weights of {type(model).__name__} are gathered in float32: in {model.param_dtype}, {found}."
+            )
+            model.reset_iter_state()
+            gather_as(model, torch.float32)
+
+    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+        return partial(resharded, model)
+
+    def reshard(self, model: nn.Module) -> None:
+        reshard(model)
+
+    def keeps_weights(self, model: nn.Module) -> bool:
+        return not gathers(model)
+
+    def whole(self, model: nn.Module) -> AbstractContextManager:
+        return gather_weights(model)
+
+    def without_sums(self, model: nn.Module) -> AbstractContextManager:
+        return without_sums(model)
+
+    def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+        return make_optimizer(iter(weights), optim, in_main_memory=False)  # shards see to it by themselves
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        if Peers.size > 1:  # the others are summed in the backward
+            sum_partial_gradients(model)
+
+    def clip(self, model: nn.Module, most: float) -> float:
+        groups = by_mesh([weight for weight in model.parameters() if weight.grad is not None]) or [[]]
+        norms = [whole(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
+        norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
+        if (found := norm.item()) > most:
+            for group in groups:
+                torch.nn.utils.clip_grads_with_norm_(group, most, norm)
+        return found
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
+    def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
+        return part_of(tensor, like)
+
+    def sums(self, model: nn.Module, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
+        return parameter_sums(model, dtype, scales)
+
+    def whole_sums(self, model: nn.Module, dtype: torch.dtype) -> Checksums:
+        return sums_of(model, dtype)
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Leaves nothing gathered behind."""
+    try:
+        yield
+    finally:
+        reshard(model)
 
 
 def shard(model: PreTrainedModel, sharding: Sharding) -> None:
@@ -291,11 +381,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a sharded tensor, and others as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
     """Returns this rank's part of a `tensor` that every rank has whole, cut as `target` is."""
     if not isinstance(target, DTensor):
@@ -365,3 +450,37 @@ def write(target: Tensor, value: Tensor | None) -> None:
         full.copy_(value)
     dist.broadcast(full, src=0)
     target.copy_(part_of(full, target))
+
+
+def sums_of(module: PreTrainedModel, dtype: torch.dtype) -> Checksums:
+    """Computes the checksums of the parameters as they are in this process, of tied ones once; of those that ranks
+    which compute together have parts of, as they are in all of these. Then all ranks call this together."""
+    named, span = dict(module.named_parameters()), 1 << 8 * dtype.itemsize
+    own = {name: bit_sum(local(parameter.detach()), dtype) for name, parameter in named.items()}
+    if Peers.size > 1:
+        first = rank() - rank() % Peers.size
+        parts = gather(own)[first : first + Peers.size]
+        split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
+        own |= {name: sum(part[name] for part in parts) % span for name in split}
+    return Checksums(dtype, own)
+
+
+def parameter_sums(module: PreTrainedModel, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
+    """Computes the checksum of each parameter in `dtype`, of tied ones once, times its scale.
+
+    Every rank may have a part of each; all call this together.
+    """
+    own = {}
+    for name, parameter in module.named_parameters():
+        counts = rank() == 0
+        if isinstance(parameter, DTensor):
+            places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
+            counts = all(place == 0 for kind, place in places if kind.is_replicate())
+            is_split = "part" in parameter.device_mesh.mesh_dim_names
+            counts = counts and (is_split or rank() % Peers.size == 0)  # else those that compute together each have it
+        here = local(parameter.detach())
+        if name in scales:
+            here = here.to(dtype) * scales[name]
+        own[name] = bit_sum(here, dtype) if counts else 0
+    parts, span = gather(own), 1 << 8 * dtype.itemsize
+    return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})

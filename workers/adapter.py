@@ -1,0 +1,76 @@
+"""Which weights of the policy are trained: the hook `adapter`. The core's: all of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.extras import find
+from configs.schema import ModelConfig
+
+
+class NoAdapter:
+    """Trains all weights; the base of what trains others in their stead. A model carries its own as `model.adapter`.
+
+    Attributes:
+        off: the block in which a model computes what it did before training; None: it needs a copy for that.
+        hint: ends the error of a forward that fails.
+    """
+
+    name = ""  # as the user knows it
+    off: Callable[[PreTrainedModel], AbstractContextManager] | None = None
+    hint = ""
+
+    def __init__(self, settings: ModelConfig | None = None) -> None:
+        self.settings = settings
+
+    def add(self, model: PreTrainedModel) -> None:
+        """Changes the layers of `model`, before it is spread and has weights."""
+
+    def start(self, model: PreTrainedModel) -> None:
+        """Gives what `add` has added its first numbers, once all others are loaded."""
+
+    def check(self, model: PreTrainedModel, log_probs: Callable[[PreTrainedModel], Tensor], limit: float) -> None:
+        """Tries whether `weights` compute what `model` does; raises ValueError where log-probs differ by `limit`."""
+
+    def weights(self, model: PreTrainedModel, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and value of every weight of the plain model that computes the same, this rank's part, tied ones
+        under each of their names. All ranks go through them.
+
+        Args:
+            merged: False: of the model as it was before training.
+        """
+        for name, value in model.state_dict(keep_vars=True).items():
+            yield name, value.detach()
+
+    def is_own(self, name: str) -> bool:
+        """Says whether a parameter of this name was added."""
+        return False
+
+    def own_weights(self, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and whole value of what was added, as its files have it. All ranks go through them."""
+        return iter(())
+
+    def scales(self, model: PreTrainedModel) -> dict[str, float]:
+        """What an engine that adds them itself multiplies parameters by, where that is not 1."""
+        return {}
+
+    def saved_name(self, name: str) -> str:
+        """Returns the name that a parameter which was added has in its files."""
+        return name
+
+    def plain_name(self, name: str) -> str:
+        """Returns the name that a parameter has in the plain model."""
+        return name
+
+    def save(self, model: PreTrainedModel, own: dict[str, Tensor], folder: Path) -> None:
+        """Writes the configs of `folder`/huggingface, and beside it what `own_weights` gave."""
+        model.save_pretrained(folder / "huggingface", state_dict={})
+
+
+def adapter_of(settings: ModelConfig) -> NoAdapter:
+    """The one that the settings of a policy ask for."""
+    asks = settings.lora_rank > 0 or settings.lora_adapter_path
+    return find("adapter", "lora" if asks else "none", "actor_rollout_ref.model.lora_rank")(settings)

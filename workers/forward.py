@@ -1,0 +1,34 @@
+"""How models are computed: the hook `forward`. The core's leaves them to PyTorch and transformers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from configs.extras import find, has
+from configs.schema import ModelConfig, RolloutConfig
+
+
+class Forward:
+    """Leaves layers as they are, and batches padded; the base of what does more, which any of these may be asked to."""
+
+    def start_process(self) -> None:
+        """Sets up a process that is ours alone, before anything is loaded."""
+
+    def give_back_memory(self) -> None:
+        """Gives back what loading has left behind."""
+
+    def prepare(self, model: PreTrainedModel) -> Callable[..., Any] | None:
+        """Exchanges layers of `model`, of the same names and weights. Returns a forward, (model, micro, temperature,
+        ask) → TokenScores, that takes each prompt once and is to be tried; None: there is no other than the padded."""
+        return None
+
+    def batches(self, model: PreTrainedModel, config: RolloutConfig) -> tuple[type, ...]:
+        """Lists the kinds of `RunningBatch` by which `model` may generate, the fast ones first, to be tried; none: the
+        engine's own."""
+        return ()
+
+
+def forward_of(settings: ModelConfig) -> Forward:
+    """The one that model.kernels names; auto: that of extras/kernels, where it is."""
+    return find("forward", "kernels" if settings.kernels == "auto" and has("forward", "kernels") else "off")()

@@ -1,0 +1,175 @@
+"""How a model is spread over workers: the hook `parallel`. The core's: each has all of it, and gradients are summed."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from configs.errors import ConfigError
+from configs.extras import find, has
+from configs.schema import Config, OptimConfig
+from workers.collectives import gather, group_size, rank
+from workers.rollout import Checksums, bit_sum
+
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
+BUCKET = 64 << 20  # numbers that are summed at once
+
+
+class Replicas:
+    """Has every worker hold whole models; the base of what spreads them. A model carries its own as `model.parallel`.
+
+    Args:
+        role: policy (the critic's too), ref or rm; a layout may differ by it.
+
+    Attributes:
+        lockstep: whether weights are in parts, so that all workers have to run as many forwards, and a frozen model is
+            loaded and not copied.
+    """
+
+    lockstep = False
+
+    def __init__(self, config: Config | None = None, device: Any = None, dtype: Any = None, role: str = "") -> None:
+        pass
+
+    @classmethod
+    def check(cls, config: Config, workers: int) -> None:
+        """Raises ConfigError where `config` cannot be spread over so many workers; before any is started."""
+
+    # A model is built.
+
+    def build(
+        self, read: Callable[[], PreTrainedModel], empty: Callable[[], PreTrainedModel], prepare: Callable, folder: Path
+    ) -> PreTrainedModel:
+        """Makes a model. `read` loads all of it, `empty` makes one whose weights are nowhere, and `prepare` changes its
+        layers, which it wants before they are spread; `folder` has the weights."""
+        model = read()
+        prepare(model)
+        return model
+
+    def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Gives `model` a method that computes by its weights."""
+        setattr(model, name, method)
+
+    def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], like: Any = None) -> None:
+        """Chooses, once `model` computes, what else depends on a trial of it: `problem` says what is wrong now; `like`:
+        as this model did, without a trial."""
+
+    # It computes.
+
+    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+        """Returns the block in which `model` computes, and its weights are read and written; blocks may nest."""
+        return nullcontext
+
+    def reshard(self, model: nn.Module) -> None:
+        """Drops what a forward without a backward has left of other workers' weights."""
+
+    def keeps_weights(self, model: nn.Module) -> bool:
+        """Says whether weights that a forward has used are the same tensors in the next."""
+        return True
+
+    def whole(self, model: nn.Module) -> AbstractContextManager:
+        """Holds all of `model` in every worker for the block, in which their numbers of forwards may differ."""
+        return nullcontext()
+
+    def without_sums(self, model: nn.Module) -> AbstractContextManager:
+        """Within the block no backward sums gradients over workers."""
+        return nullcontext()
+
+    # It learns.
+
+    def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> Optimizer:
+        """Makes AdamW by its settings."""
+        if optim.moments_dtype != "float32":
+            raise ConfigError(f"optim.moments_dtype={optim.moments_dtype}: it asks for extras/sharding.")
+        settings = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay, "fused": True}
+        return torch.optim.AdamW(weights, **settings)
+
+    @torch.no_grad()
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Adds up the gradients of all workers, after each has added up its own. A weight that no worker's rows have
+        reached keeps none, as with one worker."""
+        if group_size() == 1:
+            return
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        reached = torch.tensor([weight.grad is not None for weight in weights], device=weights[0].device).int()
+        dist.all_reduce(reached)
+        learning = [weight for weight, count in zip(weights, reached.tolist(), strict=True) if count]
+        for weight in learning:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for bucket in buckets([weight.grad for weight in learning]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def clip(self, model: nn.Module, most: float) -> float:
+        """Scales the gradients down to the norm `most`. Returns their norm before."""
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
+        if (found := norm.item()) > most:  # clip_grad_norm_ would multiply by 1 where it is not
+            torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
+        return found
+
+    # Its weights are read.
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Returns all of a tensor of which this worker may have a part; then every worker has to ask for it."""
+        return tensor
+
+    def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
+        """Returns this worker's part of a `tensor` that each has whole, cut as `like` is."""
+        return tensor
+
+    def sums(self, model: nn.Module, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
+        """Computes the checksum of each whole parameter in `dtype`, times its scale. All workers call this together."""
+        own = self.whole_sums(model, dtype, scales)
+        first = gather(own.sums if rank() == 0 else None)[0]
+        if own.sums != first:
+            different = [name for name in own.sums if own.sums[name] != first[name]]
+            raise RuntimeError(f"worker {rank()} holds other weights than the first: {', '.join(different[:5])}.")
+        return own
+
+    def whole_sums(self, model: nn.Module, dtype: torch.dtype, scales: Mapping[str, float] = NO_SCALES) -> Checksums:
+        """Computes within `whole` what `sums` does, of what this worker holds now."""
+        values = {name: weight.detach() for name, weight in model.named_parameters()}
+        values |= {name: values[name].to(dtype) * scale for name, scale in scales.items()}
+        return Checksums(dtype, {name: bit_sum(value, dtype) for name, value in values.items()})
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Groups tensors of one dtype up to BUCKET numbers, in their order."""
+    held: list[Tensor] = []
+    for tensor in tensors:
+        if held and (held[0].dtype != tensor.dtype or sum(one.numel() for one in held) + tensor.numel() > BUCKET):
+            yield held
+            held = []
+        held.append(tensor)
+    if held:
+        yield held
+
+
+def layout_of(config: Config, workers: int) -> type[Replicas]:
+    """The hook that the settings ask for."""
+    actor, model = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.fsdp_config"
+    fsdp, moments = actor.fsdp_config, {actor.optim.moments_dtype, config.critic.optim.moments_dtype}
+    offloads = fsdp.param_offload or fsdp.optimizer_offload or config.actor_rollout_ref.ref.fsdp_config.param_offload
+    asks = actor.tensor_parallel_size > 1 or offloads or moments != {"float32"} or fsdp.fsdp_size > 1
+    asks = asks or config.reward.reward_model.fsdp_config.param_offload
+    several = workers > 1 and fsdp.fsdp_size == -1 and has("parallel", "sharding")
+    return find("parallel", "sharding" if asks or several else "replicas", model)
+
+
+def with_hooks(model: Any) -> Any:
+    """Gives a model that was not loaded by us the core's hooks."""
+    if not hasattr(model, "parallel"):
+        from workers.adapter import NoAdapter
+
+        model.parallel, model.adapter = Replicas(), NoAdapter()
+    return model
