@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from configs.errors import refusals, users_line_noted, warns_of_close
 from configs.settings import with_settings
 from data.files import sole_run
-from training.dry_run import dry_run
+from extras.dry_run.dry_run import dry_run
+from extras.report.lines import files_to_come
+from extras.report.run_info import Start
 from training.preparation import Parts, prepare
-from training.reports import files_to_come
 from training.roles import needed_roles
-from training.run_info import Start
 from training.validation import Validator
 from workers.group import distinct_groups, roles_of
 from workers.load_rollout import load_rollout_class

@@ -1,6 +1,6 @@
 """Gain of each kernel: python -m benchmarks.ablation [--size {1m,10m,135m}] [--kernels A,B] [--json FILE] [--help]
 
-The step of benchmarks/vs_trl.py in one process, which goes with and without a part of workers/kernels/ by turns: pairs
+The step of benchmarks/vs_trl.py in one process, which goes with and without a part of extras/kernels/ by turns: pairs
 of steps next to each other, as a shared machine is not equally fast all the time, and of one process, as two differ in
 the memory pages that they happen to get. Prints the median of the ratios of each pair, of the step, its rollout and its
 update: 1.10 means that it takes a tenth longer without the kernel. The quarters of the ratios stand beside it.
@@ -23,12 +23,12 @@ from typing import Any
 from unittest.mock import patch
 
 from transformers import PreTrainedModel
-from workers.kernels import decode, memory, norms, packed_attention, products, ragged
 
 from benchmarks.ours_arm import OursArm
 from benchmarks.vs_trl import read_arguments as read_workload
 from benchmarks.vs_trl import workload_of
 from benchmarks.workload import Workload
+from extras.kernels import decode, memory, norms, packed_attention, products, ragged
 from workers import scoring_model
 
 PHASES = ("step", "rollout", "update")

@@ -21,7 +21,6 @@ from statistics import median
 from time import process_time
 
 from transformers import AutoTokenizer
-from workers.kernels import start_process
 
 from benchmarks.models import numbers_tokenizer
 from benchmarks.rollout import prepared, random_llama
@@ -29,6 +28,7 @@ from benchmarks.workload import PAD, VOCABULARY
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
+from extras.kernels.memory import start_process
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
 

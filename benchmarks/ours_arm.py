@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workers.kernels import start_process
-
 from benchmarks.workload import (
     ADAMW,
     CLIP_NORM,
@@ -30,6 +28,7 @@ from configs.schema import Config
 from configs.threads import worker_threads
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request
+from extras.kernels.memory import start_process
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import ARMS
-from training.report.charts import write_png
+from extras.report.charts import write_png
 
 PHASES = ("rollout", "update", "other")
 NAMES = {"trl": "TRL", "ours": "here"}

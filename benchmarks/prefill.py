@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from workers.kernels import start_process
-
 from benchmarks.models import numbers_tokenizer
 from benchmarks.rollout import prepared, random_llama
 from benchmarks.workload import VOCABULARY
 from configs.schema import RolloutConfig
 from configs.threads import worker_threads
 from data.types import Request, SamplingParams
+from extras.kernels.memory import start_process
 from workers.hf.rollout import HFRollout
 
 CASES = {

@@ -18,9 +18,9 @@ from typing import Any
 
 from PIL import Image
 
+from extras.report.__main__ import write_report
 from tests.browser import Browser, chromium
 from tests.fake_runs import write_run
-from training.report.__main__ import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS = 3

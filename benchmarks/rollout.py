@@ -31,7 +31,6 @@ from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from workers.kernels import start_process
 
 from benchmarks.models import SHAPES, numbers_tokenizer
 from benchmarks.workload import PAD, VOCABULARY
@@ -39,8 +38,10 @@ from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
+from extras.kernels.generation import SharedPrompts
+from extras.kernels.memory import start_process
 from workers.hf import rollout as rollout_module
-from workers.hf.batch import RunningBatch, SharedPrompts, pad_left
+from workers.hf.batch import RunningBatch, pad_left
 from workers.hf.rollout import HFRollout
 from workers.rollout import Rollout
 from workers.scoring_model import scoring_model

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from configs.schema import ScoringConfig
-from training.scorers.pool import Scorers
+from extras.scorers.pool import Scorers
 
 FUNCTIONS = """
 import time

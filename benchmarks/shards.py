@@ -21,10 +21,10 @@ from time import perf_counter, process_time
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from transformers import LlamaConfig, LlamaForCausalLM
-from workers.kernels import give_back_memory
 
 from configs.schema import ActorConfig, ModelConfig, OptimConfig
 from data.protocol import DataProto
+from extras.kernels.memory import give_back_memory
 from extras.sharding.fsdp2 import Sharding, local, make_mesh
 from tests.batches import padded, update_of
 from tests.ranks import Ranks

@@ -33,13 +33,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
-from workers.kernels import start_process
 
 from benchmarks.figures import ARMS, summary, table
 from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typical, update_floor
 from benchmarks.workload import VOCABULARY, Workload, command
 from configs.process import VARIABLES
 from configs.threads import worker_threads
+from extras.kernels.memory import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "vs_trl"

@@ -12,7 +12,6 @@ from pathlib import Path
 from configs.errors import ConfigError, notice
 from configs.loader import workers_asked_for
 from configs.paths import find_path, is_named_source, source_files
-from configs.rollout_correction import check_rollout_correction
 from configs.schema import (
     ActorConfig,
     AgentConfig,
@@ -28,6 +27,7 @@ from configs.schema import (
 )
 from configs.settings import with_settings
 from configs.threads import worker_threads
+from extras.rollout_correction.settings import check_rollout_correction
 
 ENGINES = ("hf", "vllm", "sglang", "openai")
 VLLM_SETTINGS = (

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 from configs.paths import ROOT
 from configs.process import shows_tracebacks
 
-FRAMEWORK = [ROOT / part for part in ("configs", "data", "training", "workers", "scripts", "custom/gym", "main.py")]
+FOLDERS = ("configs", "data", "training", "workers", "extras", "scripts", "custom/gym", "main.py")
+FRAMEWORK = [ROOT / part for part in FOLDERS]
 ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # to custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices

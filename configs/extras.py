@@ -1,32 +1,90 @@
-"""The one table of what may be taken away: by kind and name, the object that a setting asks for."""
+"""The one table of what a run can do without: by kind and name, the object that a setting asks for.
 
+The core imports no extra. It asks `find` for an object by its kind and name, and `section` for the settings that an
+extra adds to the schema. Any folder of extras/ can be deleted: a setting that asks for it is then refused by its name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import make_dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from configs.errors import ConfigError
+from configs.import_utils import load_extern_object, split_object
+from configs.paths import ROOT
+from configs.settings import Frozen
 
+FOLDER = ROOT / "extras"
 TABLE: dict[str, dict[str, str]] = {
-    "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels:Kernels"},
-    "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding:Sharded"},
-    "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora:Lora"},
+    "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
+    "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
+    "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
 }
+PAIRS: tuple[tuple[str, str], ...] = ()  # (an extra, another that it imports): deleted together
+SETTINGS: dict[str, tuple[str, ...]] = {}  # by extra, how the keys of its settings begin, whatever is before them
+MOVED: dict[str, str] = {}  # by its old name, the new one of a module that users run or name
 
 
 def find(kind: str, name: str, key: str = "") -> Any:
-    """Returns the object called `name`. It is imported now, and not before.
+    """Returns the object of a kind that is called `name`: one of the table, or file.py:Name of the user's.
+
+    It is imported now, and not before.
 
     Raises:
-        ConfigError: it is not in this copy; names `key`.
+        ConfigError: its extra is not in this copy; names `key`.
     """
+    if name not in TABLE[kind]:
+        return load_extern_object(*split_object(name))
     module, _, attribute = TABLE[kind][name].partition(":")
-    if not has(kind, name):
-        raise ConfigError(f"{key or kind}: it asks for {module.replace('.', '/')}, which is not in this copy.")
+    if not is_here(module):
+        raise ConfigError(f"{key or kind}={name}: {absence(module.split('.')[1])}", key)
     return getattr(import_module(module), attribute)
 
 
 def has(kind: str, name: str) -> bool:
-    """Says whether it is in this copy."""
-    package = TABLE[kind][name].partition(":")[0]
-    parent = package.rpartition(".")[0]
-    return (not parent or find_spec(parent) is not None) and find_spec(package) is not None
+    """Says whether the table has the name, and this copy what it stands for."""
+    return name in TABLE[kind] and is_here(TABLE[kind][name].partition(":")[0])
+
+
+def present(kind: str) -> Iterator[str]:
+    """Lists the names of a kind that this copy has, in the table's order."""
+    return (name for name in TABLE[kind] if has(kind, name))
+
+
+def is_here(module: str) -> bool:
+    """Says whether a module of the repository is in this copy."""
+    top, _, rest = module.partition(".")
+    return top != "extras" or (FOLDER / rest.partition(".")[0] / "__init__.py").is_file()
+
+
+def absence(extra: str) -> str:
+    return f"{extra} is not in this copy; extras/{extra} was removed."
+
+
+def section(extra: str, name: str = "Settings") -> type:
+    """Returns the settings that an extra adds to the schema: a class to nest, or to inherit from.
+
+    Without the extra there are none. Its settings.py imports neither torch nor what is built from the settings.
+    """
+    if not is_here(f"extras.{extra}"):
+        return make_dataclass(f"Absent{name}", [], bases=(Frozen,))
+    return getattr(import_module(f"extras.{extra}.settings"), name)
+
+
+def absent_extra_of(key: str) -> str | None:
+    """Names the extra that would have a key, if it is not in this copy."""
+    for extra, starts in SETTINGS.items():
+        if any(f".{start}" in f".{key}" for start in starts) and not is_here(f"extras.{extra}"):
+            return extra
+    return None
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yields the commands of this copy's extras, and the first line that each says of itself."""
+    for file in sorted(FOLDER.glob("*/__main__.py")):
+        yield f"python -m extras.{file.parent.name}", file.read_text().removeprefix('"""').splitlines()[0]
+
+
+def moved(module: str) -> str:
+    """Says where a module is now that users ran or named by another name; else nothing."""
+    return f" {module} is {MOVED[module]} now." if module in MOVED else ""

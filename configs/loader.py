@@ -32,10 +32,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from packaging.version import Version
 from yaml import YAMLError
 
-from configs import legacy
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
 from configs.paths import ROOT, home_spelt_out
-from configs.rollout_correction import expand_presets
 from configs.settings import (
     EACH_EPOCH,
     assign,
@@ -48,6 +46,8 @@ from configs.settings import (
     known_keys,
     leaves,
 )
+from extras.rollout_correction.settings import expand_presets
+from extras.verl import keys as legacy
 
 CONFIG_DIR = Path(__file__).parent
 OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
@@ -124,7 +124,7 @@ def parse_arguments(argv: list[str], default_config: str, description: str | Non
     entry = entry_of(default_config)
     shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if entry_of(path.stem) == entry)
     recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if entry == "main" else ""
-    schema = "configs/schema.py" if entry in ("main", "sft") else "configs/serving.py"
+    schema = "configs/schema.py" if entry in ("main", "sft") else "extras/evaluation/settings.py"
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import II
 
 from configs.errors import ConfigError
-from configs.rollout_correction import RolloutCorrectionConfig
 from configs.settings import Frozen, Open, group, setting
+from extras.rollout_correction.settings import RolloutCorrectionConfig
 
 WEIGHT_TRANSFERS = ("shared_memory", "nccl")
 AGGREGATION_MODES = (
@@ -52,7 +52,7 @@ class SamplerConfig(Open):
 @dataclass
 class DatagenConfig(Open):
     path: str | None = setting(None, "File or module of a generator of yours, which adds rows in a run; null: none.")
-    name: str | None = setting(None, "Class in that file, a subclass of data.dynamic_dataset.AbstractDataGenerator.")
+    name: str | None = setting(None, "Class in that file, a subclass of extras.datagen.dataset.AbstractDataGenerator.")
     extras: dict[str, Any] = own_keys("data.datagen", "path")
 
 
@@ -171,7 +171,7 @@ class ModelConfig(PretrainedModelConfig):
     )
     kernels: str = setting(
         "auto",
-        "What makes it faster than as PyTorch and transformers have it (workers/kernels/); off: nothing of it.",
+        "What makes it faster than as PyTorch and transformers have it (extras/kernels/); off: nothing of it.",
         choices=("auto", "off"),
     )
     enable_gradient_checkpointing: bool | None = setting(
@@ -502,7 +502,7 @@ def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
     if not str(given.get("base_url")).startswith(("http://", "https://")):
         raise ConfigError(
             f"{key}.base_url={given.get('base_url')}: rollout.name=openai asks a server, whose address this is, with "
-            "http:// or https://. `python -m training.main_server` starts one (docs/engines.md)."
+            "http:// or https://. `python -m extras.server` starts one (docs/engines.md)."
         )
     settings = OpenAISettings(**given)
     if settings.weight_transfer not in WEIGHT_TRANSFERS:

@@ -1,6 +1,6 @@
 """Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
 
-An id runs without them too: custom/gym/space_text.py writes out what it observes, and reads its actions. To do better,
+An id runs without them too: extras/gym/space_text.py writes out what it observes, and reads its actions. To do better,
 write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
@@ -21,9 +21,9 @@ from gymnasium.envs.registration import find_highest_version
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.errors import notice_once
-from custom.gym.process_env import ProcessEnv
+from configs.import_utils import load_module
 from custom.gym.text_env import EnvState, TextEnv, split_id
-from data.import_utils import load_module
+from extras.gym.process_env import ProcessEnv
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
 

@@ -10,7 +10,7 @@ Try it without a model:
 from configs.errors import users_line
 from custom.env_wrapper import EnvState, TextEnv
 from data.protocol import DataProto
-from training.scorers import NotScored
+from extras.scorers import NotScored
 
 
 class CustomRewardManager:

@@ -34,7 +34,7 @@ from configs.schema import ModelConfig, PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # what a config calls the number of its positions
 FLOAT32 = 4  # bytes
-TILES = 7 << 27  # bytes, of the token head's tiles (workers/kernels/token_head.py), whatever the batch
+TILES = 7 << 27  # bytes, of the token head's tiles (extras/kernels/token_head.py), whatever the batch
 SCORED_TILES = 5 << 27  # without a backward
 LOGITS = 3 * FLOAT32  # without that head: the logits of a token, their softmax, and its gradient
 GATES = ("gate_proj.weight", "gate_up_proj.weight")  # of which another tensor is made before the next product

@@ -5,7 +5,7 @@ and what holds for the whole batch in `meta_info`. Names and semantics are verl'
 repeating, reordering, padding, mini-batches) is one gather, `_take`, over both kinds of columns.
 
 Left out: futures and collectives (the worker groups' business), more than one batch dimension, nested tensors. Those of
-verl's methods that the project does not call, such as `to_tensordict`, are in training/verl_compat.py.
+verl's methods that the project does not call, such as `to_tensordict`, are in extras/verl/compat.py.
 """
 
 from __future__ import annotations

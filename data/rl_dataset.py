@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import notice_once
+from configs.import_utils import accepts, bind, load_extern_object, load_subclass
 from configs.schema import DataConfig
 from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
@@ -36,7 +37,6 @@ from data.data_report import (
     spread,
 )
 from data.file_formats import BadRow, Origin
-from data.import_utils import accepts, bind, load_extern_object, load_subclass
 from data.rows import Encoded, Table, check_is_text, given_ids, kwargs_in, own_names, read_rows, value_in, with_labels
 from data.types import Row
 
@@ -402,7 +402,7 @@ def get_dataset_class(config: DataConfig) -> type[Dataset]:
     """
     if config.custom_cls.path is None:
         growing = config.datagen.path is not None
-        return load_extern_object("data/dynamic_dataset.py", "DynamicGenDataset") if growing else RLHFDataset
+        return load_extern_object("extras/datagen/dataset.py", "DynamicGenDataset") if growing else RLHFDataset
     return load_subclass(config.custom_cls.path, config.custom_cls.name, Dataset, "data.custom_cls.name")
 
 

@@ -225,7 +225,7 @@ def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[
 
 
 def read_reasoning_gym(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
-    """Tasks of reasoning-gym in verl's form; training/reward_score/reasoning_gym.py scores them.
+    """Tasks of reasoning-gym in verl's form; extras/rules/reasoning_gym.py scores them.
 
     `settings`: `size` (tasks), `seed`, and whatever the task's own configuration has.
     """

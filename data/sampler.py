@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from configs.errors import notice
+from configs.import_utils import bind, load_subclass, required_arguments
 from configs.schema import DataConfig, SFTDataConfig
-from data.import_utils import bind, load_subclass, required_arguments
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
 from data.rows import column_of
@@ -83,7 +83,7 @@ class AbstractSampler(Sampler[int], ABC):
 class AbstractCurriculumSampler(AbstractSampler):
     """A sampler that learns from every step, as verl's of this name: by `update(batch)` or `update(indices, metrics)`.
 
-    What it learnt belongs into its `state_dict`. data/curriculum.py has two.
+    What it learnt belongs into its `state_dict`. extras/curriculum/curriculum.py has two.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Tools that a policy may call: what one is, verl's lifecycle of it, and plain functions as tools.
 
 A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
-the type hints and the docstring of a function. Files of tools are read by data/tool_files.py, calls by
+the type hints and the docstring of a function. Files of tools are read by extras/tools/files.py, calls by
 data/tool_parsers.py; workers/agents/toolbox.py answers them.
 """
 

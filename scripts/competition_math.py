@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.rows import read_rows
-from training.reward_score.math_reward import boxed_content
+from extras.rules.math_reward import boxed_content
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 

@@ -1,7 +1,7 @@
 """Countdown as rows to train on: python -m scripts.countdown [--to ~/data/countdown] [--train N] [--test N] [--seed N]
 
 Each row asks for an expression of three or four numbers that comes to a target; one exists. Rows are made from the seed
-alone, and none of train.parquet is in test.parquet. training/reward_score/countdown.py scores the answers, and
+alone, and none of train.parquet is in test.parquet. extras/rules/countdown.py scores the answers, and
 extra_info.difficulty is how many numbers there are.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import pandas
 
 from data.seeding import numpy_generator
-from training.reward_score.countdown import OPERATIONS
+from extras.rules.countdown import OPERATIONS
 
 QUESTION = (
     "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make {target}. "

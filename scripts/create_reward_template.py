@@ -74,8 +74,8 @@ Try it: python -m training.reward MODULE.py --data rows.jsonl
 
 import json
 
-from training.reward_score.prime_code import python_block
-from training.sandbox import run_python
+from extras.rules.prime_code import python_block
+from extras.sandbox import run_python
 
 SECONDS = 5.0  # of computing, for each case
 

@@ -26,13 +26,13 @@ from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
 from data.files import sole_run
+from extras.report.lines import read_curve
 from scripts.multiturn import lesson_of
 from scripts.quickstart import Lesson, imitate, new_run, safe_moves, script_parser, wanderers_moves
-from training.reports import read_curve
 from workers.worker_group import start_command
 
 FOLDER = Path("outputs/curriculum")
-SUCCESS = "val-core/custom/examples/lakes.py:FrozenLakes-v0/acc/mean@1"
+SUCCESS = "val-core/examples/lakes.py:FrozenLakes-v0/acc/mean@1"
 ARMS = {"curriculum": [], "uniform": ["data.sampler.class_path=null"]}
 ROWS = 10  # of the table
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas
 
 from data.rows import read_rows
-from training.reward_score.gsm8k import extract_solution
+from extras.rules.gsm8k import extract_solution
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 

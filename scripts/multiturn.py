@@ -33,10 +33,10 @@ from configs.errors import late_refusals, refusals
 from configs.schema import Config
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import EnvState, TextEnv
-from custom.examples import calculator_task
 from data.files import sole_run
 from data.pretrained import load_tokenizer
 from data.seeding import derive_seed, numpy_generator
+from examples import calculator_task
 from scripts.quickstart import (
     WANDERERS_LESSON,
     Lesson,

@@ -34,11 +34,11 @@ from custom.env_wrapper import EnvState, TextEnv
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl, read_metrics, sole_run
 from data.seeding import derive_seed, numpy_generator
-from training import sft_trainer
+from extras.report.__main__ import write_report
+from extras.report.lines import plot_metric
+from extras.sft import trainer as sft_trainer
 from training.environment import build_environment
 from training.preparation import prepare
-from training.report.__main__ import write_report
-from training.reports import plot_metric
 from workers.worker_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"

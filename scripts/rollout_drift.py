@@ -27,9 +27,9 @@ from configs.schema import Config, SFTConfig
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl
 from data.seeding import derive_seed
+from extras.report.lines import plot_curves, read_curve
+from extras.sft import trainer as sft_trainer
 from scripts.quickstart import compose, new_run, script_parser
-from training import sft_trainer
-from training.reports import plot_curves, read_curve
 from workers.worker_group import start_command
 
 FOLDER = Path("outputs/rollout_drift")

@@ -3,7 +3,7 @@
     python -m scripts.smollm2 [--task arithmetic] [--seed N] [key=value …]
 
 1. The model, made once in outputs/smollm2/model (scripts/smollm2_model.py).
-2. Questions made from the seed, and 200 held-out ones, the same for every seed (custom/examples/arithmetic.py).
+2. Questions made from the seed, and 200 held-out ones, the same for every seed (examples/arithmetic.py).
 3. GRPO (configs/smollm2_arithmetic.yaml or smollm2_chain_sum.yaml; key=value overrides go there).
 Success on the held-out questions is measured before and after 3; ten of the answers are shown side by side.
 """
@@ -28,12 +28,12 @@ from rich.text import Text
 import main as rl
 from configs.errors import late_refusals, refusals
 from configs.schema import Config
-from custom.examples.arithmetic import TASKS, make_rows
 from data.files import dump_jsonl, sole_run
+from examples.arithmetic import TASKS, make_rows
+from extras.report.lines import read_curve
 from scripts import smollm2_model
 from scripts.quickstart import new_run, print_outcome, script_parser, write_summary
 from training.preparation import prepare
-from training.reports import read_curve
 from workers.worker_group import start_command
 
 ROWS = Path("outputs/smollm2/rows")

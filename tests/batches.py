@@ -13,9 +13,9 @@ from configs.schema import ActorConfig, CriticConfig
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from data.types import Sample
+from extras.report.transcripts import COMPUTED
 from training.episode_rows import EpisodeRows
 from training.mini_batches import Update, global_batch_info
-from training.transcripts import COMPUTED
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
 

@@ -14,7 +14,7 @@ import pytest
 from configs.process import set_environment
 
 if TYPE_CHECKING:
-    from workers.server.app import Served
+    from extras.server.app import Served
 
 
 def pytest_configure() -> None:
@@ -174,8 +174,8 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tiny_model: Path) -> "Served":
     """The tiny model behind a server's engine, which asks for a key."""
+    from extras.server.__main__ import load_served
     from tests.servers import KEY, compose
-    from training.main_server import load_served
 
     return load_served(compose(tiny_model, f"server.api_key={KEY}"))
 

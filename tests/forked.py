@@ -27,9 +27,14 @@ from uuid import uuid4
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those that need it
-    *("main", "training.preparation", "training.ray_trainer", "training.validation", "training.dry_run"),
-    *("training.sft_trainer", "training.main_server", "training.main_generation", "training.main_eval"),
-    *("workers.group", "workers.model_worker", "workers.hf.rollout", "workers.server.app"),
+    *("main", "training.preparation", "training.ray_trainer", "training.validation", "extras.dry_run.dry_run"),
+    *(
+        "extras.sft.trainer",
+        "extras.server.__main__",
+        "extras.evaluation.main_generation",
+        "extras.evaluation.main_eval",
+    ),
+    *("workers.group", "workers.model_worker", "workers.hf.rollout", "extras.server.app"),
     *("custom.tiny_model", "custom.env_dataset", "custom.reward_manager"),
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or a fork may hang

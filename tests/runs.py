@@ -81,7 +81,7 @@ def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator
         port = free.getsockname()[1]
     settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}", *more]
     settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
-    server, url = Run("-m", "training.main_server", *settings), f"http://127.0.0.1:{port}"
+    server, url = Run("-m", "extras.server.__main__", *settings), f"http://127.0.0.1:{port}"
     try:
         while not answers(f"{url}/health"):
             if server.is_over():

@@ -256,7 +256,7 @@ def become(user: int) -> None:
 
 def try_all(folder: Path) -> dict[str, str]:
     """Runs all programs; returns what became of each, in a word, and beside it what it printed."""
-    from training.sandbox import fences, run_python
+    from extras.sandbox import fences, run_python
 
     secret = ctypes.create_string_buffer(SECRET)
     given = f"FOLDER, PARENT, ADDRESS = {str(folder)!r}, {os.getpid()}, {ctypes.addressof(secret)}\n"

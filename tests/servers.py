@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import ModelConfig, RolloutConfig
-from configs.serving import ServerConfig
-from training.main_server import bind_socket
+from extras.evaluation.settings import ServerConfig
+from extras.openai.rollout import OpenAIRollout
+from extras.server.__main__ import bind_socket
+from extras.server.app import Served, http_server
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
-from workers.openai.rollout import OpenAIRollout
-from workers.server.app import Served, http_server
 
 KEY = "a secret"
 

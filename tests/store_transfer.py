@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer import nccl_engine
 
-from workers.openai import vllm_weights
+from extras.openai import vllm_weights
 
 
 class StoreGroup:

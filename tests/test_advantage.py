@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.import_utils import accepts
 from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsConfig
-from data.import_utils import accepts
 from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (

@@ -1,8 +1,8 @@
-"""The questions of custom/examples/arithmetic.py, and what answers to them earn."""
+"""The questions of examples/arithmetic.py, and what answers to them earn."""
 
 import pytest
 
-from custom.examples.arithmetic import HELD_OUT_OF, TASKS, Question, compute_score, make_rows
+from examples.arithmetic import HELD_OUT_OF, TASKS, Question, compute_score, make_rows
 
 
 @pytest.mark.parametrize(

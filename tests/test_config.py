@@ -17,10 +17,9 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import checks, loader, schema, serving
+from configs import checks, loader, schema
 from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
 from configs.errors import ConfigError
-from configs.legacy import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from configs.loader import (
     CONFIG_DIR,
     Arguments,
@@ -30,9 +29,11 @@ from configs.loader import (
     load_config,
     parse_arguments,
 )
-from configs.rollout_correction import PRESETS, RolloutCorrectionConfig
 from configs.schema import Config, SFTConfig, setting
-from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
+from extras.evaluation import settings as serving
+from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
+from extras.rollout_correction.settings import PRESETS, RolloutCorrectionConfig
+from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from configs.legacy import Verdict, judge
 from configs.schema import Config, SFTConfig
 from configs.settings import defaults, keys_of
+from extras.verl.keys import Verdict, judge
 from tests.runs import ROOT
 
 SCHEMAS = {"": Config, "sft/": SFTConfig}  # by the entry, with which keys begin

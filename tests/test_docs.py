@@ -22,11 +22,11 @@ from omegaconf import OmegaConf
 
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
-from configs.legacy import COMMON, judge
 from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, options
-from configs.rollout_correction import PRESETS
 from configs.schema import AGGREGATION_MODES, Config, SFTConfig
-from configs.serving import EvaluationConfig, GenerationConfig, ServerConfig
+from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
+from extras.rollout_correction.settings import PRESETS
+from extras.verl.keys import COMMON, judge
 from scripts import algorithms, quickstart, rollout_drift, tutorials
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
@@ -46,8 +46,8 @@ import {module} as entry
 entry.train = lambda *_: None
 entry.main(sys.argv[1:])
 """
-TRAINS = {("main.py",): "main", ("-m", "training.sft_trainer"): "training.sft_trainer"}
-READS_A_RUN = ("training.show_episodes", "training.model_merger")  # commands that show what training has left
+TRAINS = {("main.py",): "main", ("-m", "extras.sft.trainer"): "extras.sft.trainer"}
+READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # commands that show what training has left
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from configs.checks import rehearsal
 from configs.settings import with_settings
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
+from extras.dry_run.dry_run import brief_ids, findings, highlight_trained, is_templated_twice, value_range
 from tests.batches import padded
 from tests.runs import compose, short_run
-from training.dry_run import brief_ids, findings, highlight_trained, is_templated_twice, value_range
 from training.ray_trainer import RayPPOTrainer
 
 TOKENIZER = build_tokenizer()

@@ -26,14 +26,14 @@ from custom.env_wrapper import make_env
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from extras.lora import add_lora, is_lora
+from extras.certificate.certificate import WeightSync
+from extras.lora.lora import add_lora, is_lora
 from tests.engines import CopyOf, Generating, Stepping, drain, plans, play, probe_distance
 from tests.runs import compose, needs_vllm
 from tests.servers import KEY
 from training.environment import EnvSetup
 from training.validation import episode_prompts
 from workers.agent_loop import AgentLoop
-from workers.certificate import WeightSync
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class

@@ -19,13 +19,13 @@ from configs.schema import SuccessConfig
 from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
 from custom.gym import text_env
 from custom.gym.planning import best_actions, shortest_paths
-from custom.gym.space_text import last_mention, mark_ansi
 from custom.gym.text_env import is_success, success_rule
 from custom.reward_manager import CustomRewardManager
 from data.protocol import DataProto
+from extras.gym.space_text import last_mention, mark_ansi
+from extras.scorers import NotScored
 from tests.runs import compose
 from training.environment import build_environment
-from training.scorers import NotScored
 
 LAKE = {"env_id": "FrozenLake-v1", "is_slippery": False}
 RANDOM_LAKE = {**LAKE, "random_maps": True, "size": 4}

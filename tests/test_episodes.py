@@ -13,17 +13,17 @@ from data.files import dump_jsonl
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from data.types import FAILED_END_REASONS
+from extras.report import show_episodes
+from extras.report.transcripts import COMPUTED, leave_out_middle, read_episodes, read_records, sample_rows
+from extras.watch.health import check_failures, valid_episodes
 from tests.batches import Turn, episode_batch, random_groups
 from tests.runs import compose, learning_metrics, short_run
-from training import show_episodes
 from training.advantage import compute_advantage, kl_in_reward
 from training.collection import draw_rows, groups_by_signal, rows_with_signal, sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_rows import EpisodeRows, greedy_scores
-from training.health import check_failures, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
-from training.transcripts import COMPUTED, leave_out_middle, read_episodes, read_records, sample_rows
 
 HISTORIES = ("transcript", "turns")
 ALL_ROWS = "(response_length|prompt_length)/|response/aborted|end_reason/"  # metrics that failures are part of

@@ -1,4 +1,4 @@
-"""The examples of custom/examples/, each with the real package, where it is installed (requirements-envs.txt)."""
+"""The examples of examples/, each with the real package, where it is installed (requirements-envs.txt)."""
 
 import random
 import socket
@@ -16,8 +16,8 @@ from custom.env_wrapper import make_env
 from custom.gym.text_env import split_id
 from tests.forked import python
 
-MINIGRID = "custom/examples/minigrid_env.py:"
-TICTACTOE = "custom/examples/textarena_env.py:TicTacToe-v0"
+MINIGRID = "examples/minigrid_env.py:"
+TICTACTOE = "examples/textarena_env.py:TicTacToe-v0"
 
 
 @pytest.mark.parametrize(

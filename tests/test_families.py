@@ -19,7 +19,7 @@ from data.padding import collate
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from extras.kernels.generation import SharedPrompts
-from extras.lora import (
+from extras.lora.lora import (
     adapter_weights,
     add_lora,
     is_lora,

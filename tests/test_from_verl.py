@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from training import from_verl
-from training.from_verl import MISSING, NO_EFFECT, RENAMED, WORKS, Reading, in_lines, read_source, readings_of
-from training.sandbox import Call, child, fences, run_shell
+from extras.sandbox import Call, child, fences, run_shell
+from extras.verl import from_verl
+from extras.verl.from_verl import MISSING, NO_EFFECT, RENAMED, WORKS, Reading, in_lines, read_source, readings_of
 
 pytestmark = pytest.mark.skipif(not child.is_closed(fences()), reason="scripts are read in a closed sandbox alone")
 PPO, HOME = "python3 -m verl.trainer.main_ppo", Path.home()
@@ -51,9 +51,9 @@ SCRIPTS = {
         """,
         ["4", "/there", "optim.lr=1e-4"],
         [
-            "-m training.sft_trainer data.train_files=rows.parquet model.path=m trainer.default_local_dir=/there "
+            "-m extras.sft.trainer data.train_files=rows.parquet model.path=m trainer.default_local_dir=/there "
             "optim.lr=1e-4 trainer.n_gpus_per_node=4 trainer.nnodes=1",
-            "-m training.model_merger merge --backend fsdp --local_dir /there/actor --target_dir merged",
+            "-m extras.merge merge --backend fsdp --local_dir /there/actor --target_dir merged",
         ],
     ),
     "arrays, questions to the machine, servers, as in 0.9": (
@@ -116,8 +116,8 @@ END
                 f"main.py data.train_files=a actor_rollout_ref.model.path=m actor_rollout_ref.actor.optim.lr={lr}"
                 for lr in ("1e-5", "1e-6")
             ),
-            *(f"-m training.main_eval data.path={name}.parquet" for name in "ab"),
-            "-m training.main_generation model.path=m data.path=a.parquet data.output_path=b.parquet "
+            *(f"-m extras.evaluation.main_eval data.path={name}.parquet" for name in "ab"),
+            "-m extras.evaluation.main_generation model.path=m data.path=a.parquet data.output_path=b.parquet "
             "data.max_response_length=8",
         ],
     ),
@@ -168,7 +168,7 @@ def test_a_scripts_own_flags_are_its_own(tmp_path: Path, capsys: pytest.CaptureF
 
 UNREADABLE = [
     ("run.sh", "echo hello; pip install verl", "no command of verl's: it ended with status 0, after: hello"),
-    ("run.sh", "set -u\nx=${MODEL:?name one}", "MODEL: name one.*NAME=value python -m training.from_verl"),
+    ("run.sh", "set -u\nx=${MODEL:?name one}", "MODEL: name one.*NAME=value python -m extras.verl.from_verl"),
     ("run.sh", "read -p 'which model? ' x; while :; do :; done", "it ran for 1 seconds"),
     ("run.sh", "a\0b", "all of them text"),
     ("run.yml", "a: 1", "ends in .yaml"),
@@ -263,8 +263,8 @@ def test_torchruns_workers_yield_to_those_that_are_set():
 @pytest.mark.parametrize(
     ("sections", "command"),
     [
-        ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "training.sft_trainer"),
-        ("model: {path: m}\nrollout: {temperature: 0.5}", "training.main_generation"),
+        ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "extras.sft.trainer"),
+        ("model: {path: m}\nrollout: {temperature: 0.5}", "extras.evaluation.main_generation"),
         ("optim: {lr: 1.0e-5}\nalgorithm: {gamma: 1.0}", "main.py"),
     ],
 )

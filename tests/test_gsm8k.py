@@ -6,11 +6,11 @@ import pytest
 
 from configs.loader import CONFIG_DIR
 from data.rows import read_rows
+from extras.rules.gsm8k import compute_score
 from scripts.gsm8k import main
 from tests.runs import ROOT, compose
 from training.reward import load_reward_manager
 from training.reward_function import FunctionReward
-from training.reward_score.gsm8k import compute_score
 
 PUBLIC = [
     {"question": "Natalia sold 48 clips, then half as many. How many?", "answer": "48/2 = <<48/2=24>>24\n#### 72"},

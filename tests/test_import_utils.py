@@ -7,8 +7,8 @@ import traceback
 
 import pytest
 
+from configs.import_utils import bind, load_extern_object, load_module, load_modules
 from configs.paths import ROOT
-from data.import_utils import bind, load_extern_object, load_module, load_modules
 
 REWARD = """
 import math

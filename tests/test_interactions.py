@@ -15,19 +15,19 @@ from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
 from data.chat import ChatFormat, encode_prompt, tool_kwargs
 from data.files import dump_jsonl
 from data.http import RequestRefused
-from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from data.tool_parsers import ToolParser
+from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
+from extras.interactions.endpoint import EndpointInteraction
 from tests.servers import answering
 from training.preparation import check_rows, describe_tools
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.agents.user_code import Overdue
-from workers.interactions.endpoint import EndpointInteraction
 
 GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
-TWICE = "{class_name: data.interactions.BaseInteraction}"
-SCRIPTED = "interaction: [{name: user, class_name: workers.interactions.scripted.ScriptedInteraction}]"
+TWICE = "{class_name: extras.interactions.base.BaseInteraction}"
+SCRIPTED = "interaction: [{name: user, class_name: extras.interactions.scripted.ScriptedInteraction}]"
 
 
 def row(**kwargs: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_the_last_answer_is_scored_at_the_limit_of_turns(write):
 
 
 def test_tools_and_a_user_take_their_turns(write):
-    tools = write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
+    tools = write("tools.yaml", "tools: [{class_name: extras.tools.calculator.Calculator}]")
     make = episodes(write("users.yaml", GSM8K), tool_config_path=tools, format="plain")
     replies = talk(make(row(name="gsm8k", ground_truth="18")), "calculator(9+9)", "17", "#### 18")
     assert [reply.messages[0]["role"] for reply in replies[:2]] == ["tool", "user"]
@@ -98,7 +98,7 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
         "mine.py",
         """
         import asyncio
-        from training.verl_compat import BaseInteraction
+        from extras.verl.compat import BaseInteraction
 
         class Mine(BaseInteraction):
             async def generate_response(self, instance_id, messages, mood=None, **kwargs):
@@ -121,10 +121,13 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
     ("text", "words"),
     [
         ("tools: []", "must hold one key, 'interaction'"),
-        ("interaction: [{class_name: data.tools.BaseTool}]", "must be a subclass of data.interactions.BaseInteraction"),
+        (
+            "interaction: [{class_name: data.tools.BaseTool}]",
+            "must be a subclass of extras.interactions.base.BaseInteraction",
+        ),
         ("interaction: [{clas_name: x.Y}]", r"interaction\[0\] has the keys \['clas_name'\]"),
         (f"interaction: [{TWICE}, {TWICE}]", "Duplicate interaction name 'base' found in .*Give each"),
-        ("interaction: [{class_name: workers.interactions.endpoint.EndpointInteraction}]", "base_url is not set"),
+        ("interaction: [{class_name: extras.interactions.endpoint.EndpointInteraction}]", "base_url is not set"),
     ],
 )
 def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):
@@ -180,7 +183,7 @@ def test_rows_that_ask_for_what_there_is_pass(write, tmp_path):
 @pytest.fixture
 def calculator(write):
     return MultiTurnConfig(
-        enable=True, tool_config_path=write("tools.yaml", "tools: [{class_name: workers.tools.calculator.Calculator}]")
+        enable=True, tool_config_path=write("tools.yaml", "tools: [{class_name: extras.tools.calculator.Calculator}]")
     )
 
 
@@ -274,7 +277,7 @@ def test_another_model_plays_the_user(write):
     with answering(answer, key="k") as address:
         url = f"{address}/v1"
         config = f"{{base_url: '{url}', model: it, api_key: k, sampling: {{max_tokens: 9}}}}"
-        entry = f"{{name: user, class_name: workers.interactions.endpoint.EndpointInteraction, config: {config}}}"
+        entry = f"{{name: user, class_name: extras.interactions.endpoint.EndpointInteraction, config: {config}}}"
         make = episodes(write("users.yaml", f"interaction: [{entry}]"))
         first, last = talk(make(row(name="user", persona="You are hungry.")), "soup?", "bread?")
         refused = EndpointInteraction({"base_url": url, "model": "none", "api_key": "k"})

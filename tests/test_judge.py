@@ -15,13 +15,13 @@ from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardFunctionConfig
 from data import http
 from data.protocol import DataProto
+from extras.judge import judge as module
+from extras.judge.judge import GRADE, REFERENCE, TEMPLATE, fill_template, judge, read_grade, read_template, recall
+from extras.scorers import NotScored
 from tests import servers
 from tests.runs import ROOT
-from training import judge as module
-from training.judge import GRADE, REFERENCE, TEMPLATE, fill_template, judge, read_grade, read_template, recall
 from training.reward import load_reward_manager
 from training.reward_function import check_columns
-from training.scorers import NotScored
 
 Answer = tuple[int, dict | str]
 
@@ -168,7 +168,7 @@ def test_answers_are_kept_by_all_that_decides_them(tmp_path: Path):
 
 KEEP = """
 import sys
-from training.judge import remember
+from extras.judge.judge import remember
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 40):
     remember(sys.argv[1], str(number), f"said {number}")
 """
@@ -182,7 +182,7 @@ def test_processes_share_the_file_of_answers(tmp_path: Path):
 
 
 def manager(timeout: float = 60.0, **reward_kwargs: Any) -> Any:
-    function = RewardFunctionConfig("training.judge", "judge", reward_kwargs)
+    function = RewardFunctionConfig("extras.judge.judge", "judge", reward_kwargs)
     return load_reward_manager(RewardConfig(custom_reward_function=function, timeout=timeout), None, None)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import SFTDataConfig
-from data.sft_dataset import SFTDataset
 from data.types import Sample
+from extras.sft.dataset import SFTDataset
 from tests.test_chat import TEMPLATES, tokenizer_with
 
 CHATML, LLAMA, PLAIN = "ChatML, as Qwen and SmolLM2", "headers and a trimmed content, as Llama 3", "none"

@@ -17,9 +17,9 @@ import main
 from configs import checks
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from configs.serving import ServerConfig, check_server
 from data.pretrained import check_adapter
-from extras.lora import adapter_weights, save_pretrained
+from extras.evaluation.settings import ServerConfig, check_server
+from extras.lora.lora import adapter_weights, save_pretrained
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
 from workers.dp_actor import ReferencePolicy

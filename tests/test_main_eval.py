@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.main_eval import evaluate, main
+from extras.evaluation.main_eval import evaluate, main
 from training.metric_utils import Graded, compute_evaluation_metrics, pass_at_k, process_validation_metrics
 
 REWARD = """

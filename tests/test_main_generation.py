@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training import main_generation
-from training.main_generation import main
+from extras.evaluation import main_generation
+from extras.evaluation.main_generation import main
 
 ROWS = [
     {"prompt": "abc", "data_source": "mine", "ground_truth": "1"},

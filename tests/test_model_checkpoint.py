@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from data.seeding import rng_state
-from extras.lora import is_lora
+from extras.lora.lora import is_lora
+from extras.merge.__main__ import main as merge
 from extras.sharding.fsdp2 import Sharding, make_mesh, whole
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
 from tests.test_checkpoint import in_child
 from training import model_shards
 from training.checkpoint import Saver, find_checkpoint
-from training.model_merger import main as merge
 from training.model_shards import Shards, save_shards, write_pretrained
 from workers.collectives import Peers, compute_together, group_size, rank
 from workers.engine import TrainEngine

@@ -7,8 +7,8 @@ import torch
 
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
+from extras.watch.health import NoSignal, likeliest_cause, teaches_nothing
 from tests.batches import padded
-from training.health import NoSignal, likeliest_cause, teaches_nothing
 
 TIES = {
     "critic/score/max": 0.0,

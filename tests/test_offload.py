@@ -11,8 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import main
 from configs.schema import ModelConfig, OptimConfig
-from extras import sharding
-from extras.sharding import Offloaded, offload
+from extras.sharding import layout as sharding
+from extras.sharding import offload
+from extras.sharding.layout import Offloaded
 from extras.sharding.offload import Offload, make_optimizer, rounded_at_random
 from tests.batches import ragged_batch, relative_distance, update_of
 from tests.pretended_gpu import CPU, CUDA, PretendedGPU, is_on_device

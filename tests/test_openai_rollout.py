@@ -16,11 +16,11 @@ from data import http
 from data.http import RequestRefused, ServerError, ask_once
 from data.seeding import derive_seed
 from data.types import Request, SamplingParams
+from extras.openai import rollout as openai_rollout
+from extras.openai.rollout import OpenAIRollout
+from extras.server.app import Served
 from tests.servers import KEY, answering, engine_for
 from workers.load_rollout import build_rollout
-from workers.openai import rollout as openai_rollout
-from workers.openai.rollout import OpenAIRollout
-from workers.server.app import Served
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)
 MODELS = {"data": [{"id": "tiny"}]}

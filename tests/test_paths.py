@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.import_utils import load_module
 from configs.paths import ROOT, find_path, home_spelt_out
-from data.import_utils import load_module
 from data.pretrained import check_model_path
 from tests.runs import compose, short_run
 from training.preparation import prepare
@@ -69,7 +69,7 @@ def test_home_is_spelt_out_at_the_start_of_a_path_alone():
 
 def test_scripts_run_as_files_from_anywhere_as_they_do_as_modules(tmp_path):
     scripts = [f"scripts/{name}.py" for name in ("quickstart", "smollm2", "algorithms", "rollout_drift")]
-    names = [*scripts, "training/sft_trainer.py"]
+    names = [*scripts, "extras/sft/trainer.py"]
     files = [str(ROOT / name) for name in names]
     command = [sys.executable, "-c", AS_FILES, str(ROOT), *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from configs.checks import check_config
 from configs.errors import ConfigError
-from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
+from extras.rollout_correction.settings import RolloutCorrectionConfig
 from tests.batches import CUTS, aggregate, close, ragged_batch, relative_distance, update_of
 from tests.runs import compose
 from training.core_algos import (

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 from data.rows import read_rows
+from extras.rules import default_compute_score
+from extras.rules.countdown import compute_score, evaluate
 from scripts import competition_math, countdown
-from training.reward_score import default_compute_score
-from training.reward_score.countdown import compute_score, evaluate
 
 PROBLEM = {
     "problem": "What is $1+1$?",

@@ -12,8 +12,8 @@ import pytest
 
 from configs.errors import ConfigError
 from custom.env_wrapper import make_env
-from custom.gym.process_env import ProcessEnv
 from data import concurrency
+from extras.gym.process_env import ProcessEnv
 from tests.runs import compose
 from training.preparation import build_environment
 

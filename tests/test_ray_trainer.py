@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 import main
-from custom.examples.novelty_trainer import NoveltyTrainer
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams
+from examples.novelty_trainer import NoveltyTrainer
+from extras.report import summary
+from extras.report.runs import read_run
 from tests.batches import assert_records_are_the_batch, padded
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training import ray_trainer
@@ -25,8 +27,6 @@ from training.collection import draw_rows
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
-from training.report import summary
-from training.report.runs import read_run
 from training.reward_function import FunctionReward
 from training.roles import OF_POLICY, ROLES, columns_read
 from workers.group import Role
@@ -648,7 +648,7 @@ def test_val_only_prints_and_records_the_checkpoint_and_leaves_the_runs_folder_a
 
 
 def test_a_trainer_of_the_users_has_a_stage_more_and_its_state_is_resumed(tmp_path, tiny_model):
-    own = "trainer.cls=custom/examples/novelty_trainer.py:NoveltyTrainer"
+    own = "trainer.cls=examples/novelty_trainer.py:NoveltyTrainer"
     whole, resumed = (
         short_run(tiny_model, tmp_path / name, own, "trainer.save_freq=2") for name in ("whole", "resumed")
     )

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from data.files import sole_run
+from extras.report.__main__ import main
+from extras.report.page import build_page, embed, page_data
+from extras.report.runs import group_name, read_runs
+from extras.report.samples import pack_samples
 from tests.fake_runs import change_samples, write_run
-from training.report.__main__ import main
-from training.report.page import build_page, embed, page_data
-from training.report.runs import group_name, read_runs
-from training.report.samples import pack_samples
 
 NUMBERS = {"advantage": "advantages", "log_prob": "log_probs", "entropy": "entropys", "reward": "rewards"}
 ALL = 10**8  # bytes of room: nothing is left out

@@ -13,11 +13,11 @@ import yaml
 from selenium.webdriver import Chrome, Keys
 
 from benchmarks.report import measure
+from extras.report import page
+from extras.report.__main__ import main, write_report
+from extras.report.server import ReportServer
 from tests.browser import Browser, chromium
 from tests.fake_runs import change_samples, write_run
-from training.report import page
-from training.report.__main__ import main, write_report
-from training.report.server import ReportServer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import vl_convert
 from PIL import Image
 
 from configs.paths import ROOT
+from extras.report.charts import chart_specs, curve_rows, specs, write_png
 from tests.pages import shipped_modules
-from training.report.charts import chart_specs, curve_rows, specs, write_png
 
 
 def marks(mark: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_the_stages_of_a_step_are_stacked_in_their_order_and_many_steps_are_mean
 
 
 def test_the_renderer_is_loaded_by_the_page_and_where_a_chart_is_drawn():
-    heavy = ("import vl_convert", "from training.report.page", "from training.report.server")
+    heavy = ("import vl_convert", "from extras.report.page", "from extras.report.server")
     files = [ROOT / "main.py", *shipped_modules("training", "workers", "scripts", "benchmarks")]
     found = {file.name for file in files for line in file.read_text().splitlines() if line.startswith(heavy)}
     assert found == {"page.py", "server.py"}  # 84 MB; an indented import waits

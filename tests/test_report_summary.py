@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from training.report.runs import Curve, RunRecord
-from training.report.summary import facts, findings, sentences, stages
+from extras.report.runs import Curve, RunRecord
+from extras.report.summary import facts, findings, sentences, stages
 
 RL = {
     "data": {"train_files": ["sums.parquet"], "train_batch_size": 8},

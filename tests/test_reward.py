@@ -25,6 +25,8 @@ from configs.schema import (
 )
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
+from extras.rules import default_compute_score
+from extras.scorers.pool import AsyncTokenBucket
 from training.reward import (
     add_scores,
     compute_reward,
@@ -35,8 +37,6 @@ from training.reward import (
 )
 from training.reward_function import FunctionReward, check_columns
 from training.reward_manager import get_reward_manager_cls, register
-from training.reward_score import default_compute_score
-from training.scorers.pool import AsyncTokenBucket
 
 TOKENIZER = build_tokenizer()
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
@@ -786,8 +786,8 @@ def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
 
     clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.scorers.pool.asyncio", Asyncio)
-        patch.setattr("training.scorers.pool.time", Time)
+        patch.setattr("extras.scorers.pool.asyncio", Asyncio)
+        patch.setattr("extras.scorers.pool.time", Time)
         bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
         assert bucket.last_update is None
         asyncio.run(ask(bucket, 3, 1, 1))  # full, then 1 and 2 owed

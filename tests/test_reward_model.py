@@ -15,12 +15,12 @@ from configs.schema import PretrainedModelConfig, RewardConfig, RewardModelConfi
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
+from extras.reward_model.model import LearnedReward, load_reward_model
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
 from training.environment import build_environment
 from training.reward import score_batch, zero_reward
-from workers.reward_model import LearnedReward, load_reward_model
 
 TOKENIZER = build_tokenizer()
 CPU = torch.device("cpu")

@@ -13,12 +13,8 @@ import pytest
 from configs.errors import ConfigError
 from configs.schema import RewardConfig, SandboxFusionConfig, ScoringConfig
 from data import http
-from tests import reward_cases as cases
-from tests.servers import answering
-from training import sandbox
-from training.preparation import check_sandbox
-from training.reward_function import load_default
-from training.reward_score import (
+from extras import sandbox
+from extras.rules import (
     KNOWN,
     default_compute_score,
     geo3k,
@@ -31,9 +27,13 @@ from training.reward_score import (
     sandbox_fusion,
     symbolic,
 )
-from training.reward_score import search_r1_like_qa_em as questions
-from training.reward_score.prime_code import first_block, python_block
-from training.sandbox import Finished
+from extras.rules import search_r1_like_qa_em as questions
+from extras.rules.prime_code import first_block, python_block
+from extras.sandbox import Finished
+from tests import reward_cases as cases
+from tests.servers import answering
+from training.preparation import check_sandbox
+from training.reward_function import load_default
 
 by_algebra = pytest.mark.skipif(find_spec("math_verify") is None, reason="needs the package math-verify")
 

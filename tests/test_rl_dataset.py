@@ -532,7 +532,7 @@ def test_the_frame_of_rows_does_as_verls_data_sets_do_and_may_be_exchanged(tmp_p
 
 
 GENERATOR = """
-from data.dynamic_dataset import AbstractDataGenerator
+from extras.datagen.dataset import AbstractDataGenerator
 
 class Counting(AbstractDataGenerator):
     def generate(self, dataset, batch=None):

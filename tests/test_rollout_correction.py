@@ -9,10 +9,8 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from configs.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig, parse_band, parse_rejection
 from data.protocol import DataProto
-from tests.batches import close
-from training.rollout_correction import (
+from extras.rollout_correction.correction import (
     DIVERGENCES,
     REDUCTIONS,
     compute_offpolicy_metrics,
@@ -21,6 +19,8 @@ from training.rollout_correction import (
     compute_rollout_rejection_mask,
     correct_log_probs,
 )
+from extras.rollout_correction.settings import REJECTION_OPTIONS, RolloutCorrectionConfig, parse_band, parse_rejection
+from tests.batches import close
 
 NAN = math.nan
 SEEDS = range(12)

@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 import main
 from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from data.protocol import DataProto
+from extras.rollout_correction.correction import MAX_MISMATCH_RATIO as MAX_RATIO
+from extras.rollout_correction.correction import MEAN_MISMATCH as MEAN
+from extras.rollout_correction.correction import rollout_mismatch
+from extras.watch.health import MismatchAlarm
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
 from tests.runs import compose, learning_metrics, short_run
-from training.health import MismatchAlarm
 from training.mini_batches import policy_mini_batches
-from training.rollout_correction import MAX_MISMATCH_RATIO as MAX_RATIO
-from training.rollout_correction import MEAN_MISMATCH as MEAN
-from training.rollout_correction import rollout_mismatch
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import PooledMetrics

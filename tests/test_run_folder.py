@@ -21,16 +21,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import main
 from configs.errors import ConfigError, events, notice
 from data.files import read_metrics, sole_run
+from extras.report.run_info import Start, git_state, machine
+from extras.sft import trainer as sft_trainer
 from scripts import quickstart
 from tests.forked import python
 from tests.runs import ROOT, compose, endings, files_of_at_most, learning_metrics, short_run, tree_of
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
-from training import sft_trainer
 from training.checkpoint import Saver, config_drift
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
-from training.run_info import Start, git_state, machine
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 

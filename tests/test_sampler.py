@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from configs.schema import DataConfig, SamplerConfig
-from data.curriculum import DifficultySampler, SuccessRateSampler
 from data.protocol import DataProto
 from data.sampler import (
     AbstractSampler,
@@ -23,6 +22,7 @@ from data.sampler import (
     mixed_order,
     shares,
 )
+from extras.curriculum.curriculum import DifficultySampler, SuccessRateSampler
 from training.collection import update_sampler
 
 CONFIG = DataConfig()
@@ -280,11 +280,13 @@ def heard(loader, batch, reward):
 
 
 CURRICULA = {
-    "success rate of a row": {"sampler": SamplerConfig("data/curriculum.py", "SuccessRateSampler")},
+    "success rate of a row": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "SuccessRateSampler")},
     "success rate of a level": {
-        "sampler": SamplerConfig("data/curriculum.py", "SuccessRateSampler", {"key": "extra_info.difficulty"})
+        "sampler": SamplerConfig(
+            "extras/curriculum/curriculum.py", "SuccessRateSampler", {"key": "extra_info.difficulty"}
+        )
     },
-    "difficulty": {"sampler": SamplerConfig("data/curriculum.py", "DifficultySampler", {"memory": 0.5})},
+    "difficulty": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "DifficultySampler", {"memory": 0.5})},
     "a user's": {"sampler": SamplerConfig(__file__, "Told")},
     "mixture": {"source_weights": {"a": 1, "b": 3}},
     "random": {},
@@ -403,7 +405,7 @@ def test_a_dataset_that_shrinks_is_told():
 
 
 def test_settings_of_a_sampler_that_it_does_not_take_are_refused():
-    chosen = SamplerConfig("data/curriculum.py", "DifficultySampler", {"ke": "level"})
+    chosen = SamplerConfig("extras/curriculum/curriculum.py", "DifficultySampler", {"ke": "level"})
     with pytest.raises(TypeError, match="ke"):
         create_rl_sampler(DataConfig(sampler=chosen), Levels([0]), 0)
     with pytest.raises(ValueError, match=r"data.sampler.class_path=.* and data.source_weights are both set"):

@@ -15,13 +15,9 @@ from custom.tiny_model import build_tokenizer
 from data.files import dump_jsonl
 from data.padding import collate
 from data.protocol import DataProto
-from tests.batches import Turn, assert_records_are_the_batch, episode_batch, padded, random_groups
-from tests.runs import compose, files_of_at_most
-from training import main_eval
-from training.advantage import add_columns, compute_advantage
-from training.reward import add_scores, load_reward_manager
-from training.sample_files import SampleFiles, pick_groups, pick_prompts
-from training.transcripts import (
+from extras.evaluation import main_eval
+from extras.report.sample_files import SampleFiles, pick_groups, pick_prompts
+from extras.report.transcripts import (
     BROKEN,
     OURS,
     TokenTexts,
@@ -30,7 +26,11 @@ from training.transcripts import (
     span_of_versions,
     token_texts_of,
 )
-from training.try_reward import load_reward, read_views, score_rows
+from extras.try_reward.try_reward import load_reward, read_views, score_rows
+from tests.batches import Turn, assert_records_are_the_batch, episode_batch, padded, random_groups
+from tests.runs import compose, files_of_at_most
+from training.advantage import add_columns, compute_advantage
+from training.reward import add_scores, load_reward_manager
 
 TINY = build_tokenizer()
 TEXTS = [

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from extras import sandbox
+from extras.sandbox import Finished, child, run_python
+from extras.sandbox.child import ARCHITECTURES
 from tests.runs import ROOT
 from tests.sandbox_escapes import ESCAPES, HONEST, MODES, OTHER, READS, ROOMY, run_all
-from training import sandbox
-from training.sandbox import Finished, child, run_python
-from training.sandbox.child import ARCHITECTURES
 
 NO = "not permitted|is not allowed"  # by the kernel, or where it has no fence by the hook
 
@@ -137,7 +137,7 @@ def test_no_program_gets_out_and_honest_ones_run(user: int | None, mode: str):
 OPEN = """
 import json, sys
 from tests.sandbox_escapes import CALLS, refuse_calls
-from training.sandbox import run_python
+from extras.sandbox import run_python
 
 refuse_calls([CALLS[name][sys.argv[1]] for name in ("landlock", sys.argv[3])])
 print(json.dumps([vars(run_python(program, seconds=seconds)) for program, seconds in json.loads(sys.argv[2])]))

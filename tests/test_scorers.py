@@ -13,10 +13,10 @@ import pytest
 
 from configs.errors import events
 from configs.schema import ScoringConfig
+from extras.scorers import NotScored
+from extras.scorers.pool import Scorers
 from tests.forked import python
 from tests.runs import ROOT
-from training.scorers import NotScored
-from training.scorers.pool import Scorers
 
 LIMIT = 1.0  # seconds of a row
 HOSTILE = """

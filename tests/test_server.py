@@ -25,17 +25,17 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, OpenAISettings, RolloutConfig
-from configs.serving import ServerConfig
 from data.types import Completion, Request, SamplingParams
+from extras.evaluation.settings import ServerConfig
+from extras.openai.weight_transfer import BACKEND, weight_transfer
+from extras.server.__main__ import main, server_environment, vllm_command
+from extras.server.app import Served
+from extras.server.bodies import TokenText, count_held_back
 from tests.runs import ROOT, needs_vllm
 from tests.servers import KEY, compose, serving
-from training.main_server import main, server_environment, vllm_command
 from workers.engine_pump import AsyncEngine, EngineError
 from workers.models import load_causal_lm
-from workers.openai.weight_transfer import BACKEND, weight_transfer
 from workers.rollout import Rollout
-from workers.server.app import Served
-from workers.server.bodies import TokenText, count_held_back
 
 CHAT = [{"role": "user", "content": "say abc"}]
 
@@ -317,13 +317,13 @@ def test_the_key_and_the_length_are_looked_at_before_the_body_is_read(address, k
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"])
 def test_who_does_not_say_what_is_asked_is_hung_up_on(served, tiny_model, monkeypatch, sent):
-    monkeypatch.setattr("workers.server.app.HEADER_SECONDS", 0.2)
+    monkeypatch.setattr("extras.server.app.HEADER_SECONDS", 0.2)
     with serving(served, compose(tiny_model)) as url:
         assert spoken(url, sent) == b""
 
 
 def test_a_body_that_never_ends_is_answered(served, tiny_model, monkeypatch):
-    monkeypatch.setattr("workers.server.app.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("extras.server.app.BODY_SECONDS", 0.2)
     head = HEAD + b"Content-Length: 9\r\nAuthorization: Bearer " + KEY.encode()
     with serving(served, compose(tiny_model)) as url:
         said = spoken(url, head + b"\r\n\r\n{")
@@ -496,7 +496,7 @@ def among_hostile_clients(url: str, model: str, pid: int) -> None:
 
 
 def test_the_command_serves_until_it_is_stopped(tiny_model):
-    command = [sys.executable, "-m", "training.main_server", f"model.path={tiny_model}", "server.port=0"]
+    command = [sys.executable, "-m", "extras.server.__main__", f"model.path={tiny_model}", "server.port=0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -534,7 +534,7 @@ def test_what_cannot_work_is_refused_in_one_line(tiny_model, capsys, overrides, 
 
 def vllm_options(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """The options of vLLM's server, by name; None: a flag."""
-    monkeypatch.setattr("training.main_server.find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("extras.server.__main__.find_spec", lambda name: name == "vllm")
     command = vllm_command(config, port=5)
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     words = command[3:]
@@ -594,7 +594,7 @@ def test_vllms_own_server_answers_by_the_model(vllm_address: str, wide_headed_mo
 
 
 def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, monkeypatch, capsys):
-    monkeypatch.setattr("training.main_server.find_spec", lambda name: None)
+    monkeypatch.setattr("extras.server.__main__.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main([f"model.path={tiny_model}", "rollout.name=vllm", "server.port=0"])
     assert "requirements-vllm.txt" in capsys.readouterr().err

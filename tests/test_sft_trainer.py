@@ -13,11 +13,11 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import SFTConfig, SFTDataConfig
 from custom.tiny_model import build_tokenizer, save_tiny_model
 from data.files import read_metrics
-from data.sft_dataset import SFTDataset
 from data.types import Sample
+from extras.sft.dataset import SFTDataset
+from extras.sft.trainer import SFTTrainer, main, prepare, run, worker_config
 from tests.runs import Stopped, endings, learning_metrics, signalled, state_files
 from training.roles import ROLES
-from training.sft_trainer import SFTTrainer, main, prepare, run, worker_config
 from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
 from workers.group import LocalGroup, Role

@@ -13,17 +13,17 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, RolloutConfig
 from data.types import Request, SamplingParams
+from extras.openai import weight_transfer
+from extras.sglang.rollout import SGLangRollout
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
-from workers.openai import weight_transfer
-from workers.sglang_rollout import SGLangRollout
 
 PLAIN = SamplingParams(True, 0.7, -1, 1.0, 4)
 SLOW = 60  # the stand-in answers a prompt of this token when it is aborted, and not before
 
 
 class StandIn:
-    """As much of sglang.Engine as workers/sglang_rollout.py uses, as in SGLang 0.5.23: counts up from the prompt."""
+    """As much of sglang.Engine as extras/sglang/rollout.py uses, as in SGLang 0.5.23: counts up from the prompt."""
 
     def __init__(self, **settings: object) -> None:
         self.settings, self.calls, self.asked = settings, [], []

@@ -47,7 +47,9 @@ from custom.tiny_model import build_tokenizer
 from data.pretrained import ModelSize
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.lora import adapter_weights, is_lora, save_pretrained
+from extras.certificate.certificate import WeightSync
+from extras.lora.lora import adapter_weights, is_lora, save_pretrained
+from extras.reward_model.model import LearnedReward
 from extras.sharding.fsdp2 import (
     Sharding,
     gather_weights,
@@ -63,7 +65,6 @@ from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, r
 from tests.engines import CopyOf
 from tests.ranks import Ranks
 from tests.test_families import eager_model
-from workers.certificate import WeightSync
 from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
@@ -75,7 +76,6 @@ from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
 from workers.parallel import Replicas
-from workers.reward_model import LearnedReward
 
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__

@@ -12,8 +12,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from configs.schema import ModelConfig
-from custom.examples.arithmetic import TASKS
 from data.pretrained import load_tokenizer, template_terminator
+from examples.arithmetic import TASKS
 from scripts import smollm2, smollm2_model
 from tests.runs import compose
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from custom.env_wrapper import ENVIRONMENTS, make_env, make_text_env
-from custom.gym.space_text import (
+from extras.gym.space_text import (
     action_text,
     check_observations,
     how_to_answer,

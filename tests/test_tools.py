@@ -12,30 +12,30 @@ from typing import Any, Literal
 import pytest
 
 from configs.schema import MultiTurnConfig, ScoringConfig
-from custom.examples.arithmetic import compute_score
-from custom.examples.calculator_task import demonstrations, make_rows
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.files import dump_jsonl
 from data.protocol import DataProto
-from data.tool_files import load_tools
 from data.tool_parsers import ToolCall, ToolParser
 from data.tools import BaseTool, FunctionTool, ToolResponse, checked_arguments, function_tool
 from data.types import SamplingParams
+from examples.arithmetic import compute_score
+from examples.calculator_task import demonstrations, make_rows
+from extras.report.transcripts import sample_rows
+from extras.tools.calculator import as_text, calculate
+from extras.tools.files import load_tools
+from extras.tools.sandbox import PythonSandbox
+from extras.tools.search import Index
+from extras.try_reward.try_reward import read_views, score_rows
+from extras.verl.compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from tests.engines import Playing, Scripted
 from tests.runs import compose
 from training.environment import assign_agents
 from training.reward import add_scores
 from training.reward_function import FunctionReward
-from training.transcripts import sample_rows
-from training.try_reward import read_views, score_rows
-from training.verl_compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from workers.agents import user_code
 from workers.agents.conversation import ToolEpisode, ToolEpisodes
 from workers.agents.toolbox import Toolbox, ToolReplies, truncate
-from workers.tools.calculator import as_text, calculate
-from workers.tools.sandbox import PythonSandbox
-from workers.tools.search import Index
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None) -> str:
@@ -238,7 +238,7 @@ FUNCTIONS = """
         "Doubles a number."
         return 2 * x
 """
-CALCULATOR = "{class_name: workers.tools.calculator.Calculator}"
+CALCULATOR = "{class_name: extras.tools.calculator.Calculator}"
 VERLS_TOOL = """
     from data.tools import BaseTool, ToolResponse
 
@@ -334,9 +334,9 @@ def test_a_yaml_may_be_flat_and_name_functions(write, tmp_path):
             "tools: [{class_name: data.tools.BaseTool, name: f, parameters: {type: object, properties: {x: text}}}]",
             "properties.x is text; it must be a mapping",
         ),
-        ("tools: [{class_name: workers.tools.search.Search}]", "config.corpus is not set"),
+        ("tools: [{class_name: extras.tools.search.Search}]", "config.corpus is not set"),
         (
-            "tools: [{class_name: workers.tools.sandbox.PythonSandbox, config: {second: 3}}]",
+            "tools: [{class_name: extras.tools.sandbox.PythonSandbox, config: {second: 3}}]",
             r"config has the keys \['second'\]; it may have name, seconds, memory_mb, output_chars",
         ),
         (
@@ -556,7 +556,7 @@ def row(prompt: Any, **info: Any) -> dict[str, Any]:
     return {"raw_prompt_ids": [1, 2], "raw_prompt": prompt, "extra_info": info}
 
 
-CALC = "tools: [{class_name: workers.tools.calculator.Calculator, config: {name: calc}}]"
+CALC = "tools: [{class_name: extras.tools.calculator.Calculator, config: {name: calc}}]"
 
 
 def test_a_row_as_an_episode(write):
@@ -685,7 +685,7 @@ def test_search_over_a_file(write):
     documents = [{"title": "Rome", "text": "Capital of Italy."}, {"title": "Oslo", "text": "Capital of Norway."}]
     corpus = write("corpus.jsonl", "\n".join(map(json.dumps, documents)))
     yaml = write(
-        "t.yaml", f"tools: [{{class_name: workers.tools.search.Search, config: {{corpus: {corpus}, top_k: 1}}}}]"
+        "t.yaml", f"tools: [{{class_name: extras.tools.search.Search, config: {{corpus: {corpus}, top_k: 1}}}}]"
     )
     box = toolbox(*load_tools(yaml, None).values())
     assert respond(box, called("search", query="norway")).messages[0]["content"] == "[1] Oslo\nCapital of Norway."

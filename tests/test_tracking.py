@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.files import read_metrics
+from extras.report import lines as reports
+from extras.report.lines import plot_metric
+from extras.report.transcripts import print_records
 from tests.forked import python
 from tests.runs import files_of_at_most
-from training import reports, tracking
-from training.reports import plot_metric
+from training import tracking
 from training.tracking import METRICS_FILE, RunInfo, Tracking
-from training.transcripts import print_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -384,7 +385,7 @@ def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_pa
     program = f"""
 import sys
 from tests.test_tracking import STEP, start
-from training.transcripts import print_records
+from extras.report.transcripts import print_records
 track = start({str(tmp_path)!r}, "console")
 {closing}
     track.log(1, STEP)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from configs.schema import ScoringConfig
+from extras.rules import default_compute_score, math_dapo, math_reward
+from extras.rules import search_r1_like_qa_em as questions
+from extras.try_reward.try_reward import Finding, Outcome, audit, load_reward, main, read_views, score_rows
 from scripts import create_reward_template
 from tests.forked import python
 from training.reward_function import FunctionReward
-from training.reward_score import default_compute_score, math_dapo, math_reward
-from training.reward_score import search_r1_like_qa_em as questions
-from training.try_reward import Finding, Outcome, audit, load_reward, main, read_views, score_rows
 
 SUMS = [(3, 9), (2, 5), (8, 8), (1, 3)]
 OR_7 = '"ANSWER or 7"'

@@ -13,7 +13,7 @@ from custom.env_wrapper import make_env
 from custom.tiny_model import build_tokenizer
 from data.data_report import unknown_characters
 from data.rl_dataset import RLHFDataset
-from data.sft_dataset import SFTDataset
+from extras.sft.dataset import SFTDataset
 
 TOKENIZER = build_tokenizer()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import main
-from data.import_utils import load_module
+from configs.import_utils import load_module
 from tests.runs import ROOT, compose, learning_metrics, short_run
 from training.preparation import prepare
 

@@ -12,24 +12,24 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from configs.import_utils import load_extern_object
 from configs.schema import AgentConfig, ModelConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
-from data.import_utils import load_extern_object
 from data.protocol import DataProto, object_array
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
 from data.types import Completion, SamplingParams
+from extras.verl.agents import _agent_loop_registry, load_agents, register
+from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from tests.engines import Scripted
 from tests.runs import compose
-from training.agents import _agent_loop_registry, load_agents, register
 from training.environment import begin_episodes
 from training.metric_utils import compute_data_metrics
 from training.reward import add_scores, load_reward_manager
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.episode import Limits
-from workers.agents.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
@@ -206,7 +206,7 @@ def test_rows_that_bring_no_score_are_scored_once_while_others_are_played(tmp_pa
 
 def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
     (tmp_path / "my_loops.py").write_text(
-        "from workers.agents.users_loop import AgentLoopBase, AgentLoopOutput\n"
+        "from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput\n"
         "class Old(AgentLoopBase):\n"  # of verl 0.5
         "    ready = 0\n"
         "    def __init__(self, config, server_manager, tokenizer):\n"

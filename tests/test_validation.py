@@ -19,14 +19,14 @@ from data.protocol import DataProto
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams
+from extras.report.lines import validation_summary
+from extras.report.transcripts import read_episodes, spread
 from tests import engines
 from tests.batches import padded
 from tests.engines import Playing
 from tests.runs import compose
 from training.environment import EnvSetup
-from training.reports import validation_summary
 from training.reward import load_reward_manager
-from training.transcripts import read_episodes, spread
 from training.validation import Validator
 
 TOKENIZER = build_tokenizer()

@@ -7,15 +7,16 @@ import pytest
 from omegaconf import OmegaConf
 
 import main
-from configs import legacy
 from configs.checks import check_config
 from configs.errors import ConfigError
-from configs.legacy import judge
 from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
 from configs.schema import Config, SFTConfig
-from configs.serving import EvaluationConfig, GenerationConfig
+from extras.evaluation import main_generation
+from extras.evaluation.settings import EvaluationConfig, GenerationConfig
+from extras.sft import trainer as sft_trainer
+from extras.verl import keys as legacy
+from extras.verl.keys import judge
 from tests.runs import compose, learning_metrics
-from training import main_generation, sft_trainer
 
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 
@@ -395,7 +396,7 @@ ray_kwargs: {ray_init: {num_cpus: null}}
     assert (config.critic.cliprange_value, config.trainer.total_epochs) == (0.2, 4)
     assert config.actor_rollout_ref.actor.optim.clip_grad == 1.0  # today's spelling, beside the old one
     [said] = capsys.readouterr().err.splitlines()
-    assert "have no effect here" in said and f"python -m training.from_verl {tmp_path}/ppo_trainer.yaml" in said
+    assert "have no effect here" in said and f"python -m extras.verl.from_verl {tmp_path}/ppo_trainer.yaml" in said
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import extras.rules
 import training.core_algos
-import training.reward_score
 import training.torch_functional
-from configs.rollout_correction import RolloutCorrectionConfig
+from configs.import_utils import names_of_verl
 from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFunctionConfig
-from data.import_utils import names_of_verl
 from data.protocol import DataProto, object_array
-from tests.batches import aggregate, close
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
-from training.reward import load_reward_manager
-from training.rollout_correction import correct_log_probs
-from training.torch_functional import logprobs_and_entropy_from_logits
-from training.verl_compat import (
+from extras.rollout_correction.correction import correct_log_probs
+from extras.rollout_correction.settings import RolloutCorrectionConfig
+from extras.verl.compat import (
     AbstractCurriculumSampler,
     ActorConfig,
     as_torch_index,
@@ -44,6 +40,10 @@ from training.verl_compat import (
     postprocess_data,
     unpad_dataproto,
 )
+from tests.batches import aggregate, close
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
+from training.reward import load_reward_manager
+from training.torch_functional import logprobs_and_entropy_from_logits
 
 NAN = math.nan
 # verl's anchor of the policy losses (spec 12.2): old log-probs, new ones, advantages, mask.
@@ -277,14 +277,14 @@ def test_every_name_of_verl_in_the_table_is_there():
     [
         ("from verl.protocol import BatchData", "verl.protocol.BatchData is not here: use what the roles return"),
         ("import verl.workers.fsdp_workers", "verl.workers.fsdp_workers is not here: use workers.model_worker"),
-        ("from verl.utils import fsdp_utils", "verl.utils.fsdp_utils is not here: use workers/sharding.py"),
+        ("from verl.utils import fsdp_utils", "verl.utils.fsdp_utils is not here: use extras/sharding/fsdp2.py"),
         ("from verl.models.transformers.llama import Llama", "verl.models is not here: use transformers' Auto"),
         ("from verl.utils.reward_score import gsm8kk", "Did you mean verl.utils.reward_score.gsm8k?"),
         ("from verl.trainer.ppo.ray_trainer import apply_kl_penalty", "use training.advantage.kl_in_reward"),
         ("from verl.trainer.main_ppo import TaskRunner", "with trainer.cls=FILE for a trainer of yours"),
         ("from verl.trainer.ppo.v1.trainer_base import PPOTrainer", "subclass RayPPOTrainer (trainer.cls=FILE)"),
         ("from verl.single_controller.ray import RayWorkerGroup", "use trainer.n_gpus_per_node, which starts"),
-        ("import verl.nothing.at_all", "training/verl_names.yaml lists the names of verl that are"),
+        ("import verl.nothing.at_all", "extras/verl/names.yaml lists the names of verl that are"),
     ],
 )
 def test_a_name_that_is_not_here_is_an_import_error_of_one_line(line, said):
@@ -296,7 +296,7 @@ def test_a_name_that_is_not_here_is_an_import_error_of_one_line(line, said):
 def test_the_forms_of_import_give_our_own_objects():
     names = {}
     exec("from verl.utils.reward_score import gsm8k\nimport verl.utils.torch_functional as verl_F\nimport verl", names)
-    assert names["gsm8k"].compute_score is training.reward_score.gsm8k.compute_score
+    assert names["gsm8k"].compute_score is extras.rules.gsm8k.compute_score
     assert names["verl_F"].masked_mean is training.torch_functional.masked_mean
     assert names["verl"].utils.reward_score.search_r1_like_qa_em.subem_check("The cat sat", ["a dog", "cat"]) == 1
     assert names["verl"].DataProto is DataProto and names["verl"].utils.fs.copy_to_local("a") == "a"

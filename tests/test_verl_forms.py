@@ -16,18 +16,20 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from configs.import_utils import load_extern_object, load_module, load_modules, load_subclass, table_of_verl
 from configs.loader import load_config, parse_arguments
 from configs.schema import AlgorithmConfig, RolloutConfig, SFTConfig
 from custom.tiny_model import build_tokenizer
-from data import tool_files
 from data.chat import encode_prompt
-from data.import_utils import load_extern_object, load_module, load_modules, load_subclass, table_of_verl
 from data.pretrained import as_users_read
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from data.sft_dataset import answer_end, create_sft_dataset
 from data.tool_parsers import FunctionCall, ToolCall, ToolParser
 from data.types import SamplingParams
+from extras.sft.dataset import answer_end, create_sft_dataset
+from extras.tools import files as tool_files
+from extras.verl.compat import find_latest_ckpt_path
+from extras.verl.sft import MultiTurnSFTDataset, VerlSFTDataset
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
@@ -39,8 +41,6 @@ from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
 from training.reward_manager import move_to_policy
-from training.verl_compat import find_latest_ckpt_path
-from training.verl_sft import MultiTurnSFTDataset, VerlSFTDataset
 from workers.agent_loop import AgentLoop
 from workers.agents.conversation import ToolEpisodes
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class

@@ -21,11 +21,11 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.lora import adapter_weights, is_lora
+from extras.certificate.certificate import WeightSync
+from extras.lora.lora import adapter_weights, is_lora
 from tests.engines import probe_distance
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
-from workers.certificate import WeightSync
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm

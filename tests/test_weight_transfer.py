@@ -13,14 +13,9 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OpenAISettings, OptimConfig
-from tests.engines import probe_distance
-from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
-from tests.servers import KEY, answering, engine_for
-from workers.certificate import WeightSync
-from workers.engine import TrainEngine
-from workers.models import load_causal_lm
-from workers.openai import weight_transfer as transfers
-from workers.openai.weight_transfer import (
+from extras.certificate.certificate import WeightSync
+from extras.openai import weight_transfer as transfers
+from extras.openai.weight_transfer import (
     WeightTransfer,
     buckets,
     check_weight_transfer,
@@ -29,6 +24,11 @@ from workers.openai.weight_transfer import (
     weight_transfer,
     write_weights,
 )
+from tests.engines import probe_distance
+from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
+from tests.servers import KEY, answering, engine_for
+from workers.engine import TrainEngine
+from workers.models import load_causal_lm
 from workers.vllm_setup import vllm_process
 from workers.worker_group import check_machine
 
@@ -284,7 +284,7 @@ def test_of_several_workers_the_first_sends_and_all_go_through_the_weights(
     """Sharded weights are put together by all workers, in the same order."""
     engine, made = engine_for(address, tiny_model, api_key=KEY), []
     monkeypatch.setattr(engine.transfer, "send", lambda weights, version: pytest.fail("a second worker sends"))
-    monkeypatch.setattr("workers.openai.rollout.rank", lambda: 1)
+    monkeypatch.setattr("extras.openai.rollout.rank", lambda: 1)
     engine.load_weights((made.append(name) or (name, tensor) for name, tensor in some_weights().items()), 4)
     assert made == [*some_weights()] and engine.weight_version == 4
     engine.close()

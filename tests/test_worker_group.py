@@ -17,12 +17,12 @@ from configs import threads
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
+from extras.sft import trainer as sft_trainer
 from main import run
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from tests.test_sft_trainer import ROWS
 from tests.test_sft_trainer import compose as compose_sft
-from training import sft_trainer
 from training.model_shards import read_weights
 from workers import worker_group
 from workers.group import LocalGroup, distinct_groups

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from configs.errors import ConfigError
-from configs.rollout_correction import RolloutCorrectionConfig
+from configs.import_utils import bind, callable_name, is_setting, required_arguments
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
-from data.import_utils import bind, callable_name, is_setting, required_arguments
 from data.padding import last_token
 from data.protocol import DataProto
+from extras.rollout_correction.correction import compute_rollout_probs_diff, correct_log_probs, rollout_mismatch
+from extras.rollout_correction.settings import RolloutCorrectionConfig
 from training.core_algos import (
     AdaptiveKLController,
     FixedKLController,
@@ -22,7 +23,6 @@ from training.core_algos import (
     kl_penalty,
 )
 from training.episode_rows import EpisodeRows
-from training.rollout_correction import compute_rollout_probs_diff, correct_log_probs, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 
 Columns = dict[str, Tensor]

@@ -19,11 +19,11 @@ from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
 from data.seeding import derive_seed
 from data.types import SamplingParams
+from extras.watch.health import check_failures
 from training.advantage import check_log_probs, estimator_needs
 from training.core_algos import Groups
 from training.environment import assign_agents
 from training.episode_rows import EpisodeRows, greedy_scores
-from training.health import check_failures
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, concat_scored, reward_metrics, score_batch

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import AGGREGATION_MODES, AlgorithmConfig, PolicyLossConfig
-from training.rollout_correction import correct_log_probs
+from extras.rollout_correction.correction import correct_log_probs
+from extras.rollout_correction.settings import RolloutCorrectionConfig
 from training.torch_functional import (
     EPSILON,
     bound_log_ratio,

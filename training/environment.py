@@ -7,15 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
+from configs.import_utils import load_extern_object
 from configs.schema import Config, DataConfig, EnvConfig, RolloutConfig, SuccessConfig
 from data.chat import tool_kwargs
-from data.import_utils import load_extern_object
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
-from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
 from data.types import Message
+from extras.tools.files import load_tools
 from training.reward import RewardManager, load_reward_manager
 from training.reward_results import reward_name
 

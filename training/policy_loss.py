@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from configs.import_utils import bind, callable_name
 from configs.settings import Readable
-from data.import_utils import bind, callable_name
 from training.core_algos import LossConfig
 
 Metrics = dict[str, float | Tensor]  # tensors of one element: reading them would wait for the device

@@ -11,12 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, did_you_mean, events, notice
+from configs.import_utils import accepts, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig, RolloutConfig
 from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
 from data.data_report import filled_columns, report_overlap
-from data.import_utils import accepts, load_modules, load_subclass, split_object
-from data.interactions import interaction_of, load_interactions
 from data.pretrained import (
     check_adapter,
     check_has_value_head,
@@ -37,10 +36,14 @@ from data.rl_dataset import (
 )
 from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler, epoch_rows, fitting_batch_size
 from data.seeding import seed_everything
-from data.tool_files import load_tools
 from data.tool_parsers import ToolParser
+from extras.interactions.base import interaction_of, load_interactions
+from extras.rules import KNOWN, default_compute_score, has_rule, runs_programs
+from extras.rules.sandbox_fusion import try_server
+from extras.sandbox import check_fences
+from extras.tools.files import load_tools
+from extras.verl.agents import known_names, load_agents
 from training.advantage import estimator_needs
-from training.agents import known_names, load_agents
 from training.checkpoint import checkpoint_to_resume
 from training.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -67,10 +70,7 @@ from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager, load_reward_manager
 from training.reward_function import FORMS, FunctionReward, check_columns
 from training.reward_results import OfFunctions, reward_name
-from training.reward_score import KNOWN, default_compute_score, has_rule, runs_programs
-from training.reward_score.sandbox_fusion import try_server
 from training.roles import OF_POLICY, TEACHER_KEY, loss_reads, needed_roles
-from training.sandbox import check_fences
 from training.tracking import check_loggers
 
 ROWS_LOOKED_AT = 32  # from all over the data set

@@ -15,18 +15,18 @@ from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
+from extras.report.lines import report_validation, validation_summary
+from extras.report.sample_files import SampleFiles
+from extras.report.transcripts import sample_rows
+from extras.watch.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
 from training.collection import Collector, draw_rows, update_sampler
 from training.core_algos import get_kl_controller
-from training.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, mini_batches, policy_mini_batches
-from training.reports import report_validation, validation_summary
 from training.reward import RewardManager
 from training.roles import columns_read
 from training.run import Metrics, Run
-from training.sample_files import SampleFiles
-from training.transcripts import sample_rows
 from training.validation import Validator
 
 

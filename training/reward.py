@@ -5,7 +5,7 @@ row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `F
 plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss. With a learned
 reward model, a response's score in training is the model's, plus reward.reward_model.function_weight times the
 manager's; validation is scored by the manager alone, if there is one, and shows what a policy gains that only pleases
-the model. `python -m training.reward FILE --data ROWS` tries a function without a model (training/try_reward.py).
+the model. `python -m training.reward FILE --data ROWS` tries a function without a model (extras/try_reward).
 """
 
 from configs.errors import users_line  # isort: skip
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.import_utils import bind, load_extern_object
 from configs.schema import (
     Config,
     RewardConfig,
@@ -32,7 +33,6 @@ from configs.schema import (
 )
 from data.chat import parse_prompt
 from data.data_report import prompt_text
-from data.import_utils import bind, load_extern_object
 from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
 from data.types import Row
@@ -152,7 +152,7 @@ def view_of_rows(rows: Sequence[Row], responses: Sequence[str], validate: bool =
 
 
 def policy_ids(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Lists the tokens of the policy in the rows of a sample's record (training/transcripts.py)."""
+    """Lists the tokens of the policy in the rows of a sample's record (extras/report/transcripts.py)."""
     return [id for row in rows for id, policy in zip(row["token_ids"], row["policy_mask"], strict=True) if policy]
 
 
@@ -301,7 +301,7 @@ def score_batch(
 
 
 if __name__ == "__main__":
-    from training.try_reward import main
+    from extras.try_reward.try_reward import main
 
     logging.getLogger("training.reward").setLevel(logging.ERROR)  # failed rows stand in the table
     raise SystemExit(main())

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
+from configs.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
 from configs.schema import (
     RewardConfig,
     RewardFunctionConfig,
@@ -27,17 +28,16 @@ from configs.schema import (
 from configs.threads import available_cores
 from data.chat import as_messages
 from data.concurrency import run_all
-from data.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
 from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import Row
+from extras.sandbox import check_fences
+from extras.scorers import NotScored
+from extras.scorers.pool import Scorers
+from extras.scorers.program import is_async
 from training.reward_results import parse_scores
-from training.sandbox import check_fences
-from training.scorers import NotScored
-from training.scorers.pool import Scorers
-from training.scorers.program import is_async
 
-RULES = "training.reward_score", "default_compute_score"  # what scores where nothing is named: file and function
+RULES = "extras.rules", "default_compute_score"  # what scores where nothing is named: file and function
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
@@ -141,7 +141,7 @@ class FunctionReward:
         if missing := [name for name in SERVED if name in self.form.needed]:
             raise ValueError(
                 f"{key}: {callable_name(function)} needs {' and '.join(missing)}, which verl gives where it serves a "
-                "judge. Here you serve it (python -m training.main_server) with reward.reward_model.enable=false: set "
+                "judge. Here you serve it (python -m extras.server) with reward.reward_model.enable=false: set "
                 f"{settings}.reward_router_address=HOST:PORT, and load its tokenizer in your file."
             )
         wanted = dict.fromkeys(sorted(self.form.wanted))

@@ -24,9 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.import_utils import bind, load_extern_object, load_module
 from configs.schema import Config, RewardConfig, RewardManagerConfig
 from data.concurrency import run_all
-from data.import_utils import bind, load_extern_object, load_module
 from data.padding import last_token
 from data.protocol import DataProto
 from training.reward_function import FunctionReward, load_default

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.import_utils import callable_name
 from configs.schema import ScoringConfig
-from data.import_utils import callable_name
 from data.padding import last_token
 from data.protocol import DataProto, object_array
-from training.scorers import NotScored
+from extras.scorers import NotScored
 
 logger = logging.getLogger("training.reward")
 Columns = dict[str, np.ndarray]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from configs.import_utils import load_extern_object, required_arguments
 from configs.schema import Config
-from data.import_utils import load_extern_object, required_arguments
 from training.advantage import estimator_needs
 from training.core_algos import get_policy_loss, policy_loss_name
 from training.policy_loss import TENSOR_ARGS
@@ -122,7 +122,7 @@ for entry in (
     ),
     RoleSpec(
         name="rm",
-        build="workers.reward_model:build_reward_model",
+        build="extras.reward_model.model:build_reward_model",
         section="reward.reward_model",
         columns=("rm_scores",),
         compute="compute_rm_score",

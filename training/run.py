@@ -1,6 +1,6 @@
 """Runs the loop around a step, for every kind of training: checkpoints, resuming, metrics, lines in the terminal.
 
-A trainer (training/ray_trainer.py, training/sft_trainer.py) is a `Run` with a `step` of its own.
+A trainer (training/ray_trainer.py, extras/sft/trainer.py) is a `Run` with a `step` of its own.
 """
 
 import shlex
@@ -19,6 +19,9 @@ from data.files import rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
+from extras.report.lines import ended_early, files_left, nothing_left, steps_lost
+from extras.report.run_info import Start
+from extras.watch.health import Watch
 from training.checkpoint import (
     CONFIG_FILE,
     Saver,
@@ -29,11 +32,8 @@ from training.checkpoint import (
     model_key,
     read_part,
 )
-from training.health import Watch
 from training.metric_utils import timer
-from training.reports import ended_early, files_left, nothing_left, steps_lost
 from training.roles import WorkerError
-from training.run_info import Start
 from training.tracking import Tracking
 
 Metrics = dict[str, float]
@@ -138,7 +138,7 @@ class Run:
             if ending is None:
                 self.saver.check(self.global_step)
         print(
-            f"python -m training.report {shlex.quote(str(self.folder))} makes a page of this run, to open in a browser."
+            f"python -m extras.report {shlex.quote(str(self.folder))} makes a page of this run, to open in a browser."
         )
         print(files_left(self.folder, self.saver.newest, self.global_step))
         if ending is not None:

@@ -25,8 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from configs.schema import Config, SFTConfig
 from data.files import append, json_line, read_metrics, rewrite
-from training.report.charts import IN_WORDS
-from training.reports import METRICS_FILE, short_number
+from extras.report.charts import IN_WORDS
+from extras.report.lines import METRICS_FILE, short_number
 
 SAMPLES = "validation_samples"  # the name of their table
 SAMPLE_COLUMNS = ("input", "output", "gts", "score", "end_reason")
@@ -62,7 +62,7 @@ class SampleView(Protocol):
     """Is a view that has tables: it is given the samples that are kept of a validation, before that step's `log`."""
 
     def log_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Shows records of samples (training/transcripts.py)."""
+        """Shows records of samples (extras/report/transcripts.py)."""
 
 
 class Tracking:

@@ -13,13 +13,13 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from data.types import SamplingParams
+from extras.report.sample_files import SampleFiles
+from extras.report.transcripts import by_kind, print_records, sample_rows, spread, total_scores
+from extras.watch.health import check_failures, valid_episodes
 from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_episodes, episode_seeds
 from training.episode_rows import EpisodeRows
-from training.health import check_failures, valid_episodes
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, concat_scored, score_batch, zero_reward
-from training.sample_files import SampleFiles
-from training.transcripts import by_kind, print_records, sample_rows, spread, total_scores
 
 Metrics = dict[str, float]
 

@@ -24,13 +24,13 @@ from data.concurrency import loop_in_thread, run_in_background
 from data.padding import collate, collate_turns
 from data.protocol import DataProto, object_array
 from data.types import Row, Sample, SamplingParams
-from training.agents import load_agents
+from extras.verl.agents import load_agents
+from extras.verl.users_loop import UsersEpisode
 from training.environment import AGENT_COLUMN, ENVIRONMENT, SINGLE_TURN, TOOL_AGENT, EnvSetup, data_settings, uses_tools
 from workers.agents.conversation import ToolEpisodes, ToolsBeside
 from workers.agents.environment import EnvEpisode, Seat
 from workers.agents.episode import Episode, Limits, Policy, SingleAnswer
 from workers.agents.user_code import MOST_STUCK, stuck
-from workers.agents.users_loop import UsersEpisode
 from workers.engine_pump import AsyncEngine, CallingThread
 from workers.rollout import Rollout
 

@@ -1,7 +1,7 @@
 """Joins the workers of a group by torch.distributed: gloo on CPUs, NCCL on GPUs; collects what each of them has.
 
 A worker on its own is a group of one: nothing is sent and nothing changes. Weights and gradients are the business of
-workers/sharding.py.
+extras/sharding/fsdp2.py.
 """
 
 import math

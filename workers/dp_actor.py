@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.rollout_correction import RolloutCorrectionConfig
 from configs.schema import ActorConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
+from extras.rollout_correction.correction import MAX_MISMATCH_RATIO, rollout_mismatch
+from extras.rollout_correction.settings import RolloutCorrectionConfig
 from training.core_algos import agg_loss, get_policy_loss, kl_penalty, policy_loss_name
 from training.mini_batches import Update
 from training.policy_loss import ReadableNamespace, call_policy_loss
 from training.roles import TEACHER_KEY, loss_reads
-from training.rollout_correction import MAX_MISMATCH_RATIO, rollout_mismatch
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
 from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
-from data.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
 from data.padding import collate
 from data.pretrained import check_adapter, check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
+from extras.openai.rollout import OpenAIRollout
+from extras.sglang.rollout import SGLangRollout
 from workers.engine import compute_dtype
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm, training_device
-from workers.openai.rollout import OpenAIRollout
 from workers.rollout import Rollout
-from workers.sglang_rollout import SGLangRollout
 from workers.vllm_rollout_spmd import vLLMRollout
 
 SHIPPED: dict[str, type[Rollout]] = {

@@ -12,17 +12,17 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import warns_of_close
+from configs.import_utils import load_modules
 from configs.schema import Config, ModelConfig, OptimConfig
-from data.import_utils import load_modules
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
+from extras.certificate.certificate import WeightSync, probes
 from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
 from training.roles import ROLES
 from workers.agent_loop import AgentLoop
-from workers.certificate import WeightSync, probes
 from workers.collectives import common_notice, group_size, rank
 from workers.engine import TrainEngine, compute_dtype, precision_notice
 from workers.forward import forward_of

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from configs.import_utils import callable_name
 from configs.schema import RolloutConfig
-from data.import_utils import callable_name
 from data.padding import collate
 from data.pretrained import template_terminator
 from data.protocol import DataProto

@@ -2,7 +2,7 @@
 
     model.token_scores(micro, temperature, ask) -> TokenScores
 
-scores the responses of a micro-batch, packed where the model can take that (workers/kernels/) and padded otherwise. It
+scores the responses of a micro-batch, packed where the model can take that (extras/kernels/) and padded otherwise. It
 serves the policy, whose head is over the vocabulary, and the critic, whose head has one output a token. Everything
 that trains or scores enters by it: that is where FSDP2 gathers the weights.
 """

@@ -55,7 +55,7 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
 
 
 def shared_settings(config: RolloutConfig, text: PretrainedConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (training/main_server.py);
+    """The arguments of vllm.EngineArgs, as far as they are the same where vLLM serves (extras/server/__main__.py);
     engine_kwargs.vllm has the last word."""
     settings = {
         "dtype": str(dtype).removeprefix("torch."),

@@ -21,13 +21,13 @@ from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from configs.threads import Threads, worker_threads
 from data.seeding import derive_seed, seed_everything
+from extras.openai.weight_transfer import check_weight_transfer
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
-from workers.openai.weight_transfer import check_weight_transfer
 from workers.parallel import layout_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,9 +18,11 @@ import gymnasium as gym
 import numpy as np
 
 from configs.errors import notice_once, warns_of_close
+from configs.import_utils import load_module
 from configs.schema import SuccessConfig
 from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
-from custom.gym.space_text import (
+from data.types import check_reward, check_text
+from extras.gym.space_text import (
     action_text,
     check_observations,
     how_to_answer,
@@ -31,8 +33,6 @@ from custom.gym.space_text import (
     plain_action,
     read_action,
 )
-from data.import_utils import load_module
-from data.types import check_reward, check_text
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
 MAX_WORLDS = 256  # environments that states are computed in
@@ -45,7 +45,7 @@ class EnvState:
     """A state as plain data, to travel in a dataset row: playing `actions` after `reset(seed)` restores it exactly."""
 
     seed: int
-    actions: tuple[Any, ...]  # plain, as custom/gym/space_text.py has them
+    actions: tuple[Any, ...]  # plain, as extras/gym/space_text.py has them
     text: str  # the observation, without the instruction
     feedback: str = ""  # in a running episode: what is said of the last answer if it was no legal action
 
@@ -59,7 +59,7 @@ def split_id(env_id: str) -> tuple[str, str, dict[str, Any]]:
     """The module that registers an id ("": none need be loaded), gymnasium's id, and arguments that come with it."""
     scheme, _, url = env_id.partition(":")
     if scheme == "openenv":
-        return "custom/examples/openenv_env.py", "OpenEnv-v0", {"url": url}
+        return "examples/openenv_env.py", "OpenEnv-v0", {"url": url}
     module, _, name = env_id.rpartition(":")
     return module, name, {}
 

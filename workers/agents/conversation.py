@@ -12,15 +12,15 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.import_utils import bind
 from configs.schema import MultiTurnConfig
 from data.chat import ChatFormat, as_messages, as_text, encode_pieces, tool_kwargs
-from data.import_utils import bind
-from data.interactions import BaseInteraction, interaction_of, load_interactions
 from data.rows import RUN_COLUMNS, beside, kwargs_in
-from data.tool_files import load_factory, load_tools
 from data.tool_parsers import ParsedAnswer, ToolParser
 from data.tools import MethodTool
 from data.types import Reply, Row, check_text
+from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
+from extras.tools.files import load_factory, load_tools
 from workers.agents.episode import Episode
 from workers.agents.toolbox import Toolbox, place
 from workers.agents.user_code import in_users_loop

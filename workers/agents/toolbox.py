@@ -8,8 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from configs.errors import notice_once, printable, users_line
+from configs.import_utils import accepts
 from configs.schema import MultiTurnConfig
-from data.import_utils import accepts
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
 from data.tools import AgentData, BaseTool, ToolResponse, as_response, as_reward, checked_arguments
 from data.types import check_text

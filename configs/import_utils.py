@@ -1,0 +1,340 @@
+"""Loads and calls users' own Python: datasets, samplers, rewards, estimators, named in the config by file or module.
+
+A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
+that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
+name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. It may
+import the modules beside it, where nothing else has their names, and verl, where that is not installed.
+"""
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import yaml
+
+from configs.errors import is_users
+from configs.paths import ROOT, find_path
+
+
+class Neighbours:
+    """Finds modules beside the files that were loaded, after all that sys.path has.
+
+    It would give such a file a second name, and one that depends on what was loaded before.
+    """
+
+    folders: ClassVar[list[str]] = []
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        spec = PathFinder.find_spec(name, cls.folders, target) if path is None else None
+        if spec is None or spec.origin is None:  # a folder of that name alone is no module
+            return None
+        return spec if is_users(spec.origin) else None  # custom/gym is no gym
+
+
+class StandIn(ModuleType):
+    """A module of verl, whose names are ours as extras/verl/names.yaml has them; a name is looked up when it is read.
+
+    A name that is not there is an AttributeError here, so that hasattr works, and then an ImportError of the finder.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if target := names_of_verl().get(self.__name__, {}).get(name):
+            module, _, attribute = target.partition(":")
+            return attrgetter(attribute)(importlib.import_module(module))
+        full = f"{self.__name__}.{name}"
+        if full in names_of_verl():
+            return importlib.import_module(full)
+        raise AttributeError(name if name.startswith("__") else why_not_here(full))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in names_of_verl()[self.__name__]:
+            raise AttributeError(
+                f"{self.__name__}.{name} cannot be replaced from outside: what calls it here would not notice. "
+                "Register a function or a class of yours (CONTRIBUTING.md)."
+            )
+        super().__setattr__(name, value)
+
+
+class StandIns:
+    """Finds verl's modules for a user's files where verl is not installed.
+
+    It asks all other finders first, so that an installed verl is found as ever, and takes a folder called verl without
+    an __init__.py, such as that of a clone, for no package. It stays as long as the process: functions import too.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        top = name.partition(".")[0]
+        if top != "verl" or not (cls.is_needed() if name == top else isinstance(sys.modules.get(top), StandIn)):
+            return None
+        if name not in names_of_verl():
+            raise ImportError(why_not_here(name), name=name)
+        return ModuleSpec(name, cls, is_package=True)
+
+    @classmethod
+    def is_needed(cls) -> bool:
+        specs = (finder.find_spec("verl", None, None) for finder in sys.meta_path if finder is not cls)
+        return not any(spec and spec.origin for spec in specs)
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> StandIn:
+        return StandIn(spec.name)
+
+    @staticmethod
+    def exec_module(module: StandIn) -> None:
+        module.__all__ = list(names_of_verl()[module.__name__])
+
+
+@cache
+def table_of_verl() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Reads extras/verl/names.yaml: {module of verl: {name: "module of ours:name"}}, and {module or name of verl, or
+    method of a class of ours, that is refused: what to use instead}."""
+    served: dict[str, dict[str, str]] = {}
+    refused: dict[str, str] = {}
+    for modules, entries in yaml.load((ROOT / "extras/verl/names.yaml").read_text(), yaml.CSafeLoader).items():
+        for module in (module for pattern in modules.split() for module in with_variants(pattern)):
+            if isinstance(entries, str):
+                refused[module] = entries
+                continue
+            for place in range(module.count(".") + 1):
+                served.setdefault(module.rsplit(".", place)[0], {})
+            for home, names in entries.items():
+                for verls, _, ours in (name.partition("=") for name in names.split()):
+                    if " " in home:
+                        refused[f"{module}.{verls}"] = home
+                    else:
+                        served[module][verls] = f"{home}:{ours or verls}"
+    return served, refused
+
+
+def with_variants(pattern: str) -> list[str]:
+    """["a", "a.b"] of "a{,.b}"; of several braces all combinations."""
+    first = re.search(r"\{(.*?)\}", pattern)
+    if first is None:
+        return [pattern]
+    before, after = pattern[: first.start()], pattern[first.end() :]
+    return [found for part in first[1].split(",") for found in with_variants(before + part + after)]
+
+
+def names_of_verl() -> dict[str, dict[str, str]]:
+    """Returns, for each of verl's modules that there is here, its names and where ours are."""
+    return table_of_verl()[0]
+
+
+def why_not_here(name: str) -> str:
+    """Says what to use in place of `name`, a module of verl or a name in one."""
+    served, refused = table_of_verl()
+    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
+    if reason := next((refused[parent] for parent in parents if parent in refused), None):
+        return f"{name} is not here: {reason}."
+    known = [*served, *(f"{module}.{one}" for module, names in served.items() for one in names)]
+    near = get_close_matches(name, known, 1, 0.8)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return f"{name} is not here.{meant} extras/verl/names.yaml lists the names of verl that are."
+
+
+sys.meta_path.append(Neighbours)
+sys.meta_path.insert(0, StandIns)  # before the finder that would take any folder called verl
+
+
+def load_module(path: str) -> ModuleType:
+    """The module at `path`: a file (as `find_path` finds it, or "file://…"), "pkg://a.b", or "a.b".
+
+    Raises:
+        FileNotFoundError: no such file.
+        ModuleNotFoundError: no such module.
+        RuntimeError: executing it failed; the cause carries the user's file and line.
+    """
+    file = find_path(path.removeprefix("file://"))
+    dotted = path.removeprefix("pkg://").replace("/", ".")
+    is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
+    if is_file and not file.is_file():
+        raise FileNotFoundError(
+            f"{path}: there is no file {file.absolute()} (the working directory is {Path.cwd()}). "
+            "Give a path relative to that directory, an absolute path, or a dotted module."
+        )
+    try:
+        return _load_file(file.resolve()) if is_file else importlib.import_module(dotted)
+    # Whatever a user's file raises is passed on as the cause.
+    except Exception as error:
+        if not is_file and _is_missing(dotted, error):
+            raise ModuleNotFoundError(
+                f"{path}: neither a file in {Path.cwd()} nor a module that can be imported. "
+                "Give the path of a .py file, or a module on PYTHONPATH."
+            ) from None
+        raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
+
+
+def load_modules(paths: str | list[str] | None) -> list[ModuleType]:
+    """The modules at one path or several, in order (see `load_module`); None: none."""
+    return [load_module(path) for path in ([paths] if isinstance(paths, str) else paths or [])]
+
+
+def load_extern_object(path: str, name: str | None) -> Any:
+    """The object called `name` in the module at `path` (see `load_module`).
+
+    Raises:
+        ValueError: a path without a name.
+        AttributeError: the module has no such object; lists the public ones.
+    """
+    if not name:
+        raise ValueError(f"{path} is given without the name of the object in it: set the `name` that belongs to it.")
+    module = load_module(path)
+    if name not in vars(module) and not isinstance(module, StandIn):
+        public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
+        raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
+    return getattr(module, name)
+
+
+def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
+    """The class called `name` in the module at `path` (see `load_extern_object`); `key` is the setting that chose it.
+
+    Raises:
+        TypeError: it is no subclass of `base`.
+        ValueError: it overrides a method of verl's that nothing calls here.
+    """
+    found = load_extern_object(path, name)
+    if not isinstance(found, type) or not issubclass(found, base):
+        needed = f"{base.__module__}.{base.__name__}"
+        raise TypeError(f"{key}={name} in {path} is {found!r}; it must be a subclass of {needed}.")
+    uncalled = {} if found is base else table_of_verl()[1]
+    for depth, parent in enumerate(found.__mro__):
+        for method in chain.from_iterable(map(vars, found.__mro__[:depth])):
+            if reason := uncalled.get(f"{parent.__module__}.{parent.__name__}.{method}"):
+                raise ValueError(f"{key}: {found.__name__}.{method} is not called here: {reason}.")
+    return found
+
+
+def split_object(text: str) -> tuple[str, str | None]:
+    """("file.py", "Name") of "file.py:Name"; without a name, None in its place."""
+    path, _, name = text.rpartition(":")
+    return (path, name) if path and name and not name.startswith("//") else (text, None)  # file://… has none
+
+
+def bind(
+    function: Callable,
+    offered: Mapping[str, Any],
+    required: Mapping[str, Any] | None = None,
+    key: str = "",
+    *,
+    positional: Mapping[str, Any] | None = None,
+    settings: str = "kwargs",
+) -> partial:
+    """Binds a user's `function` (or class) to its arguments; a call of the result, without more of them, runs it.
+
+    It is given the values of `positional` by position, whatever it calls them, all of `required` by name, and of
+    `offered` those that it names, or with **kwargs all. Where a name is in several, the first of these comes first.
+
+    Raises:
+        ValueError: it needs another argument, or does not accept one of `required`. Names `key`, the setting that chose
+            it, and what is offered; `settings` is how `required` is called in the config.
+    """
+    positional = positional or {}
+    given = {name: value for name, value in offered.items() if name not in positional and accepts(function, name)}
+    given |= required or {}
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*positional.values(), **given)
+    except TypeError as error:
+        name, file = _name_and_file(function)
+        parts = [
+            f"{', '.join(positional)} by position" if positional else "",
+            f"what it names of {', '.join(offered)}" if offered else "",
+            f"{settings}={dict(required or {})}" if required is not None else "",
+        ]
+        raise ValueError(
+            f"{key}: in {file}, {name}{signature} cannot be called: {error}. It is given "
+            f"{' and '.join(filter(None, parts))}."
+        ) from error
+    return partial(function, *positional.values(), **given)
+
+
+def accepts(function: Callable, argument: str) -> bool:
+    """Whether `function` can be given `argument` by name."""
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def required_arguments(function: Callable) -> list[str]:
+    """The arguments without which `function` cannot be called, in its order."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def is_setting(function: Callable, argument: str) -> bool:
+    """Whether an argument of `function` is a number or a switch with a default: no column is meant by its name."""
+    parameter = inspect.signature(function).parameters.get(argument)
+    return parameter is not None and parameter.default is not parameter.empty and parameter.default is not None
+
+
+def callable_name(function: Callable) -> str:
+    """For messages: the name of a function or of an object's class, and its file (in a notebook: its module)."""
+    name, file = _name_and_file(function)
+    return f"{name} ({file})"
+
+
+def _name_and_file(function: Callable) -> tuple[str, str]:
+    while isinstance(function, partial):
+        function = function.func
+    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    return owner.__qualname__, vars(sys.modules[owner.__module__]).get("__file__", owner.__module__)
+
+
+def _load_file(file: Path) -> ModuleType:
+    if str(file.parent) not in Neighbours.folders:
+        Neighbours.folders.append(str(file.parent))
+    if name := _importable_name(file):
+        return importlib.import_module(name)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = SourceFileLoader(name, str(file))
+    module = module_from_spec(spec_from_file_location(name, file, loader=loader))
+    sys.modules[name] = module  # before it runs: dataclasses look their module up while they are made
+    with ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
+        loader.exec_module(module)
+        undo.pop_all()
+    return module
+
+
+def _importable_name(file: Path) -> str | None:
+    """The name under which `import` finds this very file, if there is one. Nothing is imported to find out."""
+    importlib.invalidate_caches()
+    for root in (Path(entry).resolve() for entry in sys.path):
+        if file.suffix == ".py" and file.is_relative_to(root):
+            parts = file.relative_to(root).with_suffix("").parts
+            if _found_by_import(parts) == file:
+                return ".".join(parts)
+    return None
+
+
+def _found_by_import(parts: tuple[str, ...]) -> Path | None:
+    """The file that `import a.b` would execute for ("a", "b")."""
+    folders, spec = None, None  # None: sys.path
+    for depth, part in enumerate(parts, start=1):
+        loaded = sys.modules.get(".".join(parts[:depth]))
+        spec = PathFinder.find_spec(part, folders) if loaded is None else loaded.__spec__
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None  # no such name, or a module where a package has to be
+        folders = spec.submodule_search_locations
+    return Path(spec.origin).resolve() if spec is not None and spec.origin else None
+
+
+def _is_missing(name: str, error: Exception) -> bool:
+    """Whether `error` says that module `name` itself, or a package above it, does not exist."""
+    return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

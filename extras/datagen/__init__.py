@@ -1,0 +1,1 @@
+"""Adds rows to the training data while a run goes on."""

@@ -1,0 +1,84 @@
+"""A dataset that grows in a run: rows of files, and those that a generator of yours makes after every step.
+
+verl's contract: `data.datagen.path` and `data.datagen.name` name a subclass of `AbstractDataGenerator`, which is asked
+once at the start and then after every training step. New rows are drawn from the next epoch on.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+from configs.import_utils import bind, load_subclass
+from configs.settings import Readable, Settings
+from data.file_formats import Origin
+from data.protocol import DataProto
+from data.rl_dataset import RLHFDataset
+from data.rows import Table
+from data.types import Row
+
+
+class AbstractDataGenerator(ABC):
+    """Makes rows; `config` has the keys of data.datagen, and those of the data section that it lacks."""
+
+    def __init__(self, config: Readable) -> None:
+        self.config = config
+
+    @abstractmethod
+    def generate(self, dataset: "DynamicGenDataset") -> Iterable[Row]:
+        """Returns new rows as they would stand in a file, [] if there are none; `dataset.rows` are all so far, and
+        `dataset.dataframe` as verl has them. A datasets.Dataset or a data frame will do.
+
+        It may be `generate(self, dataset, batch)`: `batch` is the finished step's (None at the start), with what
+        dynamic sampling left out at its end.
+        """
+
+
+class DynamicGenDataset(RLHFDataset):
+    """The rows of files, and below them those that the generator made. Too long prompts among these are left out.
+
+    Raises:
+        TypeError: data.datagen names no AbstractDataGenerator.
+        ValueError: it made a row that cannot be used.
+    """
+
+    @wraps(RLHFDataset.__init__)
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        chosen = self.config.datagen
+        generator = load_subclass(chosen.path, chosen.name, AbstractDataGenerator, "data.datagen.name")
+        self.generator = generator(Settings(**self.config.settings() | chosen.settings()))
+        self.num_of_files = len(self.rows)
+        self.made: list[Row] = []  # as the generator gave them
+        self.on_batch_end(None)
+
+    def on_batch_end(self, batch: DataProto | None) -> None:
+        key, dataset = f"data.datagen.name={self.config.datagen.name}", {"dataset": self}
+        self.add(bind(self.generator.generate, {"batch": batch}, key=key, positional=dataset)())
+
+    def add(self, rows: Any) -> None:
+        """Adds `rows`, which count from the first that was made; what some lack of the columns of others is None."""
+        table, name = self._measured(), self.config.datagen.name
+        for row in Table.of(rows, name).rows:
+            known, origin = (table.rows[0] if table.rows else {}), Origin(name, len(self.made))
+            columns, _, prompt_ids = self._read(dict.fromkeys(known) | row, origin)
+            self.made.append(row)
+            if prompt_ids is None:
+                self.num_filtered += 1
+                continue
+            for old in table.rows:
+                old |= dict.fromkeys(columns.keys() - known.keys())
+            for part, value in zip(table.parts, (columns, origin, prompt_ids), strict=True):
+                part.append(value)
+
+    append_dataframe = add  # verl's name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The rows of the files, and those that the interrupted run had made in place of this one's."""
+        made, self.made = state["made"], []
+        for part in self._measured().parts:
+            del part[self.num_of_files :]
+        self.add(made)

@@ -1,0 +1,1 @@
+"""Shows all of one step on two prompts, without a weight change or a file."""

@@ -1,0 +1,1 @@
+"""Answers the prompts of files, and scores answers, without training."""

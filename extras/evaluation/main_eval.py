@@ -1,0 +1,135 @@
+"""Scores generated responses: python -m extras.evaluation.main_eval data.path=… reward.custom_reward_function.path=…
+
+For each data source, over its prompts: mean@n, pass@k and, if the reward returns the answer it read as `pred`,
+majority@n. Without a function the rules of public data sets score, by each row's data source.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
+
+from configs.loader import command
+from extras.evaluation.settings import EvaluationConfig, EvaluationDataConfig, check_evaluation
+
+main = command("evaluation", EvaluationConfig, check_evaluation, __doc__, "extras.evaluation.main_eval.report")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from configs.errors import ConfigError, refusals
+from configs.schema import SandboxFusionConfig, ScoringConfig
+from data.files import replacing
+from data.rows import Origin, read_rows, with_labels
+from data.types import Row
+from extras.rules import KNOWN, has_rule
+from training.metric_utils import Figures, Graded, compute_evaluation_metrics
+from training.reward import RewardManager, view_of_rows, view_scores
+from training.reward_function import load_default, load_functions
+
+
+def report(config: EvaluationConfig) -> None:
+    """Prints the figures of each data source as a table, and writes them to data.output_path, if it is set."""
+    with refusals():
+        found = run(config)
+    Console().print(as_table(found))
+    if config.data.output_path is not None:
+        with replacing(config.data.output_path) as file:
+            file.write((json.dumps(found, indent=2) + "\n").encode())
+
+
+def run(config: EvaluationConfig) -> dict[str, Figures]:
+    """Scores the rows of the config, and returns what `evaluate` does."""
+    rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
+    reward = load_functions(config.reward)
+    if reward is None:
+        check_rules(rows)
+        reward = load_default(config.reward, SandboxFusionConfig(), None)
+    return evaluate(grade(rows, reward, config.reward), config.data.pass_score)
+
+
+def check_rules(rows: Sequence[Row]) -> None:
+    """Raises ConfigError if there is no rule for the data source of a row."""
+    if unknown := sorted({str(row["data_source"]) for row in rows if not has_rule(row["data_source"])}):
+        raise ConfigError(
+            "reward.custom_reward_function.path is not set, and there is no rule for the data sources "
+            f"{', '.join(unknown)}: name the file of a reward function. Rules are there for {', '.join(KNOWN)}."
+        )
+
+
+def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:
+    """Adds to `row` the names that rewards know, and its responses as a list.
+
+    Raises:
+        ValueError: it has none; names the row and the column.
+    """
+    responses = row.get(data.response_key)
+    responses = [responses] if isinstance(responses, str) else responses
+    if not isinstance(responses, list) or not responses or not all(isinstance(one, str) for one in responses):
+        raise ValueError(
+            f"{origin}: the responses (column data.response_key={data.response_key}) are {responses!r}; they must be a "
+            "string or a list of strings."
+        )
+    names = {"prompt": data.prompt_key, "data_source": data.data_source_key, "reward_model": data.reward_model_key}
+    found = {name: row[column] for name, column in names.items() if column in row}
+    row = with_labels({**row, **found, "responses": responses}, origin)
+    return {**row, "data_source": row.get("data_source") or "unknown"}
+
+
+def grade(rows: Sequence[Row], reward: RewardManager, config: ScoringConfig) -> list[Graded]:
+    """Scores every response as in training: all of them in one call of `reward`.
+
+    Those that it could not score are left out, or get reward.failure_score.
+
+    Raises:
+        RuntimeError, ValueError: the reward raised, or returned what is no score; names it.
+    """
+    flat = [(row, response) for row in rows for response in row["responses"]]
+    view = view_of_rows(*zip(*flat, strict=True), validate=True)
+    scores, extra, failures = view_scores(view, reward, (len(flat), 1), config)
+    scores, answers = scores.flatten().tolist(), extra.get("pred")
+    left_out = failures if config.on_failure == "mask" else {}
+    graded, end = [], 0
+    for row in rows:
+        start, end = end, end + len(row["responses"])
+        kept = [place for place in range(start, end) if place not in left_out]
+        said = None if answers is None else [str(answers[place]) for place in kept]
+        if kept:
+            graded.append(Graded(row["data_source"], [scores[place] for place in kept], said))
+    return graded
+
+
+def evaluate(graded: Sequence[Graded], pass_score: float) -> dict[str, Figures]:
+    """Computes the figures of each data source and, if there are several, of "all".
+
+    With n the fewest responses that a prompt of the source has, k is 1, 2, 4 … and n.
+    """
+    sources: dict[str, list[Graded]] = {}
+    for one in graded:
+        sources.setdefault(one.data_source, []).append(one)
+    if len(sources) > 1:
+        sources["all"] = list(graded)
+    return {source: compute_evaluation_metrics(prompts, pass_score) for source, prompts in sources.items()}
+
+
+def as_table(found: dict[str, Figures]) -> Table:
+    """A line for each metric of each data source, with ± its standard error."""
+    table = Table("data source", "figure", "value")
+    for source, row in found.items():
+        names = [name for name in row if not name.endswith("/stderr")]
+        for name in names:
+            table.add_row(source, name, cell(row, name), end_section=name == names[-1])
+    return table
+
+
+def cell(row: Figures, name: str) -> str:
+    if isinstance(row[name], int):
+        return str(row[name])
+    error = f"{name}/stderr"
+    return f"{row[name]:.3f}" + (f" ± {row[error]:.3f}" if error in row else "")

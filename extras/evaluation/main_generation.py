@@ -1,0 +1,132 @@
+"""Answers the prompts of a file, n times each: python -m extras.evaluation.main_generation data.path=…
+
+The output has the rows of the input, each with a list of responses. It is written batch by batch: the same command,
+run again after it was stopped, continues there, and gives the same responses as an uninterrupted one.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
+
+from configs.loader import command
+from extras.evaluation.settings import GenerationConfig, GenerationDataConfig, check_generation
+
+main = command(
+    "generation", GenerationConfig, check_generation, __doc__, "extras.evaluation.main_generation.answer_prompts"
+)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+import hashlib
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import plural, sampling
+from configs.errors import refusals
+from configs.schema import DataConfig
+from data.chat import Prompt, as_messages, encode_prompt
+from data.files import json_line, unfinished_table
+from data.pretrained import load_tokenizer
+from data.protocol import DataProto, object_array
+from data.rl_dataset import RLHFDataset
+from data.types import Row, SamplingParams
+from training.checkpoint import flatten
+from workers.load_rollout import StandaloneRollout, generate_batch
+
+DECISIVE = ("model.", "rollout.", "trainer.seed", "data.response_key")  # settings that change what is written
+
+
+def answer_prompts(config: GenerationConfig) -> None:
+    """Loads the tokenizer and the prompts, then generates; refuses unusable files in one line."""
+    with refusals():
+        tokenizer = load_tokenizer(config.model, "model")
+        dataset = load_prompts(config.data, tokenizer)
+    run(config, tokenizer, dataset)
+
+
+class ChatDataset(RLHFDataset):
+    """Prompts of which strings are a user's message, too."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        return encode_prompt(as_messages(prompt), self.tokenizer, **self.config.apply_chat_template_kwargs)
+
+
+def load_prompts(data: GenerationDataConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDataset:
+    """Loads the rows of data.path, in their order, with the token ids of their prompts."""
+    settings = DataConfig(
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=False,
+        truncation=data.truncation,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    dataset_class = ChatDataset if data.strings_are_chat else RLHFDataset
+    dataset = dataset_class(data.path, tokenizer, config=settings)
+    if data.response_key in dataset.rows[0]:
+        raise ValueError(
+            f"the rows of data.path={data.path} have a column {data.response_key!r} already, where the responses are "
+            "to go: name another one in data.response_key."
+        )
+    return dataset
+
+
+def run(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, dataset: RLHFDataset) -> None:
+    """Generates the responses that the output file does not have yet."""
+    data, path, total = config.data, Path(config.data.output_path), len(dataset)
+    with unfinished_table(path, job_identity(config, dataset)) as table:
+        with refusals():
+            rollout = StandaloneRollout(config.model, config.rollout, tokenizer, config.trainer.n_threads)
+        known = f", {len(table)} of them answered already" if len(table) else ""
+        print(f"{plural(total, 'prompt')}{known}; sampling {sampling(config.rollout)}.")
+        with closing(rollout.engine), Progress() as progress:
+            task = progress.add_task("prompts answered", total=total, completed=len(table))
+            while len(table) < total:
+                rows = range(len(table), min(len(table) + data.batch_size, total))
+                table.append(answer_rows(config, tokenizer, dataset, rollout, rows))
+                progress.update(task, completed=len(table))
+        table.finish()
+    print(f"wrote {path}, with the responses in the column {data.response_key!r}.")
+
+
+def job_identity(config: GenerationConfig, dataset: RLHFDataset) -> dict[str, Any]:
+    """Identifies a job: a process continues the file of another only if both have the same settings and rows."""
+    digest = hashlib.sha256()
+    for row, ids in zip(dataset.rows, dataset.prompt_ids, strict=True):
+        digest.update(len(ids).to_bytes(8) + ids.tobytes() + json_line(row))
+    settings = {key: value for key, value in flatten(asdict(config)) if key.startswith(DECISIVE)}
+    columns = ", ".join(dataset.rows[0])
+    return {**settings, "data.path": f"{len(dataset)} rows of {columns}, {digest.hexdigest()[:16]}"}
+
+
+def answer_rows(
+    config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: RLHFDataset,
+    rollout: StandaloneRollout,
+    rows: range,
+) -> list[Row]:
+    """Returns the rows at these places with n responses each, their end reasons and their numbers of tokens."""
+    n, response_key = config.rollout.n, config.data.response_key
+    ids = object_array([dataset[row]["raw_prompt_ids"] for row in rows])
+    prompts = DataProto.from_single_dict({"raw_prompt_ids": ids}).repeat(n, interleave=True)
+    params = SamplingParams.from_config(config.rollout, config.rollout.response_length)
+    with rollout.precision():
+        batch = generate_batch(rollout.engine, prompts, params, config.trainer.seed, first_row=rows.start * n)
+    tokens = [ids[mask.bool()] for ids, mask in zip(batch.responses, batch.response_mask, strict=True)]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    found = []
+    for place, row in enumerate(rows):
+        own = slice(place * n, (place + 1) * n)
+        found.append({
+            **{name: value for name, value in dataset.rows[row].items() if value != {}},
+            response_key: texts[own],
+            "end_reasons": list(batch.end_reason[own]),
+            "response_lengths": [len(one) for one in tokens[own]],
+        })  # fmt: skip
+    return found

@@ -1,0 +1,99 @@
+"""Simulated users: who the policy talks to where a conversation has more than one question."""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from data.rows import kwargs_in
+from extras.tools.files import load_class, naming_entry, read_entries
+
+SUFFIX = "Interaction"
+ENTRY_KEYS = {"name", "class_name", "config"}
+
+
+class BaseInteraction:
+    """A simulated user with verl's lifecycle: start_interaction, generate_response after each answer,
+    finalize_interaction.
+
+    One object serves all episodes at once; what belongs to an episode is kept by its `instance_id`.
+
+    Args:
+        config: of the yaml, with the interaction's name.
+
+    Attributes:
+        blocks: whether its methods compute or wait without `await`; each call then runs in a thread of its own.
+    """
+
+    blocks = False
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        self.name: str = self.config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begins a conversation: its id. `kwargs` are the row's extra_info.interaction_kwargs, at every call."""
+        return instance_id or str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answers the last of `messages` as the user: (whether the conversation ends, text, score, more)."""
+        raise NotImplementedError(f"the interaction {self.name} defines no generate_response(instance_id, messages)")
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forgets the conversation; called at its end."""
+
+
+def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+    """The interactions of verl's yaml, by name: a list `interaction` of {name, class_name, config}; None: no file.
+
+    A class is named as a.b.Class or file.py:Class. Without a name, it is that of the class in lower case, less
+    "Interaction" at its end.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: a file, entry or class that cannot be used, or a name that comes
+            twice; names file, key and remedy.
+    """
+    interactions: dict[str, BaseInteraction] = {}
+    for where, entry in read_entries(path, "interaction", ENTRY_KEYS) if path else []:
+        found = load_class(entry, where, BaseInteraction)
+        name = entry.get("name") or (found.__name__.removesuffix(SUFFIX) or found.__name__).lower()
+        if name in interactions:
+            raise ValueError(
+                f"Duplicate interaction name '{name}' found in {path}: rows name an interaction by it. Give each a "
+                "`name` of its own."
+            )
+        with naming_entry(entry, where):
+            interactions[name] = found({**(entry.get("config") or {}), "name": name})
+    return interactions
+
+
+def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str, Any]) -> BaseInteraction | None:
+    """Returns the interaction that a row's interaction_kwargs name; None where there are no interactions at all.
+
+    Raises:
+        ValueError: the row names none, or one that is not there.
+    """
+    if not interactions:
+        return None
+    known, kwargs = ", ".join(interactions), kwargs_in(row, "interaction_kwargs")
+    if "name" not in kwargs:
+        raise ValueError(
+            f"'name' key is required in interaction_kwargs: extra_info.interaction_kwargs.name of every row says who "
+            f"speaks to the policy, one of {known}; it holds {kwargs}."
+        )
+    if kwargs["name"] not in interactions:
+        raise ValueError(
+            f"extra_info.interaction_kwargs.name is {kwargs['name']!r}, and the interactions of actor_rollout_ref."
+            f"rollout.multi_turn.interaction_config_path are {known}."
+        )
+    return interactions[kwargs["name"]]
+
+
+def last_answer(messages: list[dict[str, Any]]) -> str:
+    """Returns the last message of the policy; "" if it has not spoken."""
+    answers = (message["content"] for message in reversed(messages) if message["role"] == "assistant")
+    return next(answers, "")

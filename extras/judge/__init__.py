@@ -1,0 +1,1 @@
+"""Scores responses by a language model that is asked for its judgement."""

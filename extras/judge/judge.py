@@ -1,0 +1,182 @@
+"""A reward by another model's judgement: it is asked, over an OpenAI-compatible API, how good a response is.
+
+    reward.custom_reward_function={path: extras.judge.judge, name: judge, reward_kwargs: {base_url: "http://127.0.0.1:8000"}}
+
+Any server will do: a service, vLLM's, SGLang's, or `python -m extras.server`, which serves any engine of ours.
+An answer that grades nothing is no score: the row counts as one that could not be scored (reward.on_failure).
+"""
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+
+from data.http import Json, RequestRefused, api_root, ask, open_session
+
+TEMPLATE = """You grade an answer.
+
+The task:
+{prompt}
+
+The answer:
+{response}
+{reference}
+Think briefly, then end with one line, Score: and a number from 0 (useless) to 10 (perfect)."""
+REFERENCE = "\nWhat is right:\n{ground_truth}\n"
+PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|reference)\}")
+GRADE = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
+MAX_MESSAGE = 300  # characters of what a server answers that are passed on
+REMEDIES = {  # by the status of a refusal
+    401: "Name the variable with the key in reward_kwargs.api_key_env.",
+    403: "Name the variable with the right key in reward_kwargs.api_key_env.",
+    404: "Look at reward_kwargs.base_url and reward_kwargs.model.",
+}
+
+only_models: dict[str, str] = {}  # by address: the one model of a server
+
+
+async def judge(
+    prompt: str,
+    response: str,
+    ground_truth: str | None = None,
+    *,
+    base_url: str,
+    model: str | None = None,
+    api_key_env: str | None = None,
+    template: str = TEMPLATE,
+    pattern: str = GRADE,
+    worst: float = 0.0,
+    best: float = 10.0,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    retries: int = 5,
+    cache: str | None = None,
+) -> dict[str, Any]:
+    """Returns the grade of a response as a score from 0 to 1, and what the judge said.
+
+    Args:
+        base_url: where the API begins, with /v1 at its end or without.
+        model: its name there; None: the server's only one.
+        api_key_env: the environment variable that holds the key; None: no key is sent.
+        template: the question, or a file with it, in which {prompt}, {response} and {ground_truth} are filled in;
+            {reference} is a paragraph with the ground truth where a row has one.
+        pattern: a regular expression with one group, the grade; the last match counts.
+        worst, best: the grades that are scored 0 and 1.
+        retries: after a failure of the server or of the way to it, each after twice the time.
+        cache: a file that keeps the answers, by all that decides them, for later runs too; None: none is kept.
+
+    Raises:
+        ValueError: the server refuses the question, or its answer has no grade between worst and best.
+        ConnectionError: it cannot be reached, or fails each time.
+    """
+    url = f"{api_root(base_url)}/v1"
+    question = fill_template(read_template(template), prompt, response, ground_truth)
+    async with await open_session(read_key(api_key_env)) as session:  # reward.timeout limits it
+        if model is None:
+            model = await only_model(session, url, retries)
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        said = recall(cache, key)
+        is_new = said is None
+        if is_new:
+            said = read_answer(await ask_judge(session, "POST", f"{url}/chat/completions", body, retries), url)
+    score = (read_grade(said, pattern, worst, best) - worst) / (best - worst)
+    if is_new:
+        remember(cache, key, said)
+    return {"score": score, "judge_said": said}
+
+
+def read_key(api_key_env: str | None) -> str | None:
+    """Returns the key that the variable `api_key_env` holds. Raises ValueError if it is not set."""
+    if api_key_env is None:
+        return None
+    if api_key_env not in os.environ:
+        raise ValueError(f"reward_kwargs.api_key_env={api_key_env}: the environment has no such variable. Export it.")
+    return os.environ[api_key_env]
+
+
+def read_template(template: str) -> str:
+    """Reads the template, from its file if it is one's name. Raises ValueError if it has no place for the response."""
+    named = "\n" not in template and Path(template).suffix in (".txt", ".md", ".j2")
+    text = Path(template).read_text() if named else template
+    if "{response}" not in text:
+        raise ValueError(f"reward_kwargs.template={template!r} has no {{response}}: the judge would not see it.")
+    return text
+
+
+def fill_template(template: str, prompt: str, response: str, ground_truth: str | None) -> str:
+    """Fills in the template, once: what is filled in is not looked through for places to fill."""
+    texts = {"prompt": prompt, "response": response, "ground_truth": "", "reference": ""}
+    if ground_truth is not None:
+        texts["ground_truth"] = str(ground_truth)
+        texts["reference"] = REFERENCE.replace("{ground_truth}", str(ground_truth))
+    return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
+
+
+def read_grade(said: str, pattern: str, worst: float, best: float) -> float:
+    """Returns the last grade in an answer. Raises ValueError if it is missing, or not between worst and best."""
+    grades = re.findall(pattern, said)
+    if not grades:
+        raise ValueError(f"the judge's answer has no grade ({pattern!r} finds none): …{said[-MAX_MESSAGE:]!r}")
+    if not worst <= float(grades[-1]) <= best:
+        raise ValueError(f"the judge's grade {grades[-1]} is not from {worst:g} to {best:g}")
+    return float(grades[-1])
+
+
+def read_answer(answer: Json, url: str) -> str:
+    """Returns the text of an answer. Raises ValueError if there is none."""
+    match answer:
+        case {"choices": [{"message": {"content": str(text)}}, *_]}:
+            return text
+    raise ValueError(f"{url}/chat/completions gave no choices[0].message.content: {str(answer)[:MAX_MESSAGE]}")
+
+
+async def only_model(session: ClientSession, url: str, retries: int) -> str:
+    """Returns the name of the server's model. Raises ValueError if it has none, or several."""
+    if url not in only_models:
+        listed = (await ask_judge(session, "GET", f"{url}/models", None, retries)).get("data", [])
+        names = [card["id"] for card in listed]
+        if len(names) != 1:
+            raise ValueError(f"{url} has the models {', '.join(names)}: choose one in reward_kwargs.model.")
+        only_models[url] = names[0]
+    return only_models[url]
+
+
+async def ask_judge(session: ClientSession, method: str, url: str, body: Json | None, retries: int) -> Json:
+    """Calls `ask`, and names a remedy where the judge refuses."""
+    try:
+        return await ask(session, method, url, body, retries=retries, setting="reward_kwargs.base_url")
+    except RequestRefused as error:
+        if error.status is None:
+            raise
+        raise ValueError(f"{error}. {REMEDIES.get(error.status, 'Look at reward_kwargs.')}") from error
+
+
+def recall(cache: str | None, key: str) -> str | None:
+    """Returns the answer that was kept under `key`, or None."""
+    if cache is None or not Path(cache).exists():
+        return None
+    with closing(open_cache(cache)) as kept:
+        found = kept.execute("select said from answers where question = ?", (key,)).fetchone()
+    return None if found is None else found[0]
+
+
+def remember(cache: str | None, key: str, said: str) -> None:
+    """Keeps an answer; several processes may do so at once."""
+    if cache is not None:
+        with closing(open_cache(cache)) as kept, kept:
+            kept.execute("insert or replace into answers values (?, ?)", (key, said))
+
+
+def open_cache(cache: str) -> sqlite3.Connection:
+    Path(cache).parent.mkdir(parents=True, exist_ok=True)
+    kept = sqlite3.connect(cache, timeout=60)  # seconds to wait for another process that writes
+    kept.execute("create table if not exists answers (question text primary key, said text)")
+    return kept

@@ -1,0 +1,54 @@
+"""Makes a CPU or a GPU faster, and does nothing else: it may be left out (`actor_rollout_ref.model.kernels=off`).
+
+Other packages import nothing of it but the functions named here. Classes are exchanged, hooks set and functions
+registered with transformers in here alone, and only when `prepare` or `start_process` is called.
+"""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from configs.schema import RolloutConfig
+from extras.kernels.decode import register_row_attention
+from extras.kernels.memory import give_back_memory, start_process
+from extras.kernels.norms import use_fast_norms
+from extras.kernels.packed_attention import is_packed, packed_scores, use_packed_attention
+from extras.kernels.products import use_onednn
+from workers.forward import Forward
+from workers.hf.batch import NoCacheBatch
+from workers.micro_batches import TokenScores
+
+__all__ = ["Kernels"]
+COMPILED = "actor_rollout_ref.rollout.enforce_eager=false: the compiled step of the hf engine"
+EAGER = "leave the key null, and the step runs as it is"
+
+
+class Kernels(Forward):
+    """The hook `forward`, with other layers, packed micro-batches, and rows that share their prompts."""
+
+    def start_process(self) -> None:
+        start_process()
+
+    def give_back_memory(self) -> None:
+        give_back_memory()
+
+    def prepare(self, model: PreTrainedModel) -> Callable[..., TokenScores]:
+        """Makes `model`, on its device, faster: on a CPU by other layers in the place of its own, and everywhere by an
+        attention that takes packed micro-batches and is SDPA for all others."""
+        if model.device.type == "cpu":
+            use_onednn(model)
+            use_fast_norms(model)
+        register_row_attention()
+        use_packed_attention(model)
+        return packed_scores
+
+    def batches(self, model: PreTrainedModel, config: RolloutConfig) -> tuple[type, ...]:
+        from extras.kernels.compiled import CompiledPrompts
+        from extras.kernels.generation import LaidOutRows, SharedPrompts
+
+        shares = model.shares_prompts and is_packed(model)
+        if config.enforce_eager is False:
+            if model.parallel.lockstep or not shares:
+                raise ValueError(f"{COMPILED} takes whole weights, and rows that share prompts: {EAGER}.")
+            return (CompiledPrompts,)
+        return (*([SharedPrompts] if shares else []), LaidOutRows, NoCacheBatch)

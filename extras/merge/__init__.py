@@ -1,0 +1,1 @@
+"""Makes a Hugging Face folder of a checkpoint."""

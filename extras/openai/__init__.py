@@ -1,0 +1,1 @@
+"""Samples from an OpenAI-compatible server as the engine."""

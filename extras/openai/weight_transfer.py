@@ -1,0 +1,299 @@
+"""Weights that go from the trainer's process to vLLM's server: through files in shared memory, or by NCCL.
+
+Both ways take the routes that vLLM's server has with VLLM_SERVER_DEV_MODE=1: an update is started, the server is told
+what comes, and the update is finished. `nccl` is vLLM's own trainer engine over them, for a server on other GPUs, of
+this node or another. On a CPU all of it is tried but NCCL itself, for which a test puts a stand-in
+(tests/store_transfer.py); with NCCL on GPUs it has not been run.
+"""
+
+import asyncio
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.errors import ConfigError
+from configs.schema import OpenAISettings, RolloutConfig, openai_settings
+from data.files import passing_folder
+from data.http import Json, RequestRefused, ServerError, api_root, ask_once
+from workers.agents.user_code import in_thread
+from workers.rollout import Checksums
+from workers.vllm_setup import vllm_process
+
+KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
+BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
+BUCKET_BYTES = 512 << 20  # of weights that are handed over together
+HOW_TO_START = (
+    "`python -m extras.server model.path=… rollout.name=vllm server.takes_weights=true` starts a server that "
+    "takes them (docs/engines.md)"
+)
+
+
+def weight_transfer(settings: OpenAISettings) -> "WeightTransfer":
+    """Returns the weight transfer of these settings; nothing is connected before the first weights are sent."""
+    return {"shared_memory": SharedMemory, "nccl": NCCL}[settings.weight_transfer](settings)
+
+
+def check_weight_transfer(rollout: RolloutConfig, gpus: int) -> None:
+    """Raises ConfigError if weights are to go by NCCL and there is no GPU, or no vLLM; `gpus`: that a worker has."""
+    if rollout.name != "openai" or openai_settings(rollout).weight_transfer != "nccl":
+        return
+    missing = [] if gpus else ["a GPU for each worker of the run, and this run has none (trainer.n_gpus_per_node)"]
+    if find_spec("vllm") is None:
+        missing.append("vLLM, which is not installed here (make setup-vllm)")
+    if missing:
+        raise ConfigError(
+            f"{KEY}.weight_transfer=nccl needs {'; and '.join(missing)}. Set it to shared_memory, for a server on this "
+            "node."
+        )
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields neighbouring weights of no more than a bucket together; a larger one alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in weights:
+        if bucket and sum(held.nbytes for _, held in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor.detach()))
+    if bucket:
+        yield bucket
+
+
+class WeightTransfer(ABC):
+    """A way to hand weights over to a server, which belongs to one trainer at a time."""
+
+    def __init__(self, settings: OpenAISettings) -> None:
+        self.settings = settings
+
+    def ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Returns the server's answer, in any thread. A failure is not tried again: an update would be begun twice."""
+        settings = self.settings
+        key, timeout = settings.api_key, settings.weights_timeout
+        asked = ask_once(method, api_root(settings.base_url) + path, body, api_key=key, timeout=timeout, retries=0)
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(asked)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Has the server sample from `weights`, (name, tensor) as in a checkpoint, from now on; its caches are dropped.
+
+        Raises:
+            ValueError: they do not get there, or not in time; what the server says is in it.
+        """
+        try:
+            self.hand_over(weights, version)
+        except (RequestRefused, ServerError) as error:
+            raise ValueError(
+                f"{self.settings.base_url} does not take the actor's weights of version {version} by {KEY}."
+                f"weight_transfer={self.settings.weight_transfer}: {error} {HOW_TO_START}."
+            ) from error
+
+    def held_weights(self) -> Checksums | None:
+        """Returns the checksums of the server's weights; None: it is no server of ours, and cannot say."""
+        try:
+            workers = self.ask("POST", "/collective_rpc", {"method": "held_checksums"})["results"]
+        except (RequestRefused, ServerError):
+            return None
+        if None in workers:
+            return None
+        sums = {f"{place}.{name}": found for place, one in enumerate(workers) for name, found in one["sums"].items()}
+        return Checksums(getattr(torch, workers[0]["dtype"]), sums)
+
+    @abstractmethod
+    def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sends at least one weight, within `update`."""
+
+    @contextmanager
+    def update(self, version: int) -> Iterator[None]:
+        """The server takes weights within the block; after it, it samples by them, and from no cache of old ones."""
+        self.ask("POST", "/start_weight_update")
+        yield
+        self.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+        if not self.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
+            raise ServerError("its cache of the old ones is still in use.")
+
+    def close(self) -> None:  # noqa: B027  (files leave nothing open)
+        """Ends what `send` has left open."""
+
+
+class SharedMemory(WeightTransfer):
+    """Files in memory that the trainer's and the server's processes share: one node."""
+
+    def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """All of the weights lie in shared memory at once, until the server has them; in this process there is one at a
+        time."""
+        shared = self.settings.weights_folder
+        try:
+            with passing_folder(shared, "nano_verl_weights_") as folder:
+                write_weights(weights, folder)
+                with self.update(version):
+                    self.ask("POST", "/update_weights", {"update_info": {"folder": str(folder)}})
+        except ServerError:  # an OSError too
+            raise
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"the weights of version {version} cannot be written to {shared} ({error}): it needs room for all of "
+                f"them (docker run --shm-size). Another folder that both processes see is named in {KEY}."
+                "weights_folder."
+            ) from error
+
+
+class NCCL(WeightTransfer):
+    """vLLM's own trainer engine: broadcasts from this process's GPU to those of all the server's workers.
+
+    It is made, and the group of GPUs with it, when the first weights are sent. A bucket of them is put together, and
+    sent, at a time. What has not ended after weights_timeout is given up: a collective whose peer is gone waits for
+    ever, and so does the server's worker in the end, which must then be started anew.
+    """
+
+    def __init__(self, settings: OpenAISettings) -> None:
+        super().__init__(settings)
+        self.bucket, self.client = Bucket(), Client(self.ask)
+        self.engine: Any = None  # vLLM's TrainerWeightTransferEngine
+
+    def hand_over(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        engine, self.engine = self.engine or self.connect(), None  # of no use any more if what follows fails
+        with self.update(version):
+            for bucket in buckets(weights):
+                self.bucket[:] = bucket
+                self.in_time(engine.send_weights, f"{bucket[0][0]} … {bucket[-1][0]} were sent")
+        self.bucket.clear()
+        self.engine = engine
+
+    def connect(self) -> Any:
+        """Returns the trainer engine, its group of GPUs joined by all of the server's workers."""
+        workers = self.ask("GET", "/get_world_size")["world_size"]
+        with vllm_process("cuda"):
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            join = partial(WeightTransferTrainerFactory.trainer_init, client=self.client, source=self.bucket)
+            host = self.settings.weights_address or own_address(self.settings.base_url)
+            with socket.socket() as free:
+                free.bind((host, 0))
+                port = free.getsockname()[1]
+            info = NCCLTrainerInitInfo(host, port, 1 + workers, rank=0)
+            return self.in_time(partial(join, info), f"{workers} workers of the server were to join at {host}:{port}")
+
+    def in_time(self, work: Callable[[], Any], meanwhile: str) -> Any:
+        """The result of `work`, by a thread that is left behind if it does not end in time, or if the server refuses
+        what it would wait for.
+
+        Raises:
+            ServerError: one of the two, or an error of NCCL's or of the connection.
+        """
+        here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def on_this_device() -> Any:  # a thread begins on the first one
+            with torch.accelerator.device_index(here):
+                torch.accelerator.synchronize()  # vLLM sends on streams of its own, and weights may be on their way
+                return work()
+
+        try:
+            return asyncio.run(self.unless_refused(on_this_device))
+        except (RuntimeError, OSError) as error:
+            raise ServerError(f"while {meanwhile}: {type(error).__name__}: {error}.") from error
+
+    async def unless_refused(self, work: Callable[[], Any]) -> Any:
+        self.client.refusal = Future()
+        refusal = asyncio.wrap_future(self.client.refusal)
+        done = asyncio.ensure_future(in_thread(work, deadline=self.settings.weights_timeout))
+        await asyncio.wait([done, refusal], return_when=asyncio.FIRST_COMPLETED)
+        if refusal.done():
+            done.cancel()
+            return refusal.result()
+        return done.result()
+
+    def close(self) -> None:
+        """Leaves the group of GPUs, so that the next trainer may have one with this server."""
+        if self.engine is not None:
+            with suppress(RequestRefused, ServerError):  # it may be gone
+                self.ask("POST", "/shutdown_weight_transfer_engine")
+            self.engine.shutdown()
+
+
+class Client:
+    """Asks the server for vLLM's trainer engine, in place of its VLLMWeightSyncClient.
+
+    Attributes:
+        refusal: fails where the server refuses what is being sent, which nobody will then receive.
+    """
+
+    def __init__(self, ask: Callable[[str, str, Json], Json]) -> None:
+        self.ask = ask
+        self.refusal: Future[None] = Future()
+
+    def init_weight_transfer_engine(self, init_info: Json) -> None:
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def update_weights(self, update_info: Json) -> None:
+        try:
+            self.ask("POST", "/update_weights", {"update_info": update_info})
+        except (RequestRefused, ServerError) as error:
+            self.refusal.set_exception(error)
+            raise
+
+    def start_weight_update(self) -> None:
+        """Nothing: the engine would have an update for each bucket (WeightTransfer.update)."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Nothing, as `start_weight_update`."""
+
+
+class Meta(NamedTuple):
+    """Name, type and shape of a weight, sent before it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Bucket(list[tuple[str, Tensor]]):
+    """Weights that are sent together, as vLLM's trainer engine reads a source of them."""
+
+    def metadata(self) -> list[Meta]:
+        return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+
+def own_address(url: str) -> str:
+    """Returns this node's address on the way to `url`; nothing is sent."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))
+        return probe.getsockname()[0]
+
+
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
+    """Writes (name, tensor) pairs into `folder`, and says how many there were.
+
+    Each is a file of its own: no more than one is in this process's memory beside the model, and weights that are tied
+    can be written under each of their names.
+    """
+    count = 0
+    for count, (name, tensor) in enumerate(weights, start=1):
+        save_file({name: tensor.detach().cpu().contiguous()}, folder / f"{count:08}.safetensors")
+    return count
+
+
+def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as they were written; the tensors are the files' own memory, nothing is copied.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"there are no weights in {folder}, as this process sees it")
+    for file in files:
+        yield from load_file(file).items()

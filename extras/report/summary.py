@@ -1,0 +1,332 @@
+"""Words about a run, from its record alone: what it did, what looks wrong, what it is, where its time went.
+
+"Late in the run" is the mean over the last WINDOW steps that have a metric. summary.yaml has the words.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from configs.schema import TrainerConfig
+from data.types import FAILED_END_REASONS
+from extras.report.charts import curve_name
+from extras.report.runs import RunRecord
+
+Entries = dict[str, dict[str, Any]]  # what may look wrong, in summary.yaml
+Found = Iterator[tuple[str, dict[str, Any]]]  # an entry, and the values of its text
+WINDOW = 10  # steps
+MOST_CURVES = 4  # validations that are told
+STAGES = (  # the timers that contain none of the others, in the order in which they run; a trainer's own come after
+    *("start", "log", "data", "gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic"),
+    *("update_actor", "update_weights", "metrics", "testing", "update_sampler", "dump_rollout_generations"),
+    "save_checkpoint",
+)
+AROUND_OTHERS = ("step",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Says what looks wrong, with its threshold, and the key to set."""
+
+    level: str  # warning | note
+    text: str
+    remedy: str
+
+
+@cache
+def words() -> dict[str, Any]:
+    """Reads summary.yaml, whose entries nobody may change."""
+    return yaml.load(Path(__file__).with_name("summary.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+
+
+def sentences(run: RunRecord) -> list[str]:
+    """Says in plain words what was trained by what, from where to where, in how long, on what, and how it ended."""
+    return [*about_task(run), *about_progress(run), *about_time(run), *about_machine(run), about_end(run)]
+
+
+def about_task(run: RunRecord) -> Iterator[str]:
+    """Says which model learnt what, by which algorithm."""
+    known = run.settings
+    if "model.path" in known:
+        files, rows = names_of(known.get("data.train_files")), known.get("data.train_batch_size")
+        verb = "learns" if run.state == "running" else "learnt"
+        batch = f", {plural(rows, 'row')} a step" if rows else ""
+        yield f"{known['model.path']} {verb} the responses of {files}{batch}."
+    elif "algorithm.adv_estimator" in known:
+        rank, env = known.get("actor_rollout_ref.model.lora_rank"), known.get("env.id")
+        kind = "single steps" if known.get("env.mode") == "step" else "whole episodes"
+        files = known.get("data.train_files")
+        task = f" in {kind} of {env}" if env else f" on the prompts of {names_of(files)}" if files else ""
+        loss = known.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+        ways = [known["algorithm.adv_estimator"], *([] if loss == "vanilla" else [f"policy loss {loss}"])]
+        ways += [f"a LoRA adapter of rank {rank}"] if rank else []
+        if known.get("actor_rollout_ref.actor.use_kl_loss"):
+            ways.append(f"KL loss of weight {known.get('actor_rollout_ref.actor.kl_loss_coef')}")
+        prompts, n = known.get("data.train_batch_size"), known.get("actor_rollout_ref.rollout.n")
+        verb = "is being trained" if run.state == "running" else "was trained"
+        model = f"{known.get('actor_rollout_ref.model.path') or 'A model'} {verb} by reinforcement learning"
+        batch = f": {plural(prompts, 'prompt')} a step, {plural(n, 'sample')} of each" if prompts and n else ""
+        yield f"{model} ({', '.join(ways)}){task}{batch}."
+
+
+def about_progress(run: RunRecord) -> Iterator[str]:
+    """Says where each validation and the score in training began, and where they are."""
+    validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
+    for name in validations[:MOST_CURVES]:
+        (first, before), *_, (last, after) = [*points(run, name)] * 2
+        best, at = extreme(run, name)
+        then = f", {short(after)} at step {last}" if last != first else ", and was not measured again"
+        top = f"; the best was {short(best)} at step {at}" if at not in (first, last) else ""
+        yield f"{in_words(name)}: {short(before)} at step {first}{then}{top}."
+    if len(validations) > MOST_CURVES:
+        yield f"{len(validations) - MOST_CURVES} further validations are among the curves."
+    for title, over, first, last in training_means(run):
+        span = f"{over} steps" if over > 1 else "step"
+        yield f"{title}: {short(first)} over the first {span}, {short(last)} over the last."
+
+
+def training_means(run: RunRecord) -> Iterator[tuple[str, int, float, float]]:
+    """Yields the score, or the loss, in words, a number of steps, and its means over the first and last so many."""
+    for name, title in (("critic/score/mean", "Mean score in training"), ("train/loss", "Loss in training")):
+        if over := min(WINDOW, len(points(run, name)) // 2):
+            yield title, over, mean(points(run, name)[:over]), mean(points(run, name)[-over:])
+
+
+def headline(run: RunRecord) -> dict[str, str]:
+    """Returns label → text of what one asks first: did it learn, in how many steps, in how long."""
+    validations = [name for name in run.metrics if is_validation(name) and points(run, name)]
+    ends = {in_words(name): (points(run, name)[0][1], points(run, name)[-1][1]) for name in validations[:2]}
+    ends |= {title: (first, last) for title, _, first, last in training_means(run)}
+    table = {label: " → ".join(dict.fromkeys(map(short, values))) for label, values in ends.items()}
+    times = [duration(seconds) for _, seconds in points(run, "training/seconds")[-1:]]
+    return table | {"Steps": str((run.steps or [0])[-1])} | dict(zip(["Time"], times, strict=False))
+
+
+def about_time(run: RunRecord) -> Iterator[str]:
+    """Says how many steps were done, in how long, and of a run that goes on how long the others will take."""
+    done, each = (run.steps or [0])[-1], [value for _, value in points(run, "timing_s/step")]
+    total = run.start.get("total_steps") or number(run, "trainer.total_training_steps", None)
+    spent, left = points(run, "training/seconds"), ""
+    whole = f", in {duration(spent[-1][1])}" if spent else ""
+    pace = f"; a step takes {median(each):.3g} s (median)" if each else ""
+    if run.state == "running" and total and len(spent) > 1:
+        (first, began), *_, (last, now) = spent  # a run may go on from a step of another's
+        left = f"; about {duration((total - done) * (now - began) / (last - first))} are left"
+    yield f"{done}{f' of {total}' if total else ''} steps are done{whole}{pace}{left}."
+
+
+def about_machine(run: RunRecord) -> Iterator[str]:
+    """Says on which machine it ran."""
+    if machine := run.start.get("machine"):
+        cores, size, threads = machine.get("cores"), machine.get("memory_gb"), run.start.get("threads")
+        parts = [str(machine.get("cpu") or ""), cores and plural(cores, "core"), size and f"{size} GB of memory"]
+        parts += [f"{count} × {name}" for name, count in Counter(map(str, machine.get("gpus") or [])).items()]
+        parts += [threads and f"{plural(threads, 'thread')} a worker"]
+        verb = "runs" if run.state == "running" else "ran"
+        about = ", ".join(filter(None, parts))
+        yield f"It {verb} on {machine.get('host') or 'a machine'}{about and ': '}{about}."
+
+
+def about_end(run: RunRecord) -> str:
+    """Says how it ended, or that it goes on."""
+    said = words()["ends"].get(run.state, words()["ends"]["ended"])
+    said = said.format(step=(run.steps or [0])[-1], reason=run.start.get("reason") or "no reason is known")
+    starts = len(run.info.get("starts", []))
+    return f"{said} It was started {starts} times." if starts > 1 else said
+
+
+def findings(run: RunRecord) -> list[Finding]:
+    """Lists what looks wrong, warnings first."""
+    known, found = words()["findings"], []
+    for look in (beyond_limits, about_signal, about_rollouts, about_numbers, about_validations):
+        for name, values in look(run, known):
+            entry = known[name] | values
+            found.append(Finding(entry["level"], entry["text"].format(**entry), entry["remedy"].format(**entry)))
+    return sorted(found, key=lambda finding: finding.level != "warning")
+
+
+def beyond_limits(run: RunRecord, known: Entries) -> Found:
+    """Finds a bad end, metrics late in the run and stages that are beyond their limits."""
+    if run.state in ("failed", "killed"):
+        yield "failed", {"value": about_end(run)}
+    split = stages(run)
+    spent = {name: sum(seconds) for name, seconds in zip(split["names"], split["seconds"], strict=True)}
+    for name, entry in known.items():
+        value = late(run, entry.get("metric", ""))
+        if "stage" in entry:
+            value = spent.get(entry["stage"], 0.0) / (sum(spent.values()) or 1.0)
+        normal = any((late(run, other) or 0.0) <= limit for other, limit in entry.get("unless", {}).items())
+        if value is not None and not normal and (value < 0 if entry.get("lowest") else value > entry["limit"]):
+            yield name, {"value": value}
+
+
+def about_signal(run: RunRecord, known: Entries) -> Found:
+    """Finds steps in a row that taught nothing, and a policy that has become certain."""
+    names = ("score/min", "score/max", "advantages/min", "advantages/max")
+    ends = [dict(points(run, f"critic/{name}")) for name in names]
+    limit = number(run, "trainer.no_signal_steps", TrainerConfig.no_signal_steps) or 0
+
+    def is_silent(step: int) -> bool:
+        lowest, highest, *advantages = (values.get(step) for values in ends)
+        return lowest == highest or advantages == [0, 0]
+
+    trained = sorted({step for values in ends for step in values})
+    longest = max(([*steps] for silent, steps in groupby(trained, is_silent) if silent), key=len, default=[])
+    if len(longest) >= limit > 0:
+        from extras.watch.health import likeliest_cause  # which loads torch
+
+        last = {name: value for name in run.metrics for at, value in points(run, name) if at == longest[-1]}
+        cause = "The reward is the same for all answers, or too rare to be found: look at samples of these steps."
+        with suppress(KeyError):  # a metric that it reads is missing
+            cause = likeliest_cause(last)
+        values = {"value": len(longest), "first": longest[0], "last": longest[-1], "cause": cause, "limit": limit}
+        yield "no_signal", values
+    before, after = mean(points(run, "actor/entropy")[:WINDOW]), late(run, "actor/entropy")
+    if len(points(run, "actor/entropy")) > WINDOW and after < known["entropy"]["limit"] * before > 0:
+        mastered = (late(run, "group/all_pass_frac") or 0.0) > known["ties"]["limit"]
+        level = {"level": "note"} if mastered else {}
+        yield "entropy", {"first": short(before), "last": short(after), **level}
+
+
+def about_rollouts(run: RunRecord, known: Entries) -> Found:
+    """Finds an engine that samples from other probabilities than the policy has, and rows that failed."""
+    limit = number(run, "trainer.max_rollout_mismatch", TrainerConfig.max_rollout_mismatch)
+    measured = points(run, "rollout_mismatch/abs_log_prob_diff")
+    above = [(value, step) for step, value in measured if limit is not None and value > limit]
+    if above:
+        times, (worst, step) = plural(len(above), "step"), max(above)
+        yield "mismatch", {"value": short(worst), "step": step, "times": times, "limit": limit}
+    kinds = {reason: mean(points(run, f"end_reason/{reason}")) for reason in FAILED_END_REASONS}
+    failed = max(mean(points(run, "response/aborted_ratio")), sum(kinds.values()))
+    if failed > known["failed_rows"]["limit"]:
+        shares = ", ".join(f"{share:.1%} {reason}" for reason, share in kinds.items() if share)
+        yield "failed_rows", {"value": failed, "kinds": f" ({shares})" if shares else ""}
+
+
+def about_numbers(run: RunRecord, known: Entries) -> Found:
+    """Finds updates that were refused, numbers that are none, and a gradient far larger than the others."""
+    learnt = {name: curve for name, curve in run.metrics.items() if name.startswith(("actor/", "critic/", "train/"))}
+    holes = {name: curve.steps[curve.values.index(None)] for name, curve in learnt.items() if None in curve.values}
+    if holes:
+        yield "no_numbers", {"first": min(holes.values()), "value": ", ".join(holes)}
+    for name in learnt:
+        curve = points(run, name)
+        norms = [value for _, value in curve]
+        steps = [step for step, value in curve if value > 0]
+        if name.endswith("/skipped_updates") and steps:
+            yield "skipped_updates", {"times": plural(len(steps), "step"), "first": steps[0], "value": name}
+        typical = median(norms) if name.endswith("/grad_norm") and len(norms) >= WINDOW else 0.0
+        if typical and max(norms) > known["grad_norm"]["limit"] * typical:
+            largest, step = short(max(norms)), curve[norms.index(max(norms))][0]
+            yield "grad_norm", {"metric": name, "value": largest, "step": step, "typical": short(typical)}
+
+
+def about_validations(run: RunRecord, known: Entries) -> Found:
+    """Finds validations that are worse than they were."""
+    for name in filter(is_validation, run.metrics):
+        (value, at), (step, last) = extreme(run, name), (points(run, name) or [(0, 0.0)])[-1]
+        if abs(value - last) > known["validation"]["limit"] * abs(value):
+            saved = run.folder / f"global_step_{at}"
+            keep = f"{saved} has its model." if saved.is_dir() else f"There is no checkpoint of step {at} (save_freq)."
+            when = {"best": short(value), "at": at, "last": short(last), "step": step}
+            yield "validation", {"value": in_words(name), "saved": keep, **when}
+
+
+def facts(run: RunRecord) -> dict[str, str]:
+    """Returns label → text: settings that one asks for first, machine, versions, command, commit, times."""
+    known, start = run.settings, run.start
+    table = {label: next(filter(None, map(known.get, keys)), None) for label, keys in words()["facts"].items()}
+    table["Seed"] = known.get("trainer.seed", start.get("seed"))
+    table["A step"] = "\n".join(map(str, start.get("batch_arithmetic") or []))
+    table["Machine"] = " ".join(about_machine(run)).partition(" on ")[2].removesuffix(".")
+    table["Versions"] = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
+    table["Commit"] = f"{start.get('commit') or ''}{' and changes' if start.get('dirty') else ''}"
+    table["Command"] = " ".join(map(str, start.get("command") or []))
+    table |= {label: start.get(label.lower()) for label in ("Started", "Ended", "Reason")}
+    return {label: names_of(value) for label, value in table.items() if value not in (None, "", [])}
+
+
+def stages(run: RunRecord) -> dict[str, list[Any]]:
+    """Splits the seconds of every step into stages: {"steps": [..], "names": [..], "seconds": [[..] for each name]}.
+
+    A step's seconds are those since the line before it, by `training/seconds`; a step whose line before is torn is left
+    out. The last name is "other": no timer ran.
+    """
+    until = points(run, "training/seconds")
+    lines = pairwise([(until[0][0] - 1, 0.0), *until]) if until else ()
+    passed = {step: now - was for (last, was), (step, now) in lines if step == last + 1 and now >= was}
+    if not passed:
+        return {"steps": [], "names": [], "seconds": []}
+    timers = [name.partition("/")[2] for name in run.metrics if name.startswith("timing_s/")]
+    names = sorted({*timers} - {*AROUND_OTHERS}, key=[*STAGES, *timers].index)
+    curves = [dict(points(run, f"timing_s/{name}")) for name in names]
+    seconds = [[curve.get(step, 0.0) for step in passed] for curve in curves]
+    others = [whole - sum(parts) for whole, *parts in zip(passed.values(), *seconds, strict=True)]
+    rounded = [[round(value, 4) for value in values] for values in (*seconds, others)]
+    return {"steps": [*passed], "names": [*names, "other"], "seconds": rounded}
+
+
+def number(run: RunRecord, key: str, default: float | None) -> float | None:
+    """Returns a setting that is a number or null; `default` for one that is missing, or something else."""
+    value = run.settings.get(key, default)
+    return value if isinstance(value, int | float | None) else default
+
+
+def points(run: RunRecord, name: str) -> list[tuple[int, float]]:
+    """Returns a metric's steps and values, without those that are no numbers; [] if the run has none."""
+    curve = run.metrics.get(name)
+    return [] if curve is None else [(step, value) for step, value in zip(*curve, strict=True) if value is not None]
+
+
+def mean(some: Sequence[tuple[int, float]]) -> float:
+    """Returns the mean of a curve's values; of none, 0."""
+    return fmean(value for _, value in some) if some else 0.0
+
+
+def late(run: RunRecord, name: str) -> float | None:
+    last = points(run, name)[-WINDOW:]
+    return mean(last) if last else None
+
+
+def extreme(run: RunRecord, name: str) -> tuple[float, int]:
+    """Returns the best value of a validation, the lowest of a loss, and the last step that had it."""
+    sign = -1 if name.endswith("loss") else 1
+    step, value = max(points(run, name), key=lambda point: (sign * point[1], point[0]), default=(0, 0.0))
+    return value, step
+
+
+def is_validation(name: str) -> bool:
+    return name == "val/loss" or (name.startswith("val-core/") and "/mean@" in name)
+
+
+def in_words(name: str) -> str:
+    """Names a validation at the beginning of a sentence."""
+    words = curve_name(name).replace("val/loss", "validation: loss")
+    return words[0].upper() + words[1:]
+
+
+def plural(count: Any, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Says seconds in words: "95 s", "2.5 minutes", "35 minutes", "5.2 hours"."""
+    hours = f"{seconds / 60:.{int(seconds < 600)}f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+    return hours if seconds > 120 else f"{seconds:.3g} s"
+
+
+def names_of(files: Any) -> str:
+    """Writes a path, or a list of them, or another value, as text."""
+    return ", ".join(map(str, files)) if isinstance(files, list) else str(files)

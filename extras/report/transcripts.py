@@ -1,0 +1,351 @@
+"""Rollouts as people and programs read them: records of JSON, and the same in the terminal.
+
+trainer.rollout_data_dir, trainer.validation_data_dir and a run's samples/ (extras/report/sample_files.py) hold one JSON
+object a line, a record of a sample: an answer to a prompt, or a whole episode. It has texts to read, of an episode turn
+by turn (`turns`), and the tokens that were learnt from with the numbers of each (`rows`), which `read_episodes` gives
+back as they were. In the terminal an episode is shown turn by turn: dim what the policy was shown, bold what it said
+(which is what is trained), and what that earned.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data.protocol import DataProto
+from data.types import Sample
+from extras.report.lines import fields_table, message_fields, short_number, without_middle
+from training.episode_rows import EpisodeRows
+from training.reward import policy_ids
+
+Record = dict[str, Any]
+
+# Columns of a sample that its record has under the same name, where the batch has them.
+ABOUT = (
+    "uid", "data_source", "reset_seed", "success", "end_reason", "failure", "__num_turns__", "tool_call_counts",
+    "tool_failures", "tool_rewards", "turn_scores", "tool_extra_fields", "invalid_actions", "__messages__",
+)  # fmt: skip
+# Names that nothing which a reward returns may take.
+OURS = frozenset((
+    "step", "input", "output", "response", "gts", "score", *ABOUT, "extra_info", "weight_versions",
+    "reward_extra_keys", "raw_prompt", "turns", "rows",
+))  # fmt: skip
+# Lists of a row in a record, with an entry a token, and the columns [B, R] that they come from.
+TOKENS = {
+    "token_ids": "responses",
+    "policy_mask": "response_mask",
+    "log_probs": "rollout_log_probs",
+    "weight_versions": "weight_versions",
+    "rewards": "token_level_scores",
+    "turns": "turn_ids",
+}
+# Further lists, of columns of the same name that a batch may have: numbers of six digits.
+COMPUTED = ("old_log_probs", "ref_log_prob", "values", "entropys", "advantages")
+
+NOT_EXTRAS = ("rows", "turns", "weight_versions", "end_reason")  # of samples that are read again
+
+BRIEF_TURNS = 8  # longer episodes lose their middle where they are shown briefly
+FOR_PROGRAMS = ("rows", "reward_extra_keys", "response", "__messages__")  # shown nowhere
+IN_TURNS = (*FOR_PROGRAMS, "step", "input", "output", "turns", "raw_prompt", "extra_info", "__num_turns__")
+BESIDE = ("step", "raw_prompt", "uid", "data_source", "extra_info")  # of an answer, beside what is read of it
+BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+MOST_HELD = 32  # tokens that may have no text until all before them are decoded again
+
+
+def sample_rows(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int, numbers: Sequence[int] | None = None
+) -> list[Record]:
+    """Turns the samples of a scored batch into records: verl's keys (input, output, gts, score, step), the columns of
+    `ABOUT`, the fields of the reward, turns as texts, and rows as tokens.
+
+    A sample is a row, or an episode of several. `numbers` picks some, as `EpisodeRows` numbers them.
+    """
+    episodes, texts = EpisodeRows(batch), token_texts_of(tokenizer)
+    numbers = range(episodes.count) if numbers is None else numbers
+    names, is_episode = [name for name in ABOUT if name in batch], "episode" in batch
+    keys = batch.meta_info.get("reward_extra_keys", ())
+    told = {f"reward_{name}" if name in OURS else name: name for name in keys}
+    columns, scores = batch.non_tensor_batch, episodes.scores().tolist()
+    has_chats = "raw_prompt" in columns and all(isinstance(chat, list) for chat in columns["raw_prompt"])
+    records = []
+    for number in numbers:
+        last = episodes.last_row[number]
+        rows = [token_lists(batch, row, texts) for row in (episodes.of_row == number).nonzero()[:, 0].tolist()]
+        label = columns["reward_model"][last] if "reward_model" in columns else None
+        record = {
+            "step": step,
+            **read_texts(rows, tokenizer, is_episode),
+            "gts": label.get("ground_truth") if isinstance(label, dict) else None,
+            "score": scores[number],
+            **{name: batch.get(name)[last] for name in names},
+            **({} if is_episode else {"weight_versions": span_of_versions(rows[0])}),
+            **{shown: columns[name][last] for shown, name in told.items()},
+            "reward_extra_keys": [*told],
+        }
+        if "extra_info" in columns:
+            record["extra_info"] = without_objects(columns["extra_info"][last] or {})
+        if has_chats:
+            record["raw_prompt"] = columns["raw_prompt"][last]
+        records.append(record | {"rows": rows})
+    return records
+
+
+def read_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase, is_episode: bool) -> Record:
+    """Decodes the rows of a sample for people: input and output, and of an episode its turns.
+
+    The `response` of an episode is what its reward is given, without the dots between turns.
+    """
+    said = policy_ids(rows)
+    if is_episode:
+        turns = turn_texts(rows, tokenizer)
+        output = " · ".join(turn["response"] for turn in turns)
+        texts = {"input": turns[0]["prompt"] if turns else "", "output": output, "turns": turns}
+        return texts | {"response": tokenizer.decode(said, skip_special_tokens=True)}
+    [row] = rows
+    shown, output = tokenizer.batch_decode([row["prompt_ids"], said], skip_special_tokens=True)
+    return {"input": shown, "output": output}
+
+
+def span_of_versions(row: Record) -> list[int]:
+    """Lists the first and the last version of the weights that the policy's tokens were sampled from; empty, where the
+    policy has none."""
+    versions = zip(row["weight_versions"], row["policy_mask"], strict=True)
+    found = [version for version, policy in versions if policy]
+    return [min(found), max(found)] if found else []
+
+
+def without_objects(info: Mapping[str, Any]) -> Record:
+    """Leaves out entries that JSON has no form for, such as an environment's state: its reset seed is in the record."""
+    kept = (str, int, float, list, tuple, Mapping, np.ndarray, np.generic, Tensor)
+    return {name: value for name, value in info.items() if value is None or isinstance(value, kept)}
+
+
+def token_lists(batch: DataProto, row: int, texts: "TokenTexts") -> Record:
+    """Takes one row of a batch without its padding: ids and texts of the prompt, and the lists of `TOKENS`, token_texts
+    and, where they were computed, `COMPUTED`; loss_mask if some of the batch's tokens were rejected."""
+    width, tensors = batch.batch["responses"].shape[1], batch.tensors
+    attended = tensors["attention_mask"][row].bool()
+    prompt_ids = tensors["prompts"][row][attended[:-width]].tolist()
+    kept = attended[-width:]
+    lists = {name: tensors[column][row][kept].tolist() for name, column in TOKENS.items() if column in tensors}
+    lists.setdefault("turns", [0] * len(lists["token_ids"]))
+    lists |= {name: six_digits(tensors[name][row][kept]) for name in COMPUTED if name in tensors}
+    if "loss_mask" in tensors and not tensors["loss_mask"].equal(tensors["response_mask"]):
+        lists["loss_mask"] = tensors["loss_mask"][row][kept].int().tolist()
+    shown = {"prompt_ids": prompt_ids, "prompt_texts": texts.of(prompt_ids)}
+    return {**shown, "token_texts": texts.of(lists["token_ids"]), **lists}
+
+
+def six_digits(numbers: Tensor) -> list[float]:
+    return [float(f"{number:.6g}") for number in numbers.tolist()]
+
+
+class TokenTexts:
+    """Texts of tokens that join exactly to the text of all, special tokens included.
+
+    A character of several tokens is held by the last of them, the others have "". Bytes that are no character are
+    U+FFFD, held by the first of them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.first: dict[int, str] = {}  # text of each id alone, where some tokenizers strip a space
+        self.later: dict[int, str] = {}  # and after another token
+
+    def of(self, ids: list[int]) -> list[str]:
+        """Returns a text for each of `ids`."""
+        for token in {*ids} - self.first.keys():
+            alone, twice = self.decode([token]), self.decode([token, token])
+            self.first[token] = alone
+            self.later[token] = twice[len(alone) :] if twice.startswith(alone) else alone
+        whole = self.decode(ids)
+        texts = [self.first[token] for token in ids[:1]] + [self.later[token] for token in ids[1:]]
+        return texts if "".join(texts) == whole else self._align(ids, whole)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _align(self, ids: list[int], whole: str) -> list[str]:
+        """Cuts `whole` into a text for each of `ids`: as far as the tokens up to that one determine it."""
+        texts: list[str] = []
+        start = before = 0  # the text of ids from `start` on is not certain yet; those from `before` on are its context
+        begins = place = 0  # where the text of ids[start:] begins in `whole`, and how much of `whole` is given out
+        for end, token in enumerate(ids, start=1):
+            held = end - start
+            text = self.later[token] if end > 1 else self.first[token]
+            certain = held == 1 and BROKEN not in text and whole.startswith(text, begins)
+            if not certain:
+                if held > MOST_HELD:
+                    start = before = begins = 0
+                context, both = self.decode(ids[before:start]), self.decode(ids[before:end])
+                text = both[len(context) :] if both.startswith(context) else self.decode(ids[start:end])
+                pairs = zip(text, whole[begins : begins + len(text)], strict=False)
+                known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                certain = (known == len(text) and not text.endswith(BROKEN)) or held > MOST_HELD
+                text = text[:known]
+            reached = max(place, begins + len(text))
+            texts.append(whole[place:reached])
+            place = reached
+            if certain:
+                before, start, begins = start if text else before, end, place
+        texts[-1] += whole[place:]
+        return texts
+
+
+@lru_cache(maxsize=1)
+def token_texts_of(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
+    """Returns the texts of a tokenizer's tokens: the same object each time, which knows the vocabulary it has seen."""
+    return TokenTexts(tokenizer)
+
+
+def turn_texts(rows: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[Record]:
+    """Decodes each turn: the prompt, the trained part of the answer, and its reward.
+
+    What follows the last answer is a turn of its own, without an answer.
+    """
+    turns: list[Record] = []
+    for row in rows:
+        shown = row["prompt_ids"]
+        tokens = [*zip(row["turns"], row["token_ids"], row["policy_mask"], row["rewards"], strict=True)]
+        for turn in sorted({*row["turns"]}):
+            said = [token for number, token, policy, _ in tokens if number == turn and policy]
+            prompt, response = tokenizer.batch_decode([shown, said], skip_special_tokens=True)
+            earned = sum(reward for number, _, _, reward in tokens if number == turn)
+            turns.append({"prompt": prompt, "response": response, "reward": earned})
+            shown = [token for number, token, policy, _ in tokens if number == turn and not policy]
+        if shown:
+            turns.append({"prompt": tokenizer.decode(shown, skip_special_tokens=True), "response": "", "reward": 0.0})
+    return turns
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """Reads the lines of a file of rollouts, in order. Raises ValueError for one that is no JSON object."""
+    records = []
+    lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")  # JSON may hold other line ends
+    for number, line in enumerate(lines if lines != [""] else [], start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: this is not JSON: {error}.") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: a rollout is a JSON object, not {type(record).__name__}.")
+        records.append(record)
+    return records
+
+
+def read_episodes(path: str | Path) -> list[list[Sample]]:
+    """Reads the rows of each sample of a file, as they were drawn; the other fields of its line are their `extras`.
+
+    An answer to a prompt is an episode of one row. Log-probs and rewards are those of the batch, to the bit.
+
+    Raises:
+        ValueError: a line is no JSON, has no rows, or has lists of different lengths; names it.
+    """
+    episodes = []
+    for number, record in enumerate(read_records(path), start=1):
+        if "rows" not in record:
+            raise ValueError(f"{path}, line {number}: this is no sample: it has no rows of tokens, but {[*record]}.")
+        about = {name: value for name, value in record.items() if name not in NOT_EXTRAS}
+        try:
+            samples = [as_sample(row, record.get("end_reason"), dict(about)) for row in record["rows"]]
+        except (AssertionError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: its rows are broken: {error}.") from error
+        episodes.append(samples)
+    return episodes
+
+
+def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
+    """Builds the sample of a record's row; asserts that its lists have one entry a token."""
+    lists = {name: row[name] for name in TOKENS}
+    return Sample(row["prompt_ids"], **lists, end_reason=end_reason, extras=extras)
+
+
+def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
+    """Separates samples of the validation set from whole episodes, under their names in print."""
+    kinds = {
+        "rows": [row for row in samples if "turns" not in row],
+        "episodes": [row for row in samples if "turns" in row],
+    }
+    return {kind: rows for kind, rows in kinds.items() if rows}
+
+
+def select_fields(row: Record) -> Record:
+    """Selects the fields of an answer for the terminal; chat messages each under its role."""
+    shown = {name: value for name, value in row.items() if name not in BESIDE and value is not None}
+    if "raw_prompt" in row:
+        del shown["input"]
+        shown = message_fields(row["raw_prompt"]) | shown
+    return shown
+
+
+def total_scores(batch: DataProto) -> list[float]:
+    return batch.batch["token_level_scores"].sum(1).tolist()
+
+
+def spread(scores: Sequence[float], count: int) -> list[int]:
+    """Picks the places of `count` scores, evenly spaced from best to worst."""
+    ordered = sorted(range(len(scores)), key=lambda place: -scores[place])
+    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
+
+
+def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
+    """Prints each rollout in a box under `title`, for example "validation at step 3", and its number.
+
+    If `brief`, long episodes and long texts lose their middle, and an answer has its readable fields alone.
+    """
+    console = Console()
+    for number, record in enumerate(records, start=1):
+        if "turns" in record:
+            content = episode_view(record, brief)
+        else:
+            fields = {name: value for name, value in record.items() if name not in FOR_PROGRAMS}
+            content = fields_table(select_fields(fields) if brief else fields)
+        console.print(Panel(content, title=Text(f"{title} · {number} of {len(records)}"), title_align="left"))
+
+
+def episode_view(record: Record, brief: bool) -> Group:
+    """Lays out the turns of an episode, and its other fields below them."""
+    turns = Table.grid(padding=(0, 2))
+    turns.add_column(style="cyan", no_wrap=True)
+    turns.add_column(overflow="fold")
+    turns.add_column(style="green", no_wrap=True)
+    for number, turn in leave_out_middle(record["turns"], BRIEF_TURNS if brief else None):
+        if turn is None:
+            turns.add_row("…", Text(f"{number} more turns", style="dim"), "")
+        else:
+            turns.add_row(str(number), turn_view(turn, brief), short_number(turn["reward"]) if turn["reward"] else "")
+    about = {name: value for name, value in record.items() if name not in IN_TURNS and not says_nothing(value)}
+    about = {"return" if name == "score" else name: value for name, value in about.items()}
+    return Group(turns, Text(), fields_table(about))
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether it is None, or a list or dictionary without entries."""
+    return value is None or (isinstance(value, list | dict) and not value)
+
+
+def turn_view(turn: Record, brief: bool) -> Group:
+    """Styles a turn: the prompt dim, the answer bold; an answer that cannot be seen is quoted."""
+    answer = turn["response"]
+    styled = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
+    texts = [(without_middle(text) if brief else text, style) for text, style in styled if text.strip()]
+    return Group(*(Text.from_ansi(text, style=style) for text, style in texts))
+
+
+def leave_out_middle(turns: Sequence[Record], most: int | None) -> list[tuple[int, Record | None]]:
+    """Numbers the turns; keeps the first and the last, `most` in all, and between them (number left out, None)."""
+    numbered, left_out = [*enumerate(turns)], 0 if most is None else len(turns) - most
+    if left_out <= 0:
+        return numbered
+    half = most // 2
+    return [*numbered[:half], (left_out, None), *numbered[half + left_out :]]

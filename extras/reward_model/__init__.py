@@ -1,0 +1,1 @@
+"""Scores responses by a learned reward model."""

@@ -1,0 +1,1 @@
+"""Corrects for rollouts whose probabilities are not the trainer's."""

@@ -1,0 +1,319 @@
+"""Corrects for a rollout engine whose probabilities are not the trainer's ("rollout correction" in verl).
+
+Importance weights for the policy loss, rejection of tokens or rows that drifted too far, and diagnostics of the drift:
+pure functions, tensors in, tensors and floats out; only the combined ones know a batch. `log_ratio` [B, R] is
+x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that the policy produced.
+What lies under its zeros does not matter, and a row of zeros, a failed episode, enters no statistic.
+Left out: means over ranks, as the driver sees the whole batch. Bypass mode's loss is in training/core_algos.py.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.protocol import DataProto
+from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold, parse_band, parse_rejection
+from training.torch_functional import bound_log_ratio, masked_mean, masked_sum, zero_masked
+
+MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
+MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
+
+
+class Level(NamedTuple):
+    """The unit that one importance weight belongs to."""
+
+    log_weight: Callable[[Tensor, Tensor], Tensor]  # (log_ratio, mask) -> [B, R] or, one a row, [B, 1]
+    units: Callable[[Tensor, Tensor], Tensor]  # (weights [B, R], mask) -> [number of weights]
+
+
+def row_means(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Mean over the tokens of each row that has any: [B, R] -> [rows that did not fail]."""
+    return masked_mean(values, response_mask, axis=-1)[response_mask.bool().any(-1)]
+
+
+IS_LEVELS = {
+    "token": Level(lambda x, mask: x, lambda weights, mask: weights[mask.bool()]),
+    "sequence": Level(lambda x, mask: masked_sum(x, mask, axis=-1).unsqueeze(-1), row_means),
+}
+
+
+@torch.no_grad()
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """(importance weights [B, R], metrics without prefix); the weights are 0 under the mask and have no gradient.
+
+    The weight of a "token" is e^x; every token of a "sequence" weighs e^(sum of x over the row). A threshold u caps
+    weights at u (truncated importance sampling, https://fengyao.notion.site/off-policy-rl); "l_u" instead makes those
+    outside [l, u] zero (IcePop, arXiv:2510.18855). `rollout_is_batch_normalize` then divides them by their mean.
+
+    Raises ValueError on another level, an impossible threshold or an empty mask, TypeError on a threshold's type.
+    """
+    if rollout_is not in IS_LEVELS:
+        raise ValueError(f"rollout_is is {rollout_is!r}, but must be null or one of {', '.join(IS_LEVELS)}")
+    lower, upper = parse_band("rollout_is_threshold", rollout_is_threshold)
+    _refuse_empty(response_mask)
+    level = IS_LEVELS[rollout_is]
+    raw = zero_masked(bound_log_ratio(level.log_weight(log_ratio, response_mask)).exp(), response_mask)
+    icepop, lower = lower is not None, lower or 1 / upper
+    outside = (raw < lower) | (raw > upper)
+    weights = raw.masked_fill(outside, 0) if icepop else raw.clamp(max=upper)
+    metrics = _is_metrics(raw, weights, response_mask, level, (lower, upper))
+    if icepop:
+        metrics["rollout_is_oob_ratio"] = _share(outside[response_mask.bool()]).item()
+    if rollout_is_batch_normalize:
+        mean = level.units(weights, response_mask).mean().item()
+        factor = mean if mean > 1e-8 else 1.0  # nothing is left to normalise if every weight is 0
+        weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, factor
+    return weights, metrics
+
+
+def _is_metrics(
+    raw: Tensor, weights: Tensor, response_mask: Tensor, level: Level, band: tuple[float, float]
+) -> dict[str, float]:
+    """Statistics of the applied weights; of the raw ones the shares beyond the band, and a row's max and min."""
+    tokens, rows = weights[response_mask.bool()], row_means(weights, response_mask)
+    extremes = row_means(raw, response_mask) if level is IS_LEVELS["sequence"] else tokens
+    metrics = {
+        "mean": tokens.mean(),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "std": tokens.std(correction=0),
+        "eff_sample_size": tokens.mean() ** 2 / (tokens**2).mean().clamp(min=1e-30),  # 0 if IcePop left no weight
+        **_beyond("ratio_fraction", level.units(raw, response_mask), band),
+        **_row_metrics(rows, center=1.0),
+        **_beyond("seq_fraction", row_means(raw, response_mask), band),
+    }
+    return _floats({f"rollout_is_{name}": value for name, value in metrics.items()})
+
+
+# Estimators of the KL divergence of the rollout from the training policy (http://joschu.net/blog/kl-approx.html). k1
+# has a sign and a band, written as bounds of the ratio π_rollout / π_train: the inverse of the importance weight.
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: 0.5 * x**2,
+    "k3": lambda x: x.expm1() - x,
+}
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: masked_sum(values, mask, axis=-1).unsqueeze(-1),
+    "seq_mean": lambda values, mask: masked_mean(values, mask, axis=-1).unsqueeze(-1),
+    # The statistics it goes with are never negative, and 0 under the mask.
+    "seq_max": lambda values, mask: values.amax(-1, keepdim=True),
+}
+
+
+@torch.no_grad()
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str | None = "token_k1",
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(`response_mask` without the tokens rejected, in its dtype; metrics without prefix, none if the mask is empty).
+
+    `rollout_rs` names any of `REJECTION_OPTIONS`, joined by commas: a statistic of a token, or of a row, which then
+    stays or goes as a whole; what passes them all stays. `rollout_rs_threshold` is one entry for all or one for each:
+    for k1 "lower_upper" or an upper bound u, meaning 1/u to u, of the ratio; for k2, k3 an upper bound of the
+    statistic.
+
+    Raises ValueError on an unknown option or an impossible threshold, TypeError on one of another type.
+    """
+    bands = parse_rejection(rollout_rs, rollout_rs_threshold)
+    valid = response_mask.bool()
+    if not valid.any():
+        return response_mask.clone(), {}
+    log_ratio = bound_log_ratio(zero_masked(log_ratio, response_mask))
+    keep, metrics = torch.ones_like(valid), {}
+    for option, (low, high) in bands.items():
+        unit, _, kind = option.rpartition("_")
+        statistic = REDUCTIONS[unit](DIVERGENCES[kind](log_ratio), response_mask)
+        kept = ((statistic >= low) & (statistic <= high)).expand_as(valid)
+        keep = keep & kept
+        described = _rejection_metrics(statistic, valid, (low, high)) | _rejected(kept, valid)
+        metrics |= {f"rollout_rs_{option}_{name}": value for name, value in described.items()}
+    metrics |= {f"rollout_rs_{name}": value for name, value in _rejected(keep, valid).items()}
+    return response_mask.masked_fill(~keep, 0), _floats(metrics)
+
+
+def _rejection_metrics(statistic: Tensor, valid: Tensor, band: tuple[float, float]) -> dict[str, Tensor]:
+    rows = row_means(statistic.expand(valid.shape), valid)
+    tokens = statistic.expand(valid.shape)[valid]
+    units = tokens if statistic.shape == valid.shape else rows
+    return {
+        "mean": tokens.mean(),
+        "max": units.max(),
+        "min": units.min(),
+        "std": tokens.clamp(*band).std(correction=0),
+        **_beyond("fraction", units, band),
+        **_row_metrics(rows, center=0.0),
+        **_beyond("seq_fraction", rows, band),
+    }
+
+
+def _rejected(keep: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """Shares of the tokens that are rejected, and of the rows that lose any."""
+    rejected = valid & ~keep
+    return {
+        "masked_fraction": _share(rejected[valid]),
+        "seq_masked_fraction": _share(rejected.any(-1)[valid.any(-1)]),
+    }
+
+
+@torch.no_grad()
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """Measures how far two log-probs [B, R] of the same tokens differ; without `rollout_log_prob`, the perplexity.
+
+    With l, q the row means of the training and rollout log-probs: ppl is mean e^-l, the log_ppl_diff metrics are of
+    q - l, and ppl_ratio is mean e^(q - l). kl and k3_kl estimate KL(rollout || training) in nats a token; chi2 is
+    mean ratio² - 1, of tokens and of rows. Raises AssertionError on an empty mask.
+    """
+    assert response_mask.any(), "response_mask selects no token: there is nothing to compare"
+    train = row_means(old_log_prob, response_mask)
+    metrics = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
+    if rollout_log_prob is None:
+        return _floats(metrics)
+    rollout = row_means(rollout_log_prob, response_mask)
+    valid, diff = response_mask.bool(), rollout - train
+    log_ratio = zero_masked(old_log_prob - rollout_log_prob, response_mask)
+    tokens, row_sums = log_ratio[valid], log_ratio.sum(-1)[valid.any(-1)]
+    metrics |= {
+        "kl": -tokens.mean(),
+        "k3_kl": (tokens.expm1() - tokens).mean(),
+        "rollout_ppl": (-rollout).exp().mean(),
+        "rollout_log_ppl": -rollout.mean(),
+        "log_ppl_diff": diff.mean(),
+        "log_ppl_abs_diff": diff.abs().mean(),
+        "log_ppl_diff_max": diff.max(),
+        "log_ppl_diff_min": diff.min(),
+        "ppl_ratio": diff.exp().mean(),
+        "chi2_token": (2 * bound_log_ratio(tokens)).expm1().mean(),
+        "chi2_seq": (2 * bound_log_ratio(row_sums)).expm1().mean(),
+    }
+    return _floats(metrics)
+
+
+def correct_log_probs(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """(importance weights if `config.rollout_is` is set, mask after rejection, metrics under "rollout_corr/").
+
+    Weights and the metrics of both use the mask as it came; the weights are not zeroed where tokens are rejected.
+    Raises ValueError on an empty mask or unequal shapes, and what the two parts raise.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask have shapes {shapes}: they must be equal")
+    _refuse_empty(response_mask)
+    log_ratio = old_log_prob - rollout_log_prob
+    weights, new_mask, metrics = None, response_mask.clone(), {}
+    if config.rollout_is is not None:
+        weights, metrics = compute_rollout_correction_weights(
+            log_ratio,
+            response_mask,
+            config.rollout_is,
+            config.rollout_is_threshold,
+            config.rollout_is_batch_normalize,
+        )
+    if config.rollout_rs is not None:
+        new_mask, rejection = compute_rollout_rejection_mask(
+            log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
+        )
+        metrics |= rejection
+    metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    return weights, new_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: DataProto, config: RolloutCorrectionConfig
+) -> tuple[DataProto, dict[str, float]]:
+    """The batch with `response_mask` after rejection and, if asked for, the column rollout_is_weights; the metrics.
+
+    Reads old_log_probs, rollout_log_probs and response_mask. If every row failed nothing happens.
+    """
+    columns = batch.batch
+    if not columns["response_mask"].any():
+        return batch, {}
+    weights, columns["response_mask"], metrics = correct_log_probs(
+        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
+    )
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    return batch, metrics
+
+
+@torch.no_grad()
+def compute_rollout_probs_diff(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """Measures how far the sampled tokens' probabilities differ: training/rollout_probs_diff_{valid, max, mean, std}.
+
+    valid is 1. Beside them training/rollout_actor_probs_pearson_corr. What is not defined (the spread of one token,
+    the correlation of a constant) is left out, and an empty mask gives {}.
+    """
+    valid = response_mask.bool()
+    if not valid.any():
+        return {}
+    probs = torch.stack([old_log_prob[valid], rollout_log_prob[valid]]).exp()
+    diff = (probs[0] - probs[1]).abs()
+    name = "training/rollout_probs_diff"
+    metrics = {f"{name}_valid": diff.new_ones(()), f"{name}_max": diff.max(), f"{name}_mean": diff.mean()}
+    if len(diff) > 1:
+        metrics[f"{name}_std"] = diff.std()
+        correlation = torch.corrcoef(probs)[0, 1]
+        if correlation.isfinite():
+            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return _floats(metrics)
+
+
+@torch.no_grad()
+def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """Three numbers on two log-probs [B, R] of the same tokens: the trainer's and the engine's that sampled them.
+
+    Over the tokens under `response_mask`: the mean of |Δ log-prob| in nats, the k3 estimate of KL(rollout || policy) in
+    nats a token, and the largest ratio of the two probabilities, whichever is above. An empty mask gives 0, 0 and 1.
+    """
+    log_ratio = zero_masked(log_prob - rollout_log_prob, response_mask)
+    bounded = bound_log_ratio(log_ratio)
+    return {
+        MEAN_MISMATCH: masked_mean(log_ratio.abs(), response_mask),
+        "rollout_mismatch/k3_kl": masked_mean(bounded.expm1() - bounded, response_mask),
+        MAX_MISMATCH_RATIO: bounded.abs().max().exp(),
+    }
+
+
+def _share(condition: Tensor) -> Tensor:
+    return condition.float().mean()
+
+
+def _beyond(name: str, values: Tensor, band: tuple[float, float]) -> dict[str, Tensor]:
+    return {f"{name}_high": _share(values > band[1]), f"{name}_low": _share(values < band[0])}
+
+
+def _row_metrics(rows: Tensor, center: float) -> dict[str, Tensor]:
+    """Statistics over one number per row; `center` is what it would be if training and rollout agreed."""
+    return {
+        "seq_mean": rows.mean(),
+        "seq_std": rows.std() if len(rows) > 1 else torch.zeros_like(rows[0]),
+        "seq_max": rows.max(),
+        "seq_min": rows.min(),
+        "seq_max_deviation": (rows - center).abs().max(),
+    }
+
+
+def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """`metrics` as python floats, in one transfer from the device."""
+    return dict(zip(metrics, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True))
+
+
+def _refuse_empty(response_mask: Tensor) -> None:
+    if not response_mask.any():
+        raise ValueError("response_mask selects no token: leave out a batch whose rows all failed")

@@ -1,0 +1,224 @@
+"""PRIME's rule for programs: the share of test cases that they pass, in a sandbox of our own."""
+
+import json
+import math
+import numbers
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from extras.sandbox import run_python
+from extras.sandbox.child import COMPILE_ERROR
+
+CPU_SECONDS, CPU_SECONDS_ALONE = 5.0, 10.0  # of computing, of a case among all, and of each of the first ten
+BUDGET = 45.0  # seconds on the clock for all cases of a response, where the caller has no limit of its own
+FIRST = 10
+FILES_MB = 16
+MEMORY_MB = 1024
+FAILED, NO_PROGRAM, TOO_SLOW = -1, -2, -3
+MOST_SHOWN = 1000  # characters of what a case wrote, in the metadata
+MOST_COMPARED = 1 << 20  # characters, beyond which outputs are equal if they are the same text
+INTEGER = re.compile(r"[+-]?\d+")
+FENCE = "```"
+
+
+@dataclass(frozen=True)
+class TestCases:
+    """Inputs and expected outputs, a pair for each case.
+
+    `function`: the name of a function, or of a method of a class Solution, to call; None: the program reads standard
+    input. `asserts`: for each case what is run after the program; empty: nothing.
+    """
+
+    __test__ = False  # no test of pytest's
+
+    inputs: list[Any]
+    outputs: list[Any]
+    function: str | None = None
+    asserts: tuple[str, ...] = ()
+
+    def stdin_of(self, place: int) -> str:
+        given = self.inputs[place]
+        if self.function is None or isinstance(given, str):
+            return as_lines(given)
+        return as_lines(map(json.dumps, [given] if isinstance(given, numbers.Real) else given))
+
+    def checks_of(self, place: int, secret: str) -> tuple[str, ...]:
+        """Returns the programs that run after the response's in a case: its assert, and one that prints `secret`, by
+        which a program that left before is told from one that held."""
+        return (self.asserts[place], f"print({secret!r})") if self.asserts else ()
+
+
+def compute_score(
+    completion: str,
+    test_cases: str | dict[str, Any],
+    continuous: bool = False,
+    memory_mb: int = MEMORY_MB,
+    budget: float = BUDGET,
+) -> tuple[bool | float, list[dict[str, Any]] | None]:
+    """(whether the program passes every case, what became of those that were run).
+
+    The program is the last python block, or the whole text. With `continuous` a program that fails gets the share of
+    the first ten cases that it passes. Nothing is run after a case that takes too long, nor after `budget` seconds:
+    what was not run is not passed. Test cases that are none: (False, None).
+    """
+    block = python_block(completion)
+    code = completion if block is None else block
+    try:
+        cases = parse_test_cases(test_cases)
+        program = calling(code, cases.function, always_json=True) if cases.function else code
+    except ValueError:
+        return False, None
+    results: list[dict[str, Any]] = []
+    end, count = time.monotonic() + budget, len(cases.inputs)
+    first = min(count, FIRST if continuous else 0)
+    for place in range(count):
+        if time.monotonic() > end:
+            break
+        cpu_seconds = CPU_SECONDS_ALONE if place < first else CPU_SECONDS
+        results.append(run_case(program, cases, place, cpu_seconds, end, memory_mb))
+        failed = any(result["result"] is not True for result in results)
+        if results[-1]["result"] == TOO_SLOW or (failed and place + 1 >= first):
+            break
+    passed = sum(result["result"] is True for result in results)
+    is_right = passed == count > 0
+    return (min(passed, first) / first if first and not is_right else is_right), results
+
+
+def run_case(
+    program: str, cases: TestCases, place: int, cpu_seconds: float, end: float, memory_mb: int
+) -> dict[str, Any]:
+    """{case, result: True, False, -1 (an error), -2 (no program) or -3 (too slow), output, error}; it ends at `end`, of
+    time.monotonic()."""
+    secret, left = secrets.token_hex(16), max(0.0, end - time.monotonic())
+    given, then = cases.stdin_of(place), cases.checks_of(place, secret)
+    limits = {"seconds": left, "cpu_seconds": min(cpu_seconds, left), "memory_mb": memory_mb, "files_mb": FILES_MB}
+    done = run_python(program, given, then=then, **limits)
+    output = without_secret(done.output, secret) if then else done.output
+    result = judge(done.status, output, cases.outputs[place], by_value=cases.function is not None)
+    error = "took too long" if done.status is None else done.errors[-MOST_SHOWN:]
+    return {"case": place, "result": result, "output": done.output[:MOST_SHOWN], "error": error}
+
+
+def without_secret(output: str, secret: str) -> str | None:
+    """Returns what was written before `secret`; None: it was not, so that the last assert did not hold."""
+    before, found, _ = output.rpartition(secret)
+    return before if found else None
+
+
+def judge(status: int | None, output: str | None, expected: Any, by_value: bool) -> bool | int:
+    if status != 0 or output is None:
+        return TOO_SLOW if status is None else NO_PROGRAM if status == COMPILE_ERROR else FAILED
+    if expected is None:
+        return True
+    if by_value:
+        return same_value(output, expected)
+    return same_output(output, as_lines(expected))
+
+
+def as_lines(value: Any) -> str:
+    """A text as it is, a number as a text, the elements of anything else a line each."""
+    return str(value) if isinstance(value, str | numbers.Real) else "\n".join(map(str, value))
+
+
+def same_value(output: str, expected: Any) -> bool:
+    """Whether the last line of `output` is the JSON of `expected`, or of the one element that it holds."""
+    last = output.rstrip().rpartition("\n")[2].strip()
+    if not last:  # the function did not return, not even None
+        return False
+    try:
+        result = json.loads(last)
+        wanted = json.loads(expected) if isinstance(expected, str) else expected
+    except (ValueError, RecursionError):
+        return last == json.dumps(expected)
+    return result == wanted or (isinstance(wanted, list) and len(wanted) == 1 and result == wanted[0])
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Equal but for spaces at the ends and empty lines; or as numbers, unless all are integers; or, line by line, as
+    sets of words, so that order and repetition within a line do not count. Long texts: equal but for the ends."""
+    if output.strip() == expected.strip():
+        return True
+    if max(len(output), len(expected)) > MOST_COMPARED:
+        return False
+    ours, theirs = lines_of(output), lines_of(expected)
+    if ours == theirs:
+        return True
+    if not all(INTEGER.fullmatch(word) for line in theirs for word in line.split()) and same_numbers(ours, theirs):
+        return True
+    return {frozenset(line.split()) for line in ours} == {frozenset(line.split()) for line in theirs}
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def same_numbers(ours: list[str], theirs: list[str]) -> bool:
+    """Whether both are lines of as many numbers each, within 1e-5 of theirs."""
+    if [len(line.split()) for line in ours] != [len(line.split()) for line in theirs]:
+        return False
+    try:
+        columns = ([float(word) for line in lines for word in line.split()] for lines in (ours, theirs))
+        pairs = [*zip(*columns, strict=True)]
+    except ValueError:
+        return False
+    return all(math.isfinite(a) and abs(a - b) <= 1e-8 + 1e-5 * abs(b) for a, b in pairs)
+
+
+def parse_test_cases(given: str | dict[str, Any]) -> TestCases:
+    """The cases of a row: {inputs, outputs[, fn_name]}, or {assert_case[, inputs, outputs]}, or JSON of one.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    cases = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(cases, dict) or not ("assert_case" in cases or {"inputs", "outputs"} <= cases.keys()):
+        raise ValueError("test cases are a dict with inputs and outputs, each a list, or with assert_case.")
+    function, inputs, outputs = (cases.get(name) for name in ("fn_name", "inputs", "outputs"))
+    try:
+        asserts = tuple(cases.get("assert_case") or ())
+        inputs = [""] * len(asserts) if inputs is None else list(inputs)
+        outputs = [None] * len(asserts) if outputs is None else list(outputs)
+    except TypeError as error:
+        raise ValueError(f"inputs, outputs and assert_case of test cases are lists: {error}.") from error
+    if function:
+        outputs = ["null" if output is None else output for output in outputs]
+    if len(inputs) != len(outputs) or (asserts and len(asserts) != len(inputs)):
+        raise ValueError(f"test cases have {len(inputs)} inputs and {len(outputs)} outputs: one each.")
+    return TestCases(inputs, outputs, function, asserts)
+
+
+def python_block(text: str) -> str | None:
+    """The content of the last fence opened with "python", to its end or the text's; None: there is no such fence."""
+    _, opened, after = text.rpartition(f"{FENCE}python")
+    return after.split(FENCE)[0] if opened else None
+
+
+def first_block(text: str) -> str | None:
+    """The content of the first fence, without the name of a language; None: there is none."""
+    _, opened, after = text.partition(FENCE)
+    if not opened:
+        return None
+    first, newline, rest = after.split(FENCE)[0].partition("\n")
+    return rest if newline and re.fullmatch("[A-Za-z]*", first.strip()) else first + newline + rest
+
+
+# The call of a function of the program above it: an argument a line of standard input, its result the last line.
+CALL = """
+
+import json as _json, sys as _sys
+_arguments = [_json.loads(line) for line in _sys.stdin.read().splitlines() if line.strip()]
+_function = Solution().{name} if "Solution" in globals() else {name}
+_result = _function(*_arguments)
+_is_json = {always} or _result is None or isinstance(_result, (bool, list, tuple, dict))
+print(_json.dumps(_result) if _is_json else _result)
+"""
+
+
+def calling(code: str, function: str, always_json: bool) -> str:
+    """`code`, and after it a call of `function` that prints what it returns: as JSON, or a number or text as it is."""
+    if not str(function).isidentifier():
+        raise ValueError(f"fn_name {function!r} of the test cases is no name of a function.")
+    return code + CALL.format(name=function, always=always_json)

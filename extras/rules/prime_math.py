@@ -1,0 +1,169 @@
+r"""PRIME's rule for competition mathematics: an answer found in prose, compared by text, number and algebra."""
+
+import math
+import re
+
+from extras.rules.math_reward import as_text, last_boxed
+from extras.rules.math_reward import normalise as normalise_latex
+from extras.rules.symbolic import LONGEST, symbolically_equal
+
+BEFORE_ANSWER = ("answer:", "answer is", "answers are")
+AFTER_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")
+LAST_WORDS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
+UNITS = ("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year",
+         "foot", "feet", "inch", "yard", "liter")  # fmt: skip
+UNIT = re.compile(rf"({'|'.join(UNITS)})(es)?s? *(\^[0-9]+)?")
+POWERS = {"million": "*10^6", "billion": "*10^9", "trillion": "*10^12"}
+FRACTION = re.compile(r"-?\d+/\d+")
+INTEGER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.0*)?")
+NUMBER = re.compile(r"[+-]?(\d[\d,]*\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+PRODUCT_OF_PI = re.compile(r"(-?)(\d*\.?\d*)\*?\\pi(?:/(\d+\.?\d*))?")
+TOLERANCE = 1e-4  # relative
+MATRIX = re.compile(r"\\begin\{[bp]?matrix\}(.*)\\end\{[bp]?matrix\}", re.DOTALL)
+
+
+def compute_score(model_output: str, ground_truth: str | float) -> tuple[bool, bool, str]:
+    """(right, well formed, what was read as the answer).
+
+    Well formed: right, or with a number where an answer was announced or boxed.
+    """
+    announced, answer = extract_answer(str(model_output))
+    truth = str(as_text(ground_truth))
+    if max(len(answer), len(truth)) > LONGEST:  # no number, and no formula
+        return answer == truth, announced or answer == truth, answer
+    if equal_as_text(answer, truth):
+        return True, True, answer
+    right = any(equal_as_number(answer, truth, pi) for pi in (math.pi, 3.14))
+    return right, right or announced, answer
+
+
+def extract_answer(text: str) -> tuple[bool, str]:
+    """(whether an answer was announced or boxed and has a digit, the answer); else what is left of the whole text."""
+    announced = False
+    for marker in BEFORE_ANSWER:
+        announced |= marker in text.lower()
+        text = after_last(text, marker)
+    for marker in AFTER_ANSWER:
+        announced |= marker in text.lower()
+        text = before_last(text, marker)
+    boxed = last_boxed(text)
+    if boxed is not None:
+        announced, text = True, boxed[boxed.find("{") + 1 : -1]
+    text = before_last(text, ". ")
+    for words in LAST_WORDS:
+        text = after_last(text, words)
+    return announced and any(character.isdigit() for character in text), text
+
+
+def after_last(text: str, marker: str) -> str:
+    """The text after the last `marker`, in any case of letters; all of `text` without one."""
+    place = text.lower().rfind(marker)
+    return text if place < 0 else text[place + len(marker) :].strip()
+
+
+def before_last(text: str, marker: str) -> str:
+    place = text.lower().rfind(marker)
+    return text if place < 0 else text[:place].strip()
+
+
+def equal_as_text(answer: str, truth: str) -> bool:
+    """Grade A: equal in one of two spellings, or part by part: fractions as they are written, the rest by algebra."""
+    try:
+        if normalise_latex(unwrap(answer)) == normalise_latex(unwrap(truth)):
+            return True
+    except ValueError:
+        if answer == truth:
+            return True
+    answer, truth = canonical(answer), canonical(truth)
+    if answer == truth:
+        return True
+    if not answer:
+        return False
+    ours, theirs = parts(answer), parts(truth)
+    same_brackets = len(theirs) == 1 or (answer[0], answer[-1]) == (truth[0], truth[-1])
+    return same_brackets and len(ours) == len(theirs) and all(map(equal_part, ours, theirs))
+
+
+def equal_part(answer: str, truth: str) -> bool:
+    """A fraction has to be reduced as the reference's is, and what is an integer there is one here."""
+    if FRACTION.fullmatch(answer) and FRACTION.fullmatch(truth):
+        return answer == truth
+    if bool(INTEGER.fullmatch(answer)) != bool(INTEGER.fullmatch(truth)):
+        return False
+    return answer == truth or symbolically_equal(answer, truth)
+
+
+def unwrap(text: str) -> str:
+    r"""Unwraps a \text{…} that is all there is."""
+    found = re.fullmatch(r"\\text\{(.+?)\}", text.strip())
+    return found[1] if found else text.strip()
+
+
+def canonical(text: str) -> str:
+    """A second spelling: no units, percent or dollars; powers of ten for millions; 1+1/2 for 1 1/2; small letters."""
+    text = unwrap(text)
+    for old, new in (("\\%", ""), ("%", ""), ("\\$", ""), ("$", ""), (" or ", " , "), (" and ", " , "), *POWERS.items(),
+                     ("dfrac", "frac"), ("tfrac", "frac"), (",\\!", ""), ("\\circ", ""), ("\\left", ""),
+                     ("\\right", "")):  # fmt: skip
+        text = text.replace(old, new)
+    text = UNIT.sub("", text).removesuffix("^").strip()
+    if text.startswith("{") and text.endswith("}"):
+        text = text[1:-1]
+    text = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r" \1/\2", text)
+    text = re.sub(r"(?<!\\)sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<!\\)\bpi\b", r"\\pi", text)
+    text = re.sub(r"(\d) +(\d)", r"\1+\2", re.sub(r"- *", "-", text))
+    text = text.replace(" ", "").removesuffix(".").lower()
+    return str(int(text.replace(",", "").split(".")[0])) if INTEGER.fullmatch(text) else text
+
+
+def parts(text: str) -> list[str]:
+    """The elements of a tuple or an interval; of anything else, itself."""
+    inside = text[1:-1]
+    bracketed = len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not re.search(r"[()\[\]]", inside)
+    return inside.split(",") if bracketed else [text]
+
+
+def equal_as_number(answer: str, truth: str, pi: float) -> bool:
+    """Grade B: equal letters, numbers within 0.01 % of the reference, a hundredth or a hundred times of it, or both
+    element by element."""
+    answer, truth = without_signs(answer), without_signs(truth)
+    if answer.lower() == truth.lower():
+        return True
+    ours, theirs = number(answer, pi), number(truth, pi)
+    if ours is not None and theirs is not None:
+        wanted = (theirs / 100, theirs, theirs * 100)
+        return any(math.isclose(ours, each, rel_tol=TOLERANCE) for each in wanted)
+    if not answer or not truth:
+        return False
+    if re.sub(r"[\[\](){}\s]", "", answer).lower() == re.sub(r"[\[\](){}\s]", "", truth).lower():
+        return True
+    ours, theirs = elements(answer), elements(truth)
+    return len(ours) == len(theirs) > 1 and all(equal_as_number(*pair, pi) for pair in zip(ours, theirs, strict=True))
+
+
+def without_signs(text: str) -> str:
+    """`text` without dollars, percent, and the base that a number is written in."""
+    text = text.strip().strip("$").replace("\\%", "").strip("%").strip()
+    return re.sub(r"(?<=\d)_\{?\d+\}?$", "", text)
+
+
+def number(text: str, pi: float) -> float | None:
+    """The number that `text` writes, or that times `pi`; None: it is none."""
+    text = text.replace(" ", "")
+    if NUMBER.fullmatch(text):
+        return float(text.replace(",", ""))
+    product = PRODUCT_OF_PI.fullmatch(text)
+    if product is None or product[2] == ".":
+        return None
+    divisor = float(product[3] or 1)
+    return float(f"{product[1]}{product[2] or 1}") * pi / divisor if divisor else None
+
+
+def elements(text: str) -> list[str]:
+    """The elements of a matrix, a list, a point or a tuple; anything else is its own element."""
+    if matrix := MATRIX.fullmatch(text):
+        return [cell for row in matrix[1].split("\\\\") for cell in row.split("&")]
+    if text[0] in "([" and text[-1] in ")]":
+        return text[1:-1].split(",")
+    return [text]

@@ -1,0 +1,180 @@
+"""The program of a process that scores: it loads the user's function once, and calls it for what the parent sends.
+
+It loads nothing but what that function needs, so that it starts fast. The parent (extras/scorers/pool.py) keeps the
+clock, and kills. What comes back to it is JSON, and never pickled: a function may run what a policy wrote.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import pickle
+import random
+import socket
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import notice_once, users_line
+from configs.import_utils import load_extern_object
+from data.concurrency import Channel, frame, read_frame
+
+PR_SET_DUMPABLE = 4
+MAX_MESSAGE = 4000  # characters of an exception and its traceback
+
+
+@dataclass(frozen=True)
+class ScorerSpec:
+    """Names the function that a scorer process calls, and its limits.
+
+    `memory_mb`: that it may take beyond what loading the file took. `soft_seconds`: after which an async call is
+    cancelled; null: any.
+    """
+
+    path: str
+    name: str
+    reward_kwargs: dict[str, Any]
+    memory_mb: int | None
+    soft_seconds: float | None
+
+
+def serve(channel: Channel) -> None:
+    """Answers calls until the parent is gone: pickled arguments in, [outcome, value] as JSON out."""
+    first, body = channel.read()
+    spec: ScorerSpec = pickle.loads(body)
+    try:
+        function = load_extern_object(spec.path, spec.name)
+    except BaseException as error:  # said to the parent, which ends the run
+        channel.write(first, encode("error", format_exception(error)))
+        return
+    limit_memory(spec.memory_mb)
+    hide_memory()
+    channel.write(first, encode("ok", None))
+    if is_async(function):
+        asyncio.run(serve_side_by_side(function, spec, channel.socket))
+        return
+    while (call := channel.read()) is not None:
+        number, body = call
+        try:
+            arguments = pickle.loads(body)
+            seed_generators(arguments)
+            outcome, value = "ok", await_result(function(**arguments | spec.reward_kwargs))
+        except BaseException as error:  # SystemExit too: the row is counted, and the process lives on
+            outcome, value = "error", format_exception(error)
+        report_cuda()
+        channel.write(number, encode(outcome, value))
+
+
+async def serve_side_by_side(function: Callable, spec: ScorerSpec, connection: socket.socket) -> None:
+    """Answers calls of an async function, which run in one event loop, until the parent is gone."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    under_way: set[asyncio.Task] = set()
+
+    async def score(number: int, body: bytes) -> None:
+        try:
+            arguments = pickle.loads(body)
+            async with asyncio.timeout(spec.soft_seconds) as deadline:
+                outcome, value = "ok", await function(**arguments | spec.reward_kwargs)
+        except BaseException as error:  # as above
+            expired = isinstance(error, TimeoutError) and deadline.expired()
+            outcome, value = ("timeout", None) if expired else ("error", format_exception(error))
+        report_cuda()
+        writer.write(frame(number, encode(outcome, value)))
+
+    with suppress(asyncio.IncompleteReadError):
+        while True:
+            task = asyncio.create_task(score(*await read_frame(reader)))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
+
+def is_async(function: Callable) -> bool:
+    """Whether `function` is an `async def`, so that many calls go on in one process."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
+
+
+def await_result(result: Any) -> Any:
+    """Returns `result`, awaited if a plain function returned something to await."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+def report_cuda() -> None:
+    """Says once if the function has used CUDA: that works, as this process is no fork of the trainer, but nobody counts
+    what it takes of the GPU."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        notice_once(
+            "the reward function uses CUDA in a process of its own: each such process takes half a GiB of the GPU and "
+            "the function's models, which the trainer does not count. reward.num_workers=1 keeps it to one process."
+        )
+
+
+def seed_generators(arguments: dict[str, Any]) -> None:
+    """Seeds the global generators that the function may draw from by the texts that it scores: equal runs are equal,
+    whichever process a row comes to."""
+    values = [arguments[name] for name in sorted(arguments)]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    seed = zlib.crc32("\0".join(part for part in parts if isinstance(part, str)).encode("utf-8", "replace"))
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def limit_memory(memory_mb: int | None) -> None:
+    """Lets this process, and each that it starts, take so much more private memory than it has now. Addresses that are
+    only reserved, as threads and CUDA do, and what is mapped of files do not count."""
+    if memory_mb is None or sys.platform != "linux":
+        return
+    import resource
+
+    with open("/proc/self/statm") as file:
+        has = int(file.read().split()[5]) * resource.getpagesize()
+    limit = has + (memory_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def hide_memory() -> None:
+    """Keeps this process's environment and memory, with keys and references, from other processes of this user, such as
+    a program that is scored."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def encode(outcome: str, value: Any) -> bytes:
+    """Returns the body of an answer; a value that JSON cannot hold is an error of the call."""
+    try:
+        return json.dumps([outcome, value], default=to_plain).encode()
+    except (TypeError, ValueError) as error:
+        return json.dumps(["error", format_exception(error)]).encode()
+
+
+def to_plain(value: Any) -> Any:
+    """Returns the numbers and lists of an array, a tensor or a number of numpy's."""
+    try:
+        return value.tolist()
+    except AttributeError:
+        raise TypeError(
+            f"it returned {value!r:.200}: a score is a number, or a dict of 'score' and numbers, texts and lists"
+        ) from None
+
+
+def format_exception(error: BaseException) -> dict[str, Any]:
+    """Returns the message, the user's line and the traceback of an exception."""
+    trace = "".join(traceback.format_exception(error))
+    return {
+        "said": f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
+        "place": users_line(error),
+        "trace": trace[-MAX_MESSAGE:],
+    }

@@ -1,0 +1,1 @@
+"""Serves a model by the OpenAI API."""

@@ -1,0 +1,159 @@
+"""Serves a model behind an OpenAI-compatible API: python -m extras.server model.path=…
+
+Any client of that API works with base_url=http://127.0.0.1:8000/v1. rollout.name=vllm starts vLLM's own server.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
+
+from configs.loader import command
+from extras.evaluation.settings import ServerConfig, ServerSettings, check_server
+
+main = command("server", ServerConfig, check_server, __doc__, "extras.server.__main__.serve")
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+from configs.errors import ConfigError, refusals
+from configs.paths import ROOT
+from configs.threads import worker_threads
+from data.pretrained import check_model_path, load_model_config, load_tokenizer
+from extras.openai.weight_transfer import BACKEND
+from extras.server.app import Served, http_server
+from workers.engine import compute_dtype
+from workers.engine_pump import AsyncEngine
+from workers.load_rollout import StandaloneRollout
+from workers.models import training_device
+from workers.vllm_setup import shared_settings, vllm_environment
+
+TAKES_WEIGHTS = {
+    "worker_extension_cls": "extras.openai.vllm_weights.WorkerExtension",
+    "weight_transfer_config": {"backend": BACKEND},
+}
+GRACE_SECONDS = 5  # for open requests when the server is stopped
+
+
+def serve(config: ServerConfig) -> None:
+    """Serves the model until the process is stopped."""
+    with refusals():
+        listener = bind_socket(config.server)
+        if config.rollout.name == "vllm":
+            become_vllm(config, listener)
+        served = load_served(config)
+    listener.listen()  # before the address is printed: a reader of it may connect at once
+    host, port = listener.getsockname()[:2]
+    print(f"serving {served.name} at {address(host, port)}", flush=True)
+    http_server(served, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS).run(sockets=[listener])
+
+
+def address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def served_name(config: ServerConfig) -> str:
+    """Returns the name that clients use for the model."""
+    return config.server.served_model_name or config.model.path
+
+
+def load_served(config: ServerConfig) -> Served:
+    """Loads the model of the config, ready to answer requests."""
+    rollout = config.rollout
+    tokenizer = load_tokenizer(config.model, "model")
+    standalone = StandaloneRollout(config.model, rollout, tokenizer, config.trainer.n_threads)
+    return Served(
+        name=served_name(config),
+        tokenizer=tokenizer,
+        pump=AsyncEngine(standalone.engine, standalone.precision, ThreadPoolExecutor(1, "engine")),
+        vocab_size=standalone.vocab_size,
+        context=rollout.prompt_length + rollout.response_length,
+        max_tokens=rollout.response_length,
+        api_key=config.server.api_key,
+    )
+
+
+def bind_socket(server: ServerSettings) -> socket.socket:
+    """Binds a socket to the port, without listening yet: nobody can connect before the model is loaded.
+
+    Raises:
+        ConfigError: the port is not available.
+    """
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.host={server.host} server.port={server.port} cannot be listened at ({error.strerror}): name "
+            "another port, or 0 for any free one."
+        ) from error
+    return listener
+
+
+def become_vllm(config: ServerConfig, listener: socket.socket) -> NoReturn:
+    """Replaces this process by vLLM's own server, at the address of `listener`, which vLLM binds again."""
+    host, port = listener.getsockname()[:2]
+    command = vllm_command(config, port)
+    print(f"vLLM's server starts, to serve {served_name(config)} at {address(host, port)}", flush=True)
+    listener.close()
+    os.execve(command[0], command, server_environment(config))
+
+
+def vllm_command(config: ServerConfig, port: int) -> list[str]:
+    """Builds the command line of vLLM's server for the same settings, at this port.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.name=vllm: vLLM is not installed here (pip install -r requirements-vllm.txt): install it, or "
+            "serve by rollout.name=hf."
+        )
+    model, server = config.model, config.server
+    path, device = check_model_path(model.path, "model.path"), training_device(n_gpus=None)
+    text = load_model_config(model, path, "model.path").get_text_config()
+    options = {
+        "model": path,
+        "tokenizer": model.tokenizer_path or path,
+        "served_model_name": served_name(config),
+        "host": server.host,
+        "port": port,
+        "seed": config.trainer.seed,
+        "disable_uvicorn_access_log": True,
+        **(TAKES_WEIGHTS if server.takes_weights else {}),
+        **shared_settings(config.rollout, text, device.type, compute_dtype("auto", device)),
+    }
+    if model.trust_remote_code:
+        options["trust_remote_code"] = True
+    words = [word for name, value in options.items() for word in option(name.replace("_", "-"), value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+
+
+def option(name: str, value: Any) -> list[str]:
+    """Writes `name`=`value` as words of vLLM's command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+
+
+def server_environment(config: ServerConfig) -> dict[str, str]:
+    """Returns the environment variables of vLLM's server; to take weights it needs its development routes."""
+    variables = vllm_environment(training_device(n_gpus=None).type)
+    if config.server.api_key:
+        variables["VLLM_API_KEY"] = config.server.api_key  # a command can be read by whoever lists processes
+    variables["OMP_NUM_THREADS"] = str(worker_threads(config.trainer.n_threads).number)
+    if config.server.takes_weights:
+        paths = [str(ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
+        variables |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return variables

@@ -1,0 +1,380 @@
+"""An OpenAI-compatible API over one engine: /v1/models, /v1/completions, /v1/chat/completions, streaming or not.
+
+Requests of all clients share the engine's batch (workers/engine_pump.py). What cannot be answered is refused by 4xx in
+OpenAI's form of errors, before anything is generated. A client may be hostile: its key is looked at before its body is
+read, whatever it sends has a bound and a deadline, and prompts are encoded beside the event loop.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
+from transformers import PreTrainedTokenizerBase
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from data.chat import Prompt, encode_prompt, parse_prompt
+from data.seeding import derive_seed
+from data.types import Message
+from extras.server.bodies import (
+    MOST_BYTES,
+    MOST_CHOICES,
+    ChatBody,
+    CompletionBody,
+    Json,
+    Part,
+    ResponseBuilder,
+    TokenText,
+    as_string,
+    error_body,
+)
+from workers.engine_pump import AsyncEngine, EngineError
+
+LOOK_SECONDS = 0.5  # between looks at whether a client that waits for a whole answer is still there
+CLIENT_GONE = 499  # nobody reads it
+HEADER_SECONDS, BODY_SECONDS = 20, 60  # that a client may take to send them
+TEMPLATE_ERRORS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)  # of what a client sent
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that the API serves.
+
+    Attributes:
+        name: what clients call the model.
+        vocab_size: token ids are 0 to this number − 1.
+        context: most tokens of prompt and response together.
+        max_tokens: of a response, where a request does not say.
+        api_key: token that clients must send; None: none.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    pump: AsyncEngine
+    vocab_size: int
+    context: int
+    max_tokens: int
+    api_key: str | None = None
+    encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
+
+    @cached_property
+    def characters(self) -> int:
+        """Most characters of a prompt: no token is longer than the longest of the vocabulary."""
+        return self.context * max(map(len, self.tokenizer.get_vocab()))
+
+
+class HTTPProtocol(H11Protocol):
+    """HTTP whose clients have HEADER_SECONDS to say what they ask; h11 bounds the headers' length."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, None)
+
+    def hang_up_on_silence(self, before: object) -> None:
+        """Hangs up if nothing was asked since the request `before`, which is answered; looks again later."""
+        if self.transport.is_closing():
+            return
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self.cycle is before:
+            self.transport.close()
+        else:
+            self.loop.call_later(HEADER_SECONDS, self.hang_up_on_silence, self.cycle if waits else None)
+
+
+def http_server(served: Served, **settings: Any) -> uvicorn.Server:
+    """Builds the server of the API; `settings` are uvicorn's."""
+    return uvicorn.Server(uvicorn.Config(build_app(served), http=HTTPProtocol, ws="none", **settings))
+
+
+class Gate:
+    """Lets requests through to `app` whose key is right, with their body, of at most MOST_BYTES in BODY_SECONDS."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app, self.api_key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        try:
+            self.check_key(scope["path"], headers)
+            body = await read_body(headers, receive)
+        except HTTPException as error:
+            return await (await refuse(None, error))(scope, receive, send)
+        messages = [{"type": "http.request", "body": body}]
+
+        async def replay() -> ASGIMessage:
+            return messages.pop() if messages else await receive()
+
+        return await self.app(scope, replay, send)
+
+    def check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raises HTTPException unless the token of the Authorization header is right, if one is asked for."""
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if self.api_key is None or not path.startswith("/v1"):
+            return
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self.api_key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY")
+
+
+async def read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    """Returns the body of a request; raises HTTPException if it is too long, or does not come to its end in time."""
+    body, more, size = bytearray(), True, int(headers.get(b"content-length", 0))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more and max(size, len(body)) <= MOST_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HTTPException(CLIENT_GONE, "the client has left")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from error
+    if max(size, len(body)) > MOST_BYTES:
+        raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes: send fewer prompts at a time")
+    return bytes(body)
+
+
+def build_app(served: Served) -> FastAPI:
+    """Returns the API as an ASGI application."""
+    app = FastAPI(title="nano-verl", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, api_key=served.api_key)
+
+    @app.get("/health")
+    async def health() -> Json:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return {"object": "list", "data": [model_card(served)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Json:
+        check_model(served, name)
+        return model_card(served)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        check_model(served, body.model)
+        return await answer(served, body, completion_prompts(body), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        check_model(served, body.model)
+        return await answer(served, body, [chat_prompt(body)], request)
+
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(StarletteHTTPException, refuse)
+    return app
+
+
+async def refuse_body(_: Request, error: RequestValidationError) -> JSONResponse:
+    """400, with the place and the reason of one thing that is wrong: of what may be written in several ways, that which
+    is wrong in the nearest one."""
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    return JSONResponse(error_body(f"{place}: {first['msg']}" if place else first["msg"]), 400)
+
+
+async def refuse(_: Request | None, error: StarletteHTTPException) -> JSONResponse:
+    kinds = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+    kind = kinds.get(error.status_code, "invalid_request_error")
+    return JSONResponse(error_body(error.detail, kind), error.status_code)
+
+
+def check_model(served: Served, name: str) -> None:
+    if name != served.name:
+        raise HTTPException(404, f"there is no model {name!r} here; the one that is served is {served.name!r}")
+
+
+def model_card(served: Served) -> Json:
+    card = {"id": served.name, "object": "model", "created": 0, "owned_by": "nano-verl"}
+    return {**card, "max_model_len": served.context}
+
+
+def completion_prompts(body: CompletionBody) -> Sequence[str | list[int]]:
+    """Returns every prompt of the body, a text or token ids."""
+    prompts = body.prompt
+    return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+
+
+def chat_prompt(body: ChatBody) -> list[Message]:
+    """Returns the messages of the body as a prompt; raises HTTPException for what is none."""
+    try:
+        messages = parse_prompt(body.messages)
+        return [each | {"content": as_string(each["content"])} if "content" in each else each for each in messages]
+    except ValueError as error:
+        raise HTTPException(400, f"messages: {error}") from error
+
+
+async def encode(served: Served, prompt: Prompt | list[int]) -> list[int]:
+    """Returns the token ids of a prompt, which may be ids; raises HTTPException if it is longer than any that fits, or
+    if the chat template does not write it."""
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict)):
+        return prompt
+    texts = [prompt] if isinstance(prompt, str) else ["".join(map(str, message.values())) for message in prompt]
+    characters = sum(map(len, texts))
+    if characters > served.characters or len(texts) > served.context:
+        raise HTTPException(
+            400,
+            f"the prompt has {characters} characters in {len(texts)} messages, more than {served.context} tokens "
+            "can hold (data.max_prompt_length + max_response_length)",
+        )
+    working = asyncio.get_running_loop().run_in_executor(served.encoder, encode_prompt, prompt, served.tokenizer)
+    try:
+        return await working
+    except (ValueError, *TEMPLATE_ERRORS) as error:
+        raise HTTPException(400, f"messages: the chat template refuses them: {error}") from error
+
+
+def tokens_left(served: Served, body: CompletionBody | ChatBody, prompt: Sequence[int]) -> int:
+    """Returns the most tokens of the response to `prompt`; refuses what does not fit, or is no prompt."""
+    if not prompt:
+        raise HTTPException(400, "the prompt has no tokens: a response needs one to follow")
+    if not 0 <= min(prompt) <= max(prompt) < served.vocab_size:
+        raise HTTPException(400, f"the prompt has token ids beyond the model's, which are 0 to {served.vocab_size - 1}")
+    room = served.context - len(prompt)
+    asked = min(served.max_tokens, room) if body.longest is None else body.longest
+    if not 0 < asked <= room:
+        raise HTTPException(
+            400,
+            f"the prompt has {len(prompt)} tokens and the response is to have {max(asked, 1)}, together more than the "
+            f"{served.context} of this server (data.max_prompt_length + max_response_length)",
+        )
+    return asked
+
+
+def check_stops(served: Served, body: CompletionBody | ChatBody) -> None:
+    """Refuses ignore_eos, unless the token ids that the model stops at are named too: all its responses stop there."""
+    stops = {stop for stop in served.pump.engine.stop_ids if stop < served.vocab_size}
+    if body.ignore_eos and not stops.issubset(body.stop_token_ids or ()):
+        raise HTTPException(400, f"ignore_eos: responses of this server stop at {sorted(stops)}: add stop_token_ids")
+
+
+async def answer(
+    served: Served, body: CompletionBody | ChatBody, asked: Sequence[Prompt | list[int]], request: Request
+) -> Response:
+    """Answers a request with all of its choices, whole or as a stream of events."""
+    if not asked:
+        raise HTTPException(400, "prompt is empty")
+    if len(asked) * (body.n or 1) > MOST_CHOICES:
+        raise HTTPException(
+            400,
+            f"{len(asked)} prompts with n={body.n or 1}: a request has at most {MOST_CHOICES} choices, send several",
+        )
+    check_stops(served, body)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    prompts: list[list[int]] = []
+    limits: list[int] = []
+    for prompt in asked:  # one after the other, so that none is encoded behind one that does not fit
+        prompts.append(await encode(served, prompt))
+        limits.append(tokens_left(served, body, prompts[-1]))
+    choices = [
+        parts(served, body, prompt, limit, derive_seed(seed, "choice", place, number))
+        for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        for number in range(body.n or 1)
+    ]
+    form = ResponseBuilder(body, prompts, lambda token_id: served.tokenizer.decode([token_id]))
+    if body.stream:
+        return StreamingResponse(events(form, choices), media_type="text/event-stream")
+    working = asyncio.ensure_future(gather_parts(choices))
+    try:
+        while not (await asyncio.wait([working], timeout=LOOK_SECONDS))[0]:
+            if await request.is_disconnected():
+                return Response(status_code=CLIENT_GONE)
+        return JSONResponse(form.whole(working.result()))
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    except EngineError as error:
+        raise HTTPException(500, str(error)) from error
+    finally:
+        working.cancel()
+
+
+async def parts(
+    served: Served, body: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, seed: int
+) -> AsyncIterator[Part]:
+    """Yields a choice, piece by piece; it ends with the engine's request, or before a stop string."""
+    text = TokenText(served.tokenizer, body.stops)
+    piecewise = bool(body.stream or body.stops)
+    async with aclosing(served.pump.answer(prompt, body.sampling(max_tokens), seed, piecewise)) as pieces:
+        async for piece in pieces:
+            if piece.finish_reason == "aborted":
+                raise EngineError("the engine gave the request up")
+            part = Part(finish_reason=piece.finish_reason)
+            for token_id, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
+                part += Part(text.push(token_id), [token_id], [log_prob], part.finish_reason)
+                if text.stopped:
+                    break
+            if piece.finish_reason is not None:
+                part.text += text.finish()
+            if text.stopped:
+                part.finish_reason = "stop"
+            yield part
+            if text.stopped:
+                return
+
+
+async def gather_parts(choices: Sequence[AsyncIterator[Part]]) -> list[Part]:
+    """Returns every choice whole."""
+    found = [Part() for _ in choices]
+    async with aclosing(merge_streams(choices)) as pieces:
+        async for index, part in pieces:
+            found[index] += part
+    return found
+
+
+async def events(form: ResponseBuilder, choices: Sequence[AsyncIterator[Part]]) -> AsyncIterator[str]:
+    """Yields the choices as server-sent events, each as soon as it is there."""
+    if form.is_chat:
+        for index in range(len(choices)):
+            yield event(form.opening(index))
+    try:
+        async with aclosing(merge_streams(choices)) as pieces:
+            async for index, part in pieces:
+                if part.token_ids or part.finish_reason:
+                    yield event(form.chunk(index, part))
+    except (ValueError, EngineError) as error:
+        yield event(error_body(str(error), "server_error"))
+    options = form.body.stream_options
+    if options is not None and options.include_usage:
+        yield event(form.closing())
+    yield "data: [DONE]\n\n"
+
+
+def event(content: Json) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def merge_streams(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
+    """Yields (index, item) of several streams, in the order in which they come; all are closed at the end."""
+    waiting = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, item = waiting.pop(task), task.result()
+                if item is not None:
+                    waiting[asyncio.ensure_future(anext(streams[index], None))] = index
+                    yield index, item
+    finally:
+        for task in waiting:
+            task.cancel()
+        for task in waiting:
+            with suppress(asyncio.CancelledError, ValueError, EngineError):
+                await task
+        for stream in streams:
+            await stream.aclose()

@@ -1,0 +1,1 @@
+"""Trains by examples: supervised fine-tuning."""

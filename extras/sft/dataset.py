@@ -1,0 +1,434 @@
+"""Prompt/response rows and whole conversations for supervised training.
+
+Of a conversation, the tokens of the assistant are learnt, or of the roles and turns that the settings name.
+
+A chat template with generation markers says it itself, of the conversation as a whole. With any other, and for other
+roles, the conversation is gone through as in an episode: what an answer is made of are the tokens of its text and its
+end, and everything else is what the template writes around it, so that the model learns what it will be asked for.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jinja2 import TemplateError
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import plural
+from configs.errors import notice_once
+from configs.import_utils import bind, load_subclass
+from configs.schema import SFTDataConfig
+from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
+from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
+from data.file_formats import BadRow, Origin
+from data.pretrained import template_terminator
+from data.rl_dataset import truncate
+from data.rows import check_is_text, read_rows
+from data.types import Message, Row, Sample
+
+LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
+GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class SFTDataset(Dataset):
+    """Rows with a `sample`, whose policy tokens are what is learnt: the response, or of a conversation (column
+    data.messages_key) what `ConversationFormat` says. A response has `end_id` behind it, so that the model learns to
+    stop.
+
+    Raises:
+        ValueError: more than a share data.max_bad_fraction of the rows are unusable; names file and row: a missing or
+            bad column, or a row above data.max_length with data.truncation=error.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig,
+        end_id: int,
+        max_samples: int = -1,
+    ) -> None:
+        self.config = config
+        self.tokenizer, self.end_id = tokenizer, end_id
+        self.conversations = ConversationFormat(tokenizer, config, end_id)
+        self.samples: list[Sample] = []
+        self.num_cut = 0
+        rows = self._load(data_files, max_samples)
+        ids = (sample.prompt_ids + sample.token_ids for sample in self.samples)
+        report_unknown_characters(zip(map(self._text, rows), ids, strict=True), tokenizer, str(data_files))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"sample": self.samples[position]}
+
+    def _load(self, data_files: str | Path | list[str], max_samples: int) -> list[Row]:
+        """Fills `samples`, and reports on the rows; returns those that are kept."""
+        unread: list[BadRow] = []
+        rows, kept = read_rows(data_files, unread), []
+        rows = rows[:max_samples] if max_samples >= 0 else rows
+        bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread)
+        for origin, row in rows:
+            try:
+                self.samples.append(self._encode(row, origin))
+            except ValueError as error:
+                bad.add(BadRow(origin, str(error), cause=error))
+            else:
+                kept.append(row)
+        bad.check()
+        lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
+        learnt = sum(sum(sample.policy_mask) for sample in self.samples)
+        cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
+        about = f"{spread('rows', lengths)}; {learnt} of {sum(lengths)} tokens are learnt{cut}"
+        print_report(data_files, len(kept), [about], {"unusable": bad.describe()})
+        return kept
+
+    def prompt_ids(self) -> list[list[int]]:
+        """Returns each row's token ids before the first that is learnt."""
+        return [sample.prompt_ids for sample in self.samples]
+
+    def _encode(self, row: dict[str, Any], origin: Origin) -> Sample:
+        """Encodes a row: the tokens that are learnt are the policy's."""
+        key = self._key(row)
+        check_is_text(row, key, origin)
+        try:
+            said = parse_prompt(self._prompt(row, key))
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error} (column {key})") from error
+        try:
+            if key != self.config.messages_key:
+                sample = self._encode_answer(said, row)
+            elif isinstance(said, str):
+                raise ValueError(f"column {key} is a text; it must be a list of chat messages.")
+            else:
+                sample = self.conversations.sample(said, row.get(self.config.tools_key))
+        except (ValueError, TemplateError) as error:  # templates refuse messages by TemplateError
+            raise ValueError(f"{origin}: {error}") from error
+        return self._fit(sample, origin)
+
+    def _encode_answer(self, prompt: Prompt, row: dict[str, Any]) -> Sample:
+        """Encodes a prompt to read and a response to learn."""
+        response = within(row.get(self.config.response_key), self.config.response_dict_keys)
+        if not isinstance(response, str):
+            raise ValueError(
+                f"the response (column data.response_key={self.config.response_key}) is {response!r}; it must be "
+                f"a string. This row has the columns {', '.join(row)}."
+            )
+        sample = Sample(self.conversations.chat(row.get(self.config.tools_key)).prompt_ids(prompt))
+        sample.extend([*self.tokenizer.encode(response, add_special_tokens=False), self.end_id], None, policy=True)
+        return sample
+
+    def _key(self, row: dict[str, Any]) -> str:
+        """Returns the column that the row begins with: a prompt's, or a conversation's."""
+        config = self.config
+        return config.prompt_key if row.get(config.messages_key) is None else config.messages_key
+
+    def _text(self, row: dict[str, Any]) -> str:
+        """Returns the whole text of a row."""
+        key = self._key(row)
+        if key == self.config.messages_key:
+            return prompt_text(parse_prompt(row[key]))
+        response = within(row[self.config.response_key], self.config.response_dict_keys)
+        return prompt_text(parse_prompt(self._prompt(row, key))) + response
+
+    def _prompt(self, row: dict[str, Any], key: str) -> Any:
+        """Returns what the row begins with, or in a column of dicts leads to by data.prompt_dict_keys."""
+        if key == self.config.messages_key or not self.config.prompt_dict_keys:
+            return row.get(key)
+        said = within(row.get(key), self.config.prompt_dict_keys)
+        return [{"role": "user", "content": said}] if isinstance(said, str) else said
+
+    def _fit(self, sample: Sample, origin: Origin) -> Sample:
+        fitting = fit_sample(sample, self.config, origin)
+        self.num_cut += fitting is not sample
+        return fitting
+
+
+def fit_sample(sample: Sample, config: SFTDataConfig, origin: Origin | str) -> Sample:
+    """Cuts a row to data.max_length: `left` from the prompt's start, `right` from the response's end; raises ValueError
+    for data.truncation=error, or where nothing would be left."""
+    prompt_ids, response_ids = sample.prompt_ids, sample.token_ids
+    excess = len(prompt_ids) + len(response_ids) - config.max_length
+    if excess <= 0:
+        return sample
+    if config.truncation == "error":
+        raise ValueError(
+            f"{origin}: prompt and response have {len(prompt_ids) + len(response_ids)} tokens, above "
+            f"data.max_length={config.max_length}: raise it, or cut rows by data.truncation=left or right."
+        )
+    cut_prompt = config.truncation == "left"
+    ids = prompt_ids if cut_prompt else response_ids
+    if excess >= len(ids):
+        side = "prompt" if cut_prompt else "response"
+        raise ValueError(
+            f"{origin}: data.truncation={config.truncation} would leave nothing of the {side}, which has "
+            f"{len(ids)} of the {excess} tokens that data.max_length={config.max_length} asks to cut."
+        )
+    if cut_prompt:
+        return replace(sample, prompt_ids=truncate(prompt_ids, len(prompt_ids) - excess, "left"))
+    return sample.until(len(response_ids) - excess)
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the token that ends an answer: the chat template's, or the end of sequence."""
+    end_id = template_terminator(tokenizer)
+    return tokenizer.eos_token_id if end_id is None else end_id
+
+
+@runtime_checkable
+class LearnsNext(Protocol):
+    """A dataset whose loss_mask is 1 where the next token is learnt: that of verl's SFTDataset, until version 0.8."""
+
+    learns_next: bool
+
+
+class TokenRows(Dataset):
+    """A dataset class of the user's as rows with a `sample`: of its input_ids, where attention_mask is 1, those are
+    learnt where loss_mask is 1, as in verl. All rows are made once at the start, to be checked.
+
+    Raises:
+        ValueError: a row lacks one of these, or has them in different lengths, or nothing to learn, or is longer than
+            data.max_length; names it.
+    """
+
+    def __init__(self, rows: Dataset, config: SFTDataConfig) -> None:
+        self.rows, self.config = rows, config
+        lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in map(self.sample, range(len(rows)))]
+        print_report(type(rows).__name__, len(rows), [spread("rows", lengths)], {})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"sample": self.sample(position)}
+
+    def prompt_ids(self) -> list[list[int]]:
+        return [self.sample(position).prompt_ids for position in range(len(self))]
+
+    def sample(self, position: int) -> Sample:
+        row, origin = self.rows[position], f"{type(self.rows).__name__}, row {position}"
+        found = [row.get(name) for name in ("input_ids", "loss_mask")]
+        if any(part is None for part in found) or len(found[0]) != len(found[1]):
+            raise ValueError(f"{origin} has {', '.join(row)}; it needs input_ids and loss_mask, of one length.")
+        ids, mask = (torch.as_tensor(part).long() for part in found)
+        if isinstance(self.rows, LearnsNext):
+            mask = mask.roll(1)
+        if row.get("attention_mask") is not None:
+            is_text = torch.as_tensor(row["attention_mask"]).bool()
+            ids, mask = ids[is_text], mask[is_text]
+        if len(ids) > self.config.max_length:
+            raise ValueError(f"{origin} has {len(ids)} tokens, more than data.max_length={self.config.max_length}.")
+        try:
+            return sample_of(Part([token], bool(own)) for token, own in zip(ids.tolist(), mask.tolist(), strict=True))
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from error
+
+
+def create_sft_dataset(
+    data_files: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTDataConfig,
+    end_id: int,
+    max_samples: int = -1,
+) -> "SFTDataset | TokenRows":
+    """Reads the rows of `data_files` by the class data.custom_cls, which is given what its constructor names."""
+    chosen = config.custom_cls
+    if chosen.path is None:
+        return SFTDataset(data_files, tokenizer, config, end_id, max_samples)
+    found = load_subclass(chosen.path, chosen.name, Dataset, "data.custom_cls.name")
+    offered = {"tokenizer": tokenizer, "config": config, "processor": None, "max_samples": max_samples}
+    offered |= {"parquet_files": data_files, "data_files": data_files, "end_id": end_id}
+    made = bind(found, offered, chosen.kwargs, f"data.custom_cls.name={chosen.name}")()
+    return made if len(made) and "sample" in made[0] else TokenRows(made, config)
+
+
+def within(value: Any, keys: str | list[str] | None) -> Any:
+    """Returns what the `keys`, one after the other, lead to in nested dicts; None if one is not there."""
+    for key in [keys] if isinstance(keys, str) else keys or []:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens that are all learnt, or all only read."""
+
+    ids: list[int]
+    learnt: bool
+
+
+class ConversationFormat:
+    """Encodes conversations as samples whose policy tokens are the ones to learn.
+
+    Args:
+        config: whose messages are learnt, and how the template is called.
+        end_id: what the model is to end an answer with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, end_id: int) -> None:
+        self.tokenizer, self.config, self.end_id = tokenizer, config, end_id
+        self.formats = {"": ChatFormat(tokenizer, config.apply_chat_template_kwargs)}  # by the tools they describe
+        marks = GENERATION_MARKER.search(tokenizer.chat_template or "") is not None
+        self.uses_markers = marks and set(config.roles_to_train) <= {"assistant"}
+
+    def sample(self, messages: Sequence[Message], tools: Any) -> Sample:
+        """Encodes a conversation up to the last message that is learnt.
+
+        Raises:
+            ValueError: nothing of it is learnt, or the template cannot say where that is; names the remedy.
+        """
+        learnt = learnt_messages(messages, self.config)
+        count = len(learnt) - learnt[::-1].index(True) if True in learnt else 0
+        if not count:
+            raise ValueError(
+                f"messages of the roles {', '.join(dict.fromkeys(message['role'] for message in messages))} hold none "
+                f"to learn: data.roles_to_train={self.config.roles_to_train}, and a weight of 0 leaves one out."
+            )
+        messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages[:count]]
+        chat = self.chat(tools)
+        split = self.mask_from_template if self.uses_markers else self.mask_by_turns
+        return sample_of(split(messages, learnt[:count], chat))
+
+    def chat(self, tools: Any) -> ChatFormat:
+        """Returns the template's format for conversations with these tools: schemas, or JSON of them."""
+        key = tools if isinstance(tools, str) else json.dumps(tools) if tools else ""
+        if key not in self.formats:
+            kwargs = self.config.apply_chat_template_kwargs
+            self.formats[key] = ChatFormat(self.tokenizer, kwargs, json.loads(key))
+        return self.formats[key]
+
+    def mask_from_template(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterable[Part]:
+        """Splits a conversation by the template's generation markers, of which each has one answer inside."""
+        encoded = self.tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **chat.template_kwargs
+        )
+        pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        parts = [Part([token for token, _ in run], bool(mark)) for mark, run in groupby(pairs, lambda pair: pair[1])]
+        of_answers = [own for message, own in zip(messages, learnt, strict=True) if message["role"] == "assistant"]
+        if len(of_answers) != sum(part.learnt for part in parts):
+            raise ValueError(
+                f"{len(of_answers)} answers, and the chat template marks {sum(part.learnt for part in parts)} by its "
+                "generation markers: they must be around every answer, and an answer must not be empty."
+            )
+        self._check_ends(parts, chat)
+        chosen = iter(of_answers)
+        return [Part(part.ids, part.learnt and next(chosen)) for part in parts]
+
+    def mask_by_turns(self, messages: list[Message], learnt: list[bool], chat: ChatFormat) -> Iterator[Part]:
+        """Splits a conversation turn by turn: prompt, answer, the messages that follow it, the next answer."""
+        place = 0
+        for is_answer, group in groupby(messages, lambda message: message["role"] == "assistant"):
+            said = list(group)
+            if is_answer and (place == 0 or len(said) > 1):
+                raise ValueError(
+                    "messages must start with a prompt, and hold one answer at a time, a text or calls of tools; a "
+                    "chat template with generation markers takes others."
+                )
+            own = learnt[place : place + len(said)]
+            if is_answer:
+                yield Part(self.answer_ids(said[0], chat), own[0])
+            elif any(own):
+                yield from self.mask_of_messages(said, own, chat, first=place == 0)
+            else:
+                yield Part(chat.increment(said, stopped=True) if place else chat.prompt_ids(said), False)
+            place += len(said)
+
+    def answer_ids(self, message: Message, chat: ChatFormat) -> list[int]:
+        """Encodes an answer with its end: its text, or the template's rendering of calls, thoughts and parts."""
+        content = message.get("content")
+        if isinstance(content, str) and message.keys() == {"role", "content"}:
+            return [*self.tokenizer.encode(content, add_special_tokens=False), self.end_id]
+        question = [{"role": "user", "content": QUESTION}]
+        before, whole = chat.render(question, True), chat.render([*question, message], False)
+        if not whole.startswith(before):
+            raise ValueError(
+                f"the chat template writes an answer of {', '.join(message)} otherwise than behind its own start of an "
+                "answer: what the model would learn is not what it will be asked for."
+            )
+        ids = self.tokenizer.encode(whole.removeprefix(before), add_special_tokens=False)
+        rest = ids[::-1].index(self.end_id) if self.end_id in ids else 0
+        return ids[: len(ids) - rest] if self.end_id in ids else [*ids, self.end_id]
+
+    def mask_of_messages(
+        self, messages: list[Message], learnt: list[bool], chat: ChatFormat, first: bool
+    ) -> Iterator[Part]:
+        """Splits messages that are no answers: the contents of some are learnt, with the token that ends each."""
+        contents = {f"{LEARNT}-{place}-": messages[place].get("content") for place, own in enumerate(learnt) if own}
+        marks = iter(contents)
+        marked = [each | {"content": next(marks)} if own else each for each, own in zip(messages, learnt, strict=True)]
+        pieces, whole = (self.shown_text(said, chat, first) for said in (marked, messages))
+        pieces = re.split(f"({'|'.join(contents)})", pieces)
+        for written in (contents, {mark: str(content).strip() for mark, content in contents.items()}):  # some trim
+            if "".join(str(written.get(piece, piece)) for piece in pieces) == whole:
+                break
+        else:
+            raise ValueError(
+                f"the chat template does not write a {messages[learnt.index(True)]['role']}'s content as it is, so it "
+                f"cannot be found there: take the role out of data.roles_to_train={self.config.roles_to_train}."
+            )
+        for place, piece in enumerate(pieces):
+            opens = first and place == 0 and self.tokenizer.chat_template is None  # a template writes its own
+            ids = self.tokenizer.encode(written.get(piece, piece), add_special_tokens=opens)
+            if piece not in written and ids[:1] == [chat.terminator] and (place or not first):
+                if place:  # else it is the end of the answer before, which has it
+                    yield Part(ids[:1], True)
+                ids = ids[1:]
+            yield Part(ids, piece in written)
+
+    def shown_text(self, messages: list[Message], chat: ChatFormat, first: bool) -> str:
+        return chat.render(messages, True) if first else chat.increment_text(messages)
+
+    def _check_ends(self, parts: list[Part], chat: ChatFormat) -> None:
+        """Prints a notice, once, if an answer's end is not learnt."""
+        for part, following in pairwise(parts):
+            if part.learnt and following.ids[0] == chat.terminator:
+                notice_once(
+                    "the chat template's generation markers leave out the token that ends an answer: the model will "
+                    "not learn to stop. Put the end of an answer before {% endgeneration %}."
+                )
+
+
+def learnt_messages(messages: Sequence[Message], config: SFTDataConfig) -> list[bool]:
+    """Decides which messages are learnt: by role, by turn, and by their `weight`, 0 or 1 (OpenAI's fine-tuning format).
+
+    Raises:
+        ValueError: another weight.
+    """
+    for message in messages:
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"a message has weight {message['weight']!r}: it must be 1 (learnt) or 0 (only read).")
+    learnt = [each["role"] in config.roles_to_train and each.get("weight", 1) == 1 for each in messages]
+    if config.turns_to_train == "last" and True in learnt:
+        last = len(learnt) - 1 - learnt[::-1].index(True)
+        learnt = [place == last for place in range(len(learnt))]
+    return learnt
+
+
+def sample_of(parts: Iterable[Part]) -> Sample:
+    """Joins `parts` into a prompt, up to the first token that is learnt, and the response from there to the last.
+
+    The very first token of a text is never learnt, as nothing predicts it.
+
+    Raises:
+        ValueError: nothing is learnt.
+    """
+    parts = [part for part in parts if part.ids]
+    ids = [token for part in parts for token in part.ids]
+    mask = [part.learnt for part in parts for _ in part.ids]
+    mask[:1] = [False]
+    if True not in mask:
+        raise ValueError("no token of it is learnt.")
+    first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    sample = Sample(ids[:first])
+    place = first
+    for learnt, run in groupby(mask[first:end]):
+        count = len(list(run))
+        sample.extend(ids[place : place + count], None, policy=learnt)
+        place += count
+    return sample

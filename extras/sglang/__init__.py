@@ -1,0 +1,1 @@
+"""Samples from SGLang as the engine."""

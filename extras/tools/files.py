@@ -1,0 +1,283 @@
+"""Reads files of tools: verl's yaml of tool classes, Python files of plain functions, and MCP servers.
+
+A yaml entry stands for the tools of some MCP servers (modelcontextprotocol.io; package mcp 2, which vLLM brings along):
+
+    - config: {type: mcp}
+      mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [add]}
+
+servers.json holds {"mcpServers": {NAME: {"url": …} or {"command": …, "args": […], "env": {…}}}}, as other clients have
+it. Every call connects anew: a server of the second kind is started for each, so what is slow to start or has a state
+is better served at a url.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import yaml
+
+from configs.errors import first_line
+from configs.import_utils import load_extern_object, load_module, split_object
+from configs.paths import find_path
+from data.tools import TOOL_MARK, BaseTool, FunctionTool, ToolResponse, method_tools
+
+ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "name", "description", "parameters", "mcp"}
+MCP_SECONDS = 30  # to connect and list the tools
+MCP_KEYS = {"mcp_servers_config_path", "tool_selected_list"}
+
+
+def load_tools(
+    tool_config_path: str | None, function_tool_path: str | None, environment_factory: str | None = None
+) -> dict[str, BaseTool]:
+    """All tools of a yaml and of a file of functions, by name, in the order of the files; None: no such file.
+
+    The yaml has a list `tools` of {class_name, config, tool_schema}: a class by its dotted name or as file.py:Class;
+    tool_schema may be left out where the class has one, or written flat as name, description and parameters. Instead of
+    class_name, `function` names a plain function in the same ways. Of a file of functions, those marked with
+    `@function_tool` are tools; if none is, all its public functions are. Of the objects that a factory makes, public
+    methods are.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: a file, class or schema that cannot be used, or a name that comes
+            twice; names file, key and remedy.
+    """
+    found = [*(tools_of_yaml(tool_config_path) if tool_config_path else [])]
+    found += tools_of_functions(function_tool_path) if function_tool_path else []
+    found += method_tools(load_factory(environment_factory)()) if environment_factory else []
+    tools: dict[str, BaseTool] = {}
+    for tool in found:
+        if tool.name in tools:
+            files = " and ".join(filter(None, (tool_config_path, function_tool_path, environment_factory)))
+            raise ValueError(f"{files}: two tools are called {tool.name!r}; a call would mean either. Rename one.")
+        tools[tool.name] = tool
+    return tools
+
+
+def load_factory(text: str) -> Callable[[], Any]:
+    """The class or function that makes the environment of an episode. Raises ValueError if it is none."""
+    key = "actor_rollout_ref.rollout.multi_turn.environment_factory"
+    found = load_named(text, key)
+    if not callable(found):
+        raise ValueError(f"{key} is {text}, which is no class and no function: give what makes an environment.")
+    return found
+
+
+def tools_of_yaml(path: str) -> Iterator[BaseTool]:
+    for where, entry in read_entries(path, "tools", ENTRY_KEYS):
+        config = entry.get("config") or {}
+        kind = config.get("type", "native")
+        if kind not in ("native", "mcp"):
+            raise ValueError(f"{where}.config.type is {kind!r}; it must be native or mcp.")
+        yield from mcp_tools(entry, where) if kind == "mcp" else [build_tool(entry, config, where)]
+
+
+def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> BaseTool:
+    schema = entry.get("tool_schema")
+    if schema is None and "name" in entry:
+        flat = {key: entry[key] for key in ("name", "description", "parameters") if key in entry}
+        schema = {"type": "function", "function": flat}
+    if "function" in entry:
+        function = load_named(entry["function"], f"{where}.function")
+        if not isinstance(function, FunctionType):
+            raise ValueError(f"{where}.function is {entry['function']}, which is no function.")
+        marked = vars(function).get(TOOL_MARK)
+        return marked if marked and "name" not in entry else FunctionTool(function, entry.get("name"))
+    found = load_class(entry, where, BaseTool)
+    with naming_entry(entry, where):
+        return found(config=config, tool_schema=schema)
+
+
+def tools_of_functions(path: str) -> list[FunctionTool]:
+    """The functions marked with `@function_tool`; if there are none, all public ones that the file itself defines."""
+    module = load_module(path)
+    functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
+    marked = [vars(function)[TOOL_MARK] for function in functions if TOOL_MARK in vars(function)]
+    public = [
+        value
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if not marked and not public:
+        raise ValueError(
+            f"{path} (actor_rollout_ref.rollout.multi_turn.function_tool_path) defines no function: write one with "
+            "type hints and a docstring, and mark it with @function_tool (from data.tools) if there are others."
+        )
+    return marked or [FunctionTool(function) for function in public]
+
+
+def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each entry of the list under the one top `key` of a yaml file, after its place in words.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, no yaml, no list of mappings there, or one with other keys.
+    """
+    file = find_path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: there is no file {file.absolute()} (the working directory is {Path.cwd()}).")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: this is not yaml: {first_line(error)}.") from error
+    match content:
+        case {**top} if [*top] == [key] and isinstance(top[key], list) and top[key]:
+            entries = top[key]
+        case _:
+            raise ValueError(
+                f"{path} must hold one key, {key!r}, with a list of mappings below it; it holds {content!r}."
+            )
+    for number, entry in enumerate(entries):
+        where = f"{path}: {key}[{number}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get("config", {}), dict | None):
+            raise ValueError(f"{where} is {entry!r}; it must be a mapping, and so must its config.")
+        if strangers := sorted(entry.keys() - set(allowed)):
+            raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(allowed))}.")
+        yield where, entry
+
+
+def load_named(text: Any, where: str) -> Any:
+    """The object that `text` names, as a.b.Name or file.py:Name.
+
+    Raises:
+        ValueError: it names none; begins with `where`.
+    """
+    path, name = "", None
+    if isinstance(text, str):
+        path, name = split_object(text)
+        if name is None:
+            path, _, name = text.rpartition(".")
+    if not path or not name:
+        raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
+    try:
+        return load_extern_object(path, name)
+    except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"{where} is {text!r}: {error}") from error
+
+
+def load_class(entry: Mapping[str, Any], where: str, base: type) -> type:
+    """Returns the class that an entry's class_name names; raises ValueError unless it is one of `base`."""
+    found = load_named(entry.get("class_name"), f"{where}.class_name")
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(
+            f"{where}.class_name is {entry['class_name']}; it must be a subclass of {base.__module__}.{base.__name__}."
+        )
+    return found
+
+
+@contextmanager
+def naming_entry(entry: Mapping[str, Any], where: str) -> Iterator[None]:
+    """Raises ValueError, with the entry and its place, if its class refuses its settings in the body."""
+    try:
+        yield
+    except (ValueError, AssertionError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{where} ({entry['class_name']}): {type(error).__name__}: {error}") from error
+
+
+class McpTool(BaseTool):
+    """A tool of an MCP server; `server` is its entry of mcpServers. Subclasses may read results in another way."""
+
+    server: Mapping[str, Any]
+
+    def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
+        """Returns the text that the policy reads of the parts of a result, and metrics. A hook of verl's."""
+        return "\n".join(part.text if part.type == "text" else f"({part.type})" for part in content), {}
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        async with client_of(self.server) as client:
+            result = await client.call_tool(self.name, parameters)
+        if result.is_error:
+            raise RuntimeError(McpTool._parse_tool_result(self, result.content)[0])
+        text, metrics = self._parse_tool_result(result.content)
+        return ToolResponse(text=text), 0.0, metrics
+
+
+def mcp_tools(entry: Mapping[str, Any], where: str) -> Iterator[McpTool]:
+    """The tools that a yaml entry, found at `where`, stands for.
+
+    Raises:
+        ValueError: a key, the class, the file of servers or a selected tool is not as it must be, or a server does not
+            answer.
+    """
+    settings = entry.get("mcp") or {}
+    if not isinstance(settings, dict) or not settings.get("mcp_servers_config_path") or settings.keys() - MCP_KEYS:
+        raise ValueError(
+            f"{where}.mcp is {settings!r}; it must have mcp_servers_config_path and may have tool_selected_list."
+        )
+    made_of = load_class(entry, where, McpTool) if "class_name" in entry else McpTool
+    wanted = settings.get("tool_selected_list")
+    found = []
+    try:
+        servers = servers_of(settings["mcp_servers_config_path"])
+    except FileNotFoundError as error:
+        raise ValueError(f"{where}.mcp.mcp_servers_config_path: there is no file {error.filename}.") from error
+    for name, server in servers.items():
+        found += [(server, schema) for schema in list_schemas(name, server, where)]
+    names = [schema["function"]["name"] for _, schema in found]
+    if strangers := sorted(set(wanted or ()) - set(names)):
+        raise ValueError(f"{where}.mcp.tool_selected_list has {strangers}; the servers have {', '.join(names)}.")
+    for name, (server, schema) in zip(names, found, strict=True):
+        if wanted is None or name in wanted:
+            tool = made_of(entry.get("config") or {}, schema)
+            tool.server = server
+            yield tool
+
+
+def servers_of(path: str) -> dict[str, dict[str, Any]]:
+    """The servers that a file names. Raises ValueError, FileNotFoundError for a file that cannot be used."""
+    try:
+        content = json.loads(Path(find_path(path)).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: this is not JSON: {first_line(error)}.") from error
+    servers = content.get("mcpServers") if isinstance(content, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ValueError(f'{path} must hold {{"mcpServers": {{NAME: {{…}}}}}}, with one server or more.')
+    for name, server in servers.items():
+        if not isinstance(server, dict) or ("url" in server) == ("command" in server):
+            raise ValueError(f"{path}: mcpServers.{name} is {server!r}; it must have a url, or a command.")
+    return servers
+
+
+def list_schemas(name: str, server: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The schemas of a server's tools, in OpenAI's function format. Raises ValueError if it does not answer."""
+
+    async def tools() -> list[Any]:
+        async with asyncio.timeout(MCP_SECONDS), client_of(server) as client:
+            return (await client.list_tools()).tools
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # in this one a loop may run already
+            found = thread.submit(asyncio.run, tools()).result()
+    except ImportError as error:
+        raise ValueError(f"{where}: tools of MCP servers need the package mcp: pip install 'mcp>=2,<3'.") from error
+    except (OSError, RuntimeError, ExceptionGroup, mcp_errors()) as error:
+        raise ValueError(
+            f"{where}: the MCP server {name} does not answer ({first_line(error)}): {server!r}."
+        ) from error
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in found
+    ]
+
+
+def mcp_errors() -> type[Exception]:
+    from mcp import MCPError
+
+    return MCPError
+
+
+def client_of(server: Mapping[str, Any]) -> Any:
+    """A client that connects to `server` as a context manager."""
+    from mcp import Client, StdioServerParameters
+
+    if "url" in server:
+        return Client(server["url"])
+    return Client(StdioServerParameters(command=server["command"], args=server.get("args", []), env=server.get("env")))

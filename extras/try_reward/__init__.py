@@ -1,0 +1,1 @@
+"""Tries a reward function on rows, without a model."""

@@ -1,0 +1,1 @@
+"""Reads what is written for verl: command lines, yaml files, imports, managers and agent loops."""

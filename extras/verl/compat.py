@@ -1,0 +1,417 @@
+"""Functions that code written for verl imports and that this project itself does not call.
+
+Names, arguments and results are verl's; the work is done by what the project uses instead. extras/verl/names.yaml
+says which module of verl has each, beside those names that the project itself uses; configs/import_utils.py finds them
+where a file imports verl. `python -m extras.verl.compat FILE ARGUMENTS` runs a script that does so.
+
+`DataProto` has further methods of verl's once this module is imported: `sample_level_repeat`, `unfold_column_chunks`,
+`padding`, `is_padding_enabled`, `to_tensordict`, `from_tensordict`, `get_data_info`, `print_size`.
+"""
+
+import configs.process  # noqa: F401, isort: skip
+
+import logging
+import math
+import os
+import runpy
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from configs import schema
+from data.pretrained import as_users_read
+from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
+from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
+from data.tools import BaseTool as BaseTool
+from data.tools import ToolResponse as ToolResponse
+from data.tools import ToolSchema
+from data.tools import function_tool as function_tool
+from extras.interactions.base import BaseInteraction as BaseInteraction
+from extras.rollout_correction.correction import correct_log_probs
+from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold
+from extras.tools.files import load_tools
+from extras.verl.keys import judge
+from training import core_algos
+from training.core_algos import (
+    Groups,
+    agg_loss,
+    clip_bounds,
+    compute_grpo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_policy_loss_vanilla,
+)
+from training.metric_utils import timer
+from training.torch_functional import zero_masked
+
+logger = logging.getLogger(__name__)
+
+OpenAIFunctionToolSchema = OpenAIFunctionSchema = ToolSchema
+OpenAIFunctionParametersSchema = OpenAIFunctionPropertySchema = ToolSchema
+ACTOR = "actor_rollout_ref.actor"
+__version__ = "0.9.1"  # the version of verl whose names and keys are meant where versions differ
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Appends rows, cyclically from the first, until `size_divisor` divides the length; also returns how many."""
+    if len(data) == 0:
+        logger.warning("a DataProto without rows cannot be padded: it stays empty")
+    pad_size = -len(data) % size_divisor
+    return (data[np.arange(len(data) + pad_size) % len(data)] if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drops the last `pad_size` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Joins rows into a batch: tensors are stacked, anything else becomes an object array."""
+    tensors = {name: torch.stack([row.batch[name] for row in x]) for name in x[0].tensors}
+    arrays = {name: object_array([row.non_tensor_batch[name] for row in x]) for name in x[0].non_tensor_batch}
+    return DataProto.from_dict(tensors, arrays)
+
+
+def sample_level_repeat(self: DataProto, repeat_times: Sequence[int] | Tensor) -> DataProto:
+    """Returns row i `repeat_times[i]` times, in the order of the rows."""
+    assert len(repeat_times) == len(self), f"{len(repeat_times)} numbers of repeats for {len(self)} rows"
+    return self[np.repeat(np.arange(len(self)), torch.as_tensor(repeat_times).numpy())]
+
+
+def unfold_column_chunks(self: DataProto, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+    """Cuts each row of `split_keys`, [B, C, …], into n_split, [B · n_split, C / n_split, …]; other columns repeat."""
+
+    def unfold(name: str, column: Any) -> Any:
+        if name not in (split_keys or ()):
+            return column[np.repeat(np.arange(len(self)), n_split)]
+        return column.reshape(len(self) * n_split, column.shape[1] // n_split, *column.shape[2:])
+
+    tensors, arrays = (
+        {name: unfold(name, kind[name]) for name in kind} for kind in (self.tensors, self.non_tensor_batch)
+    )
+    return type(self).from_dict(tensors, arrays, self.meta_info)
+
+
+def padding(self: DataProto, padding_size: int, padding_candidate: str = "") -> None:
+    """Appends the last row, or with "first" the first, `padding_size` times, in place."""
+    row = 0 if padding_candidate == "first" else len(self) - 1
+    grown = self[[*range(len(self)), *[row] * padding_size]]
+    self.batch, self.non_tensor_batch = grown.batch, grown.non_tensor_batch
+
+
+def is_padding_enabled(self: DataProto) -> bool:
+    """Whether the batch was made with auto_padding=True: then chunk() takes numbers that do not divide its length."""
+    return bool(self.meta_info.get(AUTO_PADDING))
+
+
+def to_tensordict(self: DataProto) -> TensorDict:
+    """Returns all columns in one TensorDict: arrays as stacks of a value a row, meta_info as single values."""
+    taken = [*self.tensors, *self.non_tensor_batch, *self.meta_info]
+    assert len(set(taken)) == len(taken), f"a name stands in two of batch, non_tensor_batch and meta_info: {taken}"
+    stacks = {name: NonTensorStack(*map(NonTensorData, rows)) for name, rows in self.non_tensor_batch.items()}
+    values = {name: NonTensorData(value) for name, value in self.meta_info.items()}
+    return TensorDict(self.tensors | stacks | values, batch_size=[len(self)])
+
+
+def from_tensordict(
+    cls: type[DataProto], tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+) -> DataProto:
+    """Undoes `to_tensordict`; `meta_info` goes before what the TensorDict has."""
+    tensors, arrays, found = {}, {}, {}
+    for name in tensor_dict.keys():  # noqa: SIM118 - iterating a TensorDict gives rows
+        column = tensor_dict.get(name)
+        if isinstance(column, Tensor):
+            tensors[name] = column
+        elif isinstance(column, NonTensorStack):
+            arrays[name] = object_array(column.tolist())
+        else:
+            found[name] = column.data
+    return cls.from_dict(tensors, arrays, found | (meta_info or {}), num_batch_dims)
+
+
+def get_data_info(self: DataProto) -> str:
+    """Describes the columns in lines, in the sections batch, non_tensor_batch and meta_info."""
+    tensors = [f"  {name}: {tuple(one.shape)} ({one.dtype}) {one.device}" for name, one in self.tensors.items()]
+    arrays = [f"  {name}: {one.shape} ({one.dtype})" for name, one in self.non_tensor_batch.items()]
+    values = [f"  {name}: {type(one).__name__}" for name, one in self.meta_info.items()]
+    return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *values])
+
+
+def print_size(self: DataProto, prefix: str = "") -> None:
+    """Prints the GiB of the tensors and of the arrays."""
+    sizes = [sum(one.nbytes for one in kind.values()) / 2**30 for kind in (self.tensors, self.non_tensor_batch)]
+    print(f"{prefix}Size of tensordict: {sizes[0]} GB, size of non_tensor_batch: {sizes[1]} GB")
+
+
+for method in (sample_level_repeat, unfold_column_chunks, padding, is_padding_enabled, to_tensordict, get_data_info,
+               print_size, classmethod(from_tensordict)):  # fmt: skip
+    setattr(DataProto, method.__name__, method)
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Entropy in nats of each softmax: [..., V] of any float dtype -> [...] float32; at once, whatever `chunk_size`."""
+    log_probs = logits.float().log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """1 up to and including the first end-of-sequence token (any of `eos_token`), 0 after it; [B, R] -> [B, R]."""
+    is_eos = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
+    eos_before = is_eos.cumsum(-1) - is_eos
+    return (eos_before == 0).to(dtype)
+
+
+def pad_2d_list_to_length(response: Sequence[Sequence], pad_token_id: float, max_length: int | None = None) -> Tensor:
+    """Ragged rows -> one right-padded tensor [len(response), max(longest row, max_length)]."""
+    width = max(max(map(len, response), default=0), max_length or 0)
+    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
+    """Pad the last axis to `max_seq_len`; a tensor that is as long already comes back as it is, never truncated."""
+    missing = max(0, max_seq_len - tensors.shape[-1])
+    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[Tensor, Tensor]:
+    """Pad or truncate ids and attention mask, both [B, L], to [B, max_length].
+
+    `truncation` names the side that is cut: "left" keeps the last tokens, "right" the first, "middle" the first
+    max_length // 2 and the rest from the end; "error" raises NotImplementedError on rows that are too long.
+    """
+    assert truncation in ("left", "right", "middle", "error"), (
+        f"truncation is {truncation!r}, but must be one of 'left', 'right', 'middle', 'error'"
+    )
+    assert input_ids.ndim == 2, f"input_ids has shape {tuple(input_ids.shape)}, but must be [batch, length]"
+    length = input_ids.shape[-1]
+    if length <= max_length:
+        padded_ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
+        return padded_ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
+    if truncation == "error":
+        raise NotImplementedError(
+            f"a sequence has {length} tokens, but at most {max_length} are allowed and truncation='error' forbids "
+            "cutting it: raise the maximum length, filter the row out, or choose 'left', 'right' or 'middle'"
+        )
+    num_head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
+    first_of_tail = length - (max_length - num_head)
+    kept = [*range(num_head), *range(first_of_tail, length)]
+    return input_ids[:, kept], attention_mask[:, kept]
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """Counts the tokens of each row of [B, L] from 0; padding before the first has 0 too."""
+    return (mask.cumsum(-1) - 1).clip(min=0)
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """Returns the part of the attention mask that covers the responses, [B, R]."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+
+
+def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: str | torch.device | None = None) -> Tensor:
+    """One number per label, int64 [B]: equal labels, equal numbers.
+
+    Integers, and floats all within 1e-6 of integers, stay what they are. Anything else is numbered from 0 in the
+    order of its string form.
+    """
+    labels = index.detach().cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
+    labels = labels.reshape(-1)
+    if all(isinstance(label, Real | np.bool_) for label in labels):
+        labels = np.array(labels.tolist())  # of their common type, where it was object
+        if np.allclose(labels, labels.round(), rtol=0, atol=1e-6):
+            return torch.as_tensor(labels.round().astype(np.int64), device=device)
+    _, codes = np.unique([str(label) for label in labels], return_inverse=True)
+    return torch.as_tensor(codes, dtype=torch.int64, device=device)
+
+
+def group_mean_std(
+    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: str | torch.device | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, std, count), float32 [G], of scores [B] by their group's number `gidx` [B] in 0 … G - 1.
+
+    std has n - 1 in the denominator and is at least sqrt(eps). A group of one, or none, has mean 0 and std 1.
+    Raises ValueError if the lengths differ.
+    """
+    scores = torch.as_tensor(scores, device=device).flatten().float()
+    gidx = as_torch_index(gidx, device=scores.device)
+    groups = Groups(gidx, torch.ones(len(scores), 1, device=scores.device))
+    size = int(gidx.max()) + 1 if len(gidx) else 0
+
+    def per_group(per_row: Tensor, if_empty: float) -> Tensor:
+        return scores.new_full((size,), if_empty).scatter(0, gidx, per_row)
+
+    std = groups.std(scores).clamp(min=math.sqrt(eps))
+    return per_group(groups.mean(scores), 0.0), per_group(std, 1.0), per_group(groups.count, 0.0)
+
+
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage  # verl's loop-free twin; here none loops
+compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """Scores less the KL to the reference, token by token: scores - kl_ratio · (old_log_prob - ref_log_prob), [B, R].
+
+    Nothing is masked: estimators of outcomes add up whole rows, so zero what is not the policy's.
+    """
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    *,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
+
+    Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.
+    Raises ValueError if a bound is missing.
+    """
+    warnings.warn(
+        'compute_policy_loss is deprecated: call get_policy_loss_fn("vanilla")', DeprecationWarning, stacklevel=2
+    )
+    bounds = {"clip_ratio": cliprange, "clip_ratio_low": cliprange_low, "clip_ratio_high": cliprange_high}
+    config = ActorConfig(**bounds, clip_ratio_c=clip_ratio_c)
+    if None in clip_bounds(config):
+        raise ValueError("no bounds to clip to: pass cliprange, or both cliprange_low and cliprange_high")
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
+    )
+    return loss, *(
+        metrics[f"actor/{name}"].detach().to(loss) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    )
+
+
+def compute_policy_loss_reinforce(rollout_log_prob: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Calls `core_algos.compute_policy_loss_reinforce`; the first argument has verl's name."""
+    return core_algos.compute_policy_loss_reinforce(rollout_log_prob, *args, **kwargs)
+
+
+class ActorConfig(schema.ActorConfig):
+    """The actor's settings as verl's losses and their tests take them: by all of its keys, with counts for agg_loss."""
+
+    def __init__(self, global_batch_info: dict[str, Any] | None = None, **settings: Any) -> None:
+        known = {item.name for item in fields(schema.ActorConfig)}
+        verdicts = {key: judge(f"{ACTOR}.{key}", None, schema.Config).kind for key in settings.keys() - known}
+        super().__init__(**{key: it for key, it in settings.items() if verdicts.get(key) in (None, "unknown")})
+        self.global_batch_info = global_batch_info or {}
+
+
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+    """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
+    logits = zero_masked(logits, response_mask.unsqueeze(-1))
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
+    config = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
+    )
+    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
+    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
+
+
+def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[BaseTool]:
+    """Returns the tools of a yaml and of a file of functions in a list."""
+    return [*load_tools(tool_config_path, function_tool_path).values()]
+
+
+initialize_tools_from_config = load_all_tools
+
+
+@contextmanager
+def marked_timer(name: str, timing_raw: dict[str, float], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Adds the seconds of its body to timing_raw[name]; colours and domains of profilers are left out."""
+    with timer(name, timing_raw):
+        yield
+
+
+def identity(*args: Any, **kwargs: Any) -> Any:
+    """Returns its first argument: a decorator, a log or a conversion of verl's that has nothing to do here."""
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
+    """Loads a tokenizer, with a pad token; Gemma 2's ends a turn as its template does, without being told."""
+    return as_users_read(AutoTokenizer.from_pretrained(name_or_path, **kwargs))
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> None:
+    """Returns None, as verl does where a model reads text alone."""
+
+
+def get_checkpoint_tracker_filename(root_path: str) -> str:
+    """Returns the path of the file with the number of the newest checkpoint."""
+    return os.path.join(root_path, "latest_checkpointed_iteration.txt")
+
+
+def find_latest_ckpt_path(path: str, directory_format: str = "global_step_{}") -> str | None:
+    """Returns the folder of the newest checkpoint in `path`; None: there is none."""
+    tracker = Path(get_checkpoint_tracker_filename(path))
+    newest = Path(path, directory_format.format(tracker.read_text().strip())) if tracker.is_file() else None
+    return str(newest) if newest is not None and newest.is_dir() else None
+
+
+def copy_to_local(src: str, *args: Any, **kwargs: Any) -> str:
+    """Returns a local path as it is. Raises ValueError for an address of another file system."""
+    if "://" in src:
+        raise ValueError(f"{src}: only local paths are known here; copy it by hand, and give the local path.")
+    return src
+
+
+def copy(src: str, dst: str, **kwargs: Any) -> str:
+    """Copies a file, or what a folder holds, and returns the path of the copy. Raises ValueError as `copy_to_local`."""
+    if Path(copy_to_local(src)).is_dir():
+        return shutil.copytree(src, copy_to_local(dst), dirs_exist_ok=True)
+    return shutil.copy(src, copy_to_local(dst))
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+    """Makes a folder. Raises ValueError as `copy_to_local`."""
+    os.makedirs(copy_to_local(name), mode, exist_ok)
+
+
+if __name__ == "__main__":
+    if not Path(*sys.argv[1:2]).is_file():
+        raise SystemExit("usage: python -m extras.verl.compat SCRIPT.py [ARGUMENT …], SCRIPT.py being a file")
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,245 @@
+"""Judges settings that are no keys of the schema: verl's of all versions, and our own old spellings.
+
+The tables are extras/verl/keys.toml. `judge` says of one setting whether it works, is renamed, has no effect, or is
+refused, and why.
+"""
+
+import copy
+import re
+import tomllib
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.errors import ConfigError, notice
+from configs.settings import delete, is_known, leaves
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ONE_BACKEND = "there is one backend, transformers with FSDP2"
+OFF = (None, False, 0, "", "disabled", "none", "null", "False", [], {})
+MANY = 12  # settings of a yaml without effect; more are counted, and not listed
+BACKEND = r"(_generated_)?(dp|fsdp2?|megatron|veomni|torchtitan|automodel|mindspeed\w*|hyperparallel|hf|legacy)(_\w+)?"
+GROUPS = ("engine", "model", "optim", "model_engine")
+VERLS_YAML = r"\w*(ppo|dapo|sft|distill|prime)\w*_trainer\w*|generation|evaluation"
+
+
+def spelt_out(names: str) -> list[str]:
+    """Expands names as a shell does: a.{b,c} is a.b and a.c."""
+    parts = [[part.split(",") for part in re.split("[{}]", name)] for name in names.split()]
+    return ["".join(chosen) for name in parts for chosen in product(*name)]
+
+
+def pairs(table: dict[str, str]) -> dict[str, str]:
+    """Expands old and new names side by side: {a,b}.{c,d} = {e,f}.g is a.c and a.d = e.g, b.c and b.d = f.g."""
+    found = {}
+    for old, new in table.items():
+        olds, news = spelt_out(old), spelt_out(new)
+        found |= {name: news[place * len(news) // len(olds)] for place, name in enumerate(olds)}
+    return found
+
+
+TARGET = r"\$\{(?:oc\.select:)?(\.?\w[\w.]*)(?=[,}])"  # what an interpolation names
+SIGNS = {".**": r"(?:\..*)?", "**.": r"(?:.*\.)?", "*": "[^.]*", "{": "(?:", "}": ")", ",": "|", ".": r"\."}
+
+
+def pattern(names: str) -> re.Pattern:
+    """Compiles patterns of keys, as extras/verl/keys.toml explains them."""
+    return re.compile(
+        "|".join(re.sub(r"\.\*\*|\*\*\.|[*{},.]", lambda it: SIGNS[it[0]], name) for name in names.split())
+    )
+
+
+class Table(NamedTuple):
+    """The spellings of one entry point, or of all.
+
+    Attributes:
+        sections: those of the entry: those of main.py.
+        renamed: old spelling: today's.
+        computed: old spelling: how its value becomes today's, as an interpolation and in words.
+        reasons: by kind (refused, no_effect, unread), patterns of keys and the reason.
+    """
+
+    sections: dict[str, str]
+    renamed: dict[str, str]
+    computed: dict[str, tuple[str, str]]
+    reasons: dict[str, list[tuple[re.Pattern, str]]]
+
+    def why(self, kind: str, key: str) -> str | None:
+        """Returns the reason why a key is `refused`, of `no_effect` or `unread`; None if it is not."""
+        return next((why for names, why in self.reasons[kind] if names.fullmatch(key)), None)
+
+
+def as_table(read: dict[str, dict[str, str]]) -> Table:
+    """Makes a table of what extras/verl/keys.toml says of an entry."""
+    workers, lr = pairs(read.get("of_all_workers", {})), pairs(read.get("of_lr", {}))
+    computed = dict.fromkeys(workers, ("${{per_worker:{}}}", "divided by the number of workers"))
+    computed |= dict.fromkeys(lr, ("${{share:{},${{.lr}}}}", "as a share of lr"))
+    reasons = {
+        kind: [(pattern(names), why) for why, names in read.get(kind, {}).items()]
+        for kind in ("refused", "no_effect", "unread")
+    }
+    return Table(read.get("sections", {}), pairs(read.get("renamed", {})) | workers | lr, computed, reasons)
+
+
+READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+COMMON = as_table(READ)
+ENTRIES = {
+    "Config": as_table({}),
+    "SFTConfig": as_table(READ["sft"]),
+    "GenerationConfig": as_table(READ["generation"]),
+    "EvaluationConfig": as_table(READ["evaluation"]),
+    "ServerConfig": as_table(READ["server"]),
+}
+
+RENAMED_VALUES = {
+    name: [key, *value]
+    for old, (new, *value) in READ["renamed_values"].items()
+    for name, key in pairs({old: new}).items()
+} | {"data.chat_template=chatml": ["actor_rollout_ref.model.custom_chat_template", CHATML]}
+NO_EFFECT_VALUES = {one: why for why, ones in READ["no_effect_values"].items() for one in spelt_out(ones)}
+ONLY_VALUE = {  # key: the values as texts, and why no other
+    key: ([one.partition("=")[2] for one in spelt_out(ones) if one.startswith(f"{key}=")], why)
+    for why, ones in READ["only"].items()
+    for key in {one.partition("=")[0] for one in spelt_out(ones)}
+}
+
+
+class Verdict(NamedTuple):
+    """Says what becomes of a setting: it `works`, is `renamed`, has `no effect`, is `refused`, or `unknown`.
+
+    Attributes:
+        key, value: what is set, in today's spelling; value None of a renamed one: nothing is set.
+        why: the reason, or for a renamed one all that is said of it.
+    """
+
+    kind: str
+    key: str
+    value: Any = None
+    why: str = ""
+
+
+def judge(key: str, value: Any, schema: type) -> Verdict:
+    """Says what becomes of `key=value`, of any version of verl, in a config of the class `schema`."""
+    entry = ENTRIES[schema.__name__]
+    if key.endswith("_target_"):
+        return Verdict("no effect", key, value, "a section is known by its name")
+    mine = spelling_in(key, entry.renamed)  # in the sections of this entry
+    if why := entry.why("unread", mine):
+        return Verdict("no effect", key, value, why)
+    before = spelling_in(mine, entry.sections)  # in those of main.py
+    main, new, how = spelling_in(before, COMMON.renamed), value, ""
+    if (computed := entry.computed.get(key) or COMMON.computed.get(before)) and value is not None:
+        new, how = computed[0].format(value), f"={value} {computed[1]}"
+    if by_value := RENAMED_VALUES.get(f"{main}={value}") or RENAMED_VALUES.get(f"{mine}={value}"):
+        main, new = (*by_value, None)[:2]
+    sections = {long: short for short, long in entry.sections.items()}
+    today = spelling_in(main, sections)
+    if why := NO_EFFECT_VALUES.get(f"{main}={value}") or NO_EFFECT_VALUES.get(f"{today}={value}"):
+        return Verdict("no effect", key, value, why)
+    if is_known(today, schema):
+        if by_value:
+            said = f"{key}={value} is read as {today}{f'={new}' if today == key else ''}"
+            return Verdict("renamed", today, new, said)
+        if today == key:
+            return Verdict("works", key, value)
+        return Verdict("renamed", today, new, f"{key} is now {today}{how}")
+    if main in ONLY_VALUE or (why := entry.why("refused", mine) or COMMON.why("refused", main)):
+        texts, why = ONLY_VALUE.get(main) or ((), why)
+        if str(value) in texts if texts else value in OFF:
+            return Verdict("no effect", key, value, "it is always so here")
+        return Verdict("refused", key, value, in_sections(why, sections))
+    if why := entry.why("no_effect", mine) or COMMON.why("no_effect", main):
+        return Verdict("no effect", key, value, in_sections(why, sections))
+    return Verdict("unknown", key, value)
+
+
+def spelling_in(key: str, table: dict[str, str]) -> str:
+    """Returns the spelling that `table` has for a key, or for a section that it is below; else the key."""
+    for old, new in table.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return key
+
+
+def in_sections(text: str, sections: dict[str, str]) -> str:
+    """Spells the keys that a reason names as an entry does; `sections` are main.py's: its own."""
+    for long, short in sections.items():
+        text = text.replace(f"{long}.", f"{short}.")
+    return text
+
+
+def settle(given: DictConfig, overrides: list[Override], schema: type) -> None:
+    """Resolves what a yaml takes over from keys, or in keys, that are about to move; as the overrides have them.
+
+    A key that a yaml leaves to be given (???) is not set."""
+    whole = copy.deepcopy(given)
+    for override in overrides:
+        if not override.is_delete():
+            OmegaConf.update(whole, override.key_or_group, override.value(), force_add=True)
+    for key, value in list(leaves(given)):
+        if value == "???":
+            delete(given, key)
+        elif isinstance(value, str) and "${" in value:
+            parent = key.rpartition(".")[0]
+            names = [f"{parent}{name}" if name[0] == "." else name for name in re.findall(TARGET, value)]
+            if not all(is_known(name, schema) for name in (key, *names)):
+                try:
+                    OmegaConf.update(given, key, OmegaConf.select(whole, key))
+                except OmegaConfBaseException:
+                    delete(given, key)
+
+
+def move(given: DictConfig, schema: type, later: bool = False) -> list[tuple[str, Any, Verdict]]:
+    """Renames old spellings and drops settings without effect; returns them, to be told of.
+
+    Today's spelling wins over an old one beside it, except over one that was set `later`."""
+    found = []
+    for key, value in list(leaves(given)):
+        verdict = judge(key, value, schema)
+        if verdict.kind == "refused":
+            raise ConfigError(f"{key}={value}: {verdict.why}.")
+        if verdict.kind not in ("renamed", "no effect"):
+            continue
+        delete(given, key)
+        if verdict.kind == "renamed":
+            beside = OmegaConf.select(given, verdict.key) is not None and not later
+            if value is None or beside:  # null was the default of the old key
+                continue
+            OmegaConf.update(given, verdict.key, verdict.value, force_add=True)
+            if key == "trainer.resume_path":
+                given.trainer.resume_mode = "resume_path"
+        found.append((key, value, verdict))
+    return found
+
+
+def tell(found: Iterable[tuple[str, Any, Verdict]], file: str | None = None) -> None:
+    """Prints a notice of each reason why settings (key, value) have no effect, and of each that is renamed.
+
+    Of a yaml `file` with more than MANY of them only the numbers: a yaml of verl's holds hundreds."""
+    told = {(verdict.why, verdict.kind): [] for _, _, verdict in found}
+    for key, value, verdict in found:
+        told[verdict.why, verdict.kind].append(f"{key}={value}")
+    if file and len(told) > MANY:
+        idle = sum(len(keys) for (_, kind), keys in told.items() if kind == "no effect")
+        renamed = sum(map(len, told.values())) - idle
+        notice(
+            f"of the settings of {file}, {idle} have no effect here, and {renamed} are read by other names: "
+            f"python -m extras.verl.from_verl {file} lists them, with the reasons."
+        )
+        return
+    for (why, kind), keys in told.items():
+        verb = "has" if len(keys) == 1 else "have"
+        notice(f"{why}." if kind == "renamed" else f"{', '.join(keys)} {verb} no effect: {why}.")
+
+
+def is_backend(group: str, package: str | None, option: Any) -> bool:
+    """Whether `group=option` or `group@package=option` chooses one of verl's files, which there are none of here."""
+    return (group in GROUPS or package is not None) and re.fullmatch(BACKEND, str(option)) is not None

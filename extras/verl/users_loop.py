@@ -1,0 +1,379 @@
+"""Agent loops of the user's, in verl's form: an episode that asks the policy by itself.
+
+A subclass of `AgentLoopBase` has a coroutine `run(sampling_params, **row)`, which awaits `server_manager.generate` as
+often as it likes and returns an `AgentLoopOutput`, or a list of them, rows of one episode of which the last is scored.
+It runs in the event loop of user code (workers/agents/user_code.py), and may take as long between two answers as a tool
+may for a call. What it returns is held against what the policy said: log-probs and weight versions are those of the
+tokens that were sampled.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from configs.import_utils import bind, required_arguments
+from configs.schema import Config
+from data.chat import ChatFormat, as_messages, encode_prompt
+from data.rl_dataset import get_dataset_class
+from data.rows import RUN_COLUMNS, beside, kwargs_in
+from data.types import END_REASON_OF, Completion, Row, Sample, SamplingParams, check_reward
+from extras.verl.agents import Agent, Runs
+from training.environment import AGENT_COLUMN
+from training.episode_rows import BROUGHT
+from workers.agents.episode import Episode, EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
+from workers.agents.toolbox import place
+from workers.agents.user_code import in_users_loop
+
+# What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
+WITHOUT_EFFECT = {
+    "logprobs": None, "prompt_logprobs": (None, 0, False), "repetition_penalty": (1,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "min_tokens": (0,), "n": (1,), "stop": (None, [], ()), "seed": (None,),
+    "ignore_eos": (False,), "skip_special_tokens": None, "detokenize": None, "include_stop_str_in_output": None,
+}  # fmt: skip
+OF_EPISODES = {"turn_scores", "tool_rewards", "tool_call_counts", "tool_failures", "invalid_actions", "success"}
+
+
+class AgentLoopMetrics(SimpleNamespace):
+    """Seconds of an episode; each number is logged as agent_loop/NAME/{mean,max,min}."""
+
+    def __init__(self, **metrics: Any) -> None:
+        super().__init__(**{"generate_sequences": 0.0, "tool_calls": 0.0} | metrics)
+
+
+class AgentLoopOutput(SimpleNamespace):
+    """A row of an episode: prompt_ids, response_ids, and response_mask, 1 where the policy spoke.
+
+    Optional are response_logprobs, one a token of the response (None: those that were sampled), reward_score (None: the
+    run's reward scores it), num_turns, metrics, and extra_fields, further columns of the row.
+    """
+
+    def __init__(self, *, prompt_ids: Any, response_ids: Any, response_mask: Any, **fields: Any) -> None:
+        optional = {"response_logprobs": None, "reward_score": None, "num_turns": 0, "metrics": {}, "extra_fields": {}}
+        needed = {"prompt_ids": prompt_ids, "response_ids": response_ids, "response_mask": response_mask}
+        super().__init__(**needed | optional | fields)
+        if isinstance(self.metrics, Mapping):
+            self.metrics = AgentLoopMetrics(**self.metrics)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class TokenOutput(list):
+    """The policy's answer: a list of its token ids, with what is known of them."""
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        log_probs: list[float] | None = None,
+        stop_reason: str | None = None,
+        extra_fields: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(token_ids)
+        self.token_ids, self.log_probs, self.stop_reason = list(token_ids), log_probs, stop_reason
+        self.routed_experts, self.num_preempted, self.extra_fields = None, None, extra_fields or {}
+
+
+class LLMServerClient:
+    """The policy as one episode of an agent loop asks it, from whatever event loop.
+
+    Attributes:
+        answers: what was asked and answered, in the order of asking.
+    """
+
+    def __init__(self, policy: Policy, limits: Limits, longest: int) -> None:
+        self.policy, self.limits, self.longest, self.loop = policy, limits, longest, asyncio.get_running_loop()
+        self.answers: dict[int, tuple[list[int], Completion]] = {}
+        self.asked = self.waiting = 0
+        self.went_on = False
+
+    async def generate(
+        self, request_id: Any = None, *, prompt_ids: Any, sampling_params: Mapping[str, Any] | None = None, **other: Any
+    ) -> TokenOutput:
+        """Answers a prompt, by at most data.max_response_length tokens, or as many as max_tokens_per_turn allows.
+
+        Raises:
+            ValueError: images, settings that the engines do not know, or a prompt that leaves no room for an answer.
+        """
+        if given := [name for name, value in other.items() if name.endswith("_data") and value is not None]:
+            raise ValueError(f"generate was given {', '.join(given)}: the policy reads text here.")
+        prompt = ids_of(prompt_ids)
+        sampling = sampling_of(sampling_params or {}, self.policy.sampling)
+        most = min(sampling.max_tokens, self.limits.answer, self.longest - len(prompt))
+        if most <= 0:
+            raise ValueError(
+                f"generate was given {len(prompt)} tokens, and data.max_prompt_length + data.max_response_length is "
+                f"{self.longest}: nothing is left for an answer. End the episode before, or raise them."
+            )
+        turn, self.asked, self.waiting = self.asked, self.asked + 1, self.waiting + 1
+        try:
+            work = self.policy.answer(prompt, most, turn, sampling)
+            done = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        finally:
+            self.waiting, self.went_on = self.waiting - 1, True
+        self.answers[turn] = (prompt, done)
+        reason = "aborted" if done.finish_reason == "aborted" else "completed"
+        return TokenOutput(done.token_ids, list(done.log_probs), reason, {"global_steps": done.weight_version})
+
+    def begins_anew(self) -> bool:
+        """Whether the deadline of the user's code begins anew, as the policy has answered since the last call of this,
+        or is answering."""
+        went_on, self.went_on = self.went_on, False
+        return went_on or self.waiting > 0
+
+
+class AgentLoopBase:
+    """One episode; verl's constructor of any version, of which a subclass may name what it needs.
+
+    Attributes:
+        config: the whole run's; tokenizer; server_manager; loop: the event loop it runs in; processor: None.
+        system_prompt: the ids that the chat template begins every prompt with.
+    """
+
+    blocks = False  # whether it computes or waits without `await`
+    _class_initialized = False  # for an init_class of verl's, which is called each time there
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: LLMServerClient,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: Any = None,
+        dataset_cls: type | None = None,
+        data_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config: Config = trainer_config if isinstance(trainer_config, Config) else trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+        self.dataset_cls, self.data_config = dataset_cls, self.config.data
+        self.apply_chat_template_kwargs = dict(self.config.data.apply_chat_template_kwargs)
+        self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, *args: Any, **kwargs: Any) -> None:
+        """Prepares what all episodes share; called once a worker."""
+
+    @property
+    def system_prompt(self) -> list[int]:
+        user = {"role": "user", "content": ""}
+        try:
+            one, two = (self._encode([user] * count, add_generation_prompt=False) for count in (1, 2))
+        except TemplateError:  # it takes no two users in a row
+            return []
+        return one[: 2 * len(one) - len(two)]
+
+    def _encode(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        kwargs = self.apply_chat_template_kwargs | kwargs
+        return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        *media: Any,
+        remove_system_prompt: bool = False,
+        **_: Any,
+    ) -> list[int]:
+        """Token ids of messages, with the generation prompt; without the `system_prompt`, if that is asked."""
+        kwargs = self.apply_chat_template_kwargs | ({"tools": tools} if tools else {})
+        ids = encode_prompt(messages, self.tokenizer, **kwargs)
+        return ids[len(self.system_prompt) :] if remove_system_prompt else ids
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Nothing: the policy reads text here."""
+        return {}
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Plays the episode of a row, whose columns are `kwargs`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no run(self, sampling_params, **kwargs)")
+
+
+AsyncLLMServerManager = LLMServerClient
+
+
+class UsersEpisode(Episode):
+    """An episode of the user's class: an agent loop plays it whole, an `Episode` step by step, each by the deadline of
+    a tool's call.
+
+    Raises:
+        ValueError: the constructor needs what it is not given.
+    """
+
+    def __init__(self, row: Row, agent: Agent, config: Config, chat: ChatFormat) -> None:
+        super().__init__(row)
+        self.agent, self.config, self.chat = agent, config, chat
+        self.shared = {"tokenizer": chat.tokenizer, "processor": None}
+        if not agent.is_ready and "init_class" in dir(agent.cls):
+            bind(agent.cls.init_class, {"config": config, **self.shared, **agent.settings}, key=agent.name)()
+        agent.is_ready = True
+        self.row = {name: value for name, value in row.items() if name != AGENT_COLUMN}
+        self.timeout = config.actor_rollout_ref.rollout.multi_turn.tool_timeout
+        self.inner: Episode | None = None
+
+    async def start(self) -> None:
+        await self._in_time(self._begin())
+        self.prompt_ids, self.columns = self.inner.prompt_ids, self.inner.columns
+
+    async def _begin(self) -> None:
+        offered = {"row": self.row, "config": self.config, "tokenizer": self.chat.tokenizer, "chat": self.chat}
+        self.inner = bind(self.agent.cls, offered, self.agent.settings, self.agent.name)()
+        await self.inner.start()
+
+    async def step(self, answer: str) -> Any:
+        return await self._in_time(self.inner.step(answer))
+
+    async def close(self) -> None:
+        if self.inner is not None:
+            await self._in_time(self.inner.close())
+
+    async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
+        if not issubclass(self.agent.cls, Runs):
+            return await super().play(policy, chat, limits)
+        rollout = self.config.actor_rollout_ref.rollout
+        server = LLMServerClient(policy, limits, rollout.prompt_length + limits.response)
+        try:
+            found = await or_episode_error(self._in_time(self._run(server), server.begins_anew))
+            return await or_episode_error(self._rows(found, server, limits))
+        except EpisodeFailed as failure:
+            return finish_samples([Sample(self.prompt_ids)], failure.end_reason, {}, server.asked, str(failure))
+
+    async def _in_time(self, work: Any, anew: Any = lambda: False) -> Any:
+        async with place(self.agent) if self.agent.blocks else nullcontext():  # each in a thread
+            return await in_users_loop(self.agent, work, self.timeout, anew)
+
+    async def _run(self, server: LLMServerClient) -> Any:
+        loop, sampling = self._loop(server), server.policy.sampling
+        row = self.row | {name: kwargs_in(self.row, name) for name in ("tools_kwargs", "interaction_kwargs")}
+        row["raw_prompt"] = as_messages(row.get("raw_prompt"))
+        if "messages" in required_arguments(loop.run):  # of verl 0.5
+            row["messages"] = row["raw_prompt"]
+        row["sampling_params"] = {
+            "temperature": sampling.temperature if sampling.do_sample else 0.0, "top_p": sampling.top_p,
+            "top_k": sampling.top_k, "repetition_penalty": 1.0, "logprobs": True,
+        }  # fmt: skip
+        return await bind(loop.run, row, key=self.agent.name)()
+
+    def _loop(self, server: LLMServerClient) -> Runs:
+        """Makes the agent loop of this episode, of what its constructor names."""
+        section = SimpleNamespace(config=self.config.data)
+        offered = {
+            "trainer_config": SimpleNamespace(config=self.config), "server_manager": server, **self.shared,
+            "data_config": section, "dataset_config": section, "dataset_cls": get_dataset_class(self.config.data),
+            "hf_model_type": None, "tools": None,
+        }  # fmt: skip
+        if "config" in required_arguments(self.agent.cls):  # of verl 0.5
+            offered["config"] = self.config
+        return bind(self.agent.cls, offered, self.agent.settings, self.agent.name)()
+
+    async def _rows(self, found: Any, server: LLMServerClient, limits: Limits) -> list[Sample]:
+        outputs = found if isinstance(found, list | tuple) else [found]
+        if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+            raise TypeError(f"{self.agent.name} returned {found!r}; run must return an AgentLoopOutput, or several.")
+        samples, width = [], self.config.actor_rollout_ref.rollout.prompt_length
+        taken = (self.row.keys() | RUN_COLUMNS) - OF_EPISODES
+        for output in outputs:
+            sample, reason = sample_of(output, [*server.answers.values()], limits, width)
+            passed_on = {name for name, it in output.extra_fields.items() if name in self.row and self.row[name] is it}
+            own = {name: it for name, it in output.extra_fields.items() if name not in passed_on}
+            score = output.reward_score if output is outputs[-1] else output.reward_score or 0.0
+            if score is not None:
+                check_reward(score := float(score))
+            told = {BROUGHT: score, "__agent_metrics__": dict(vars(output.metrics))}
+            finish_samples([sample], reason, beside(own, taken, "extra") | told, output.num_turns or server.asked)
+            samples.append(sample)
+        if reason == "aborted":
+            raise EpisodeFailed("aborted", "the engine aborted the last request")
+        return samples
+
+
+def ids_of(found: Any) -> list[int]:
+    """Token ids as a list of numbers, of whatever holds them."""
+    return [int(token_id) for token_id in (found["input_ids"] if isinstance(found, Mapping) else found)]
+
+
+def sampling_of(asked: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+    """`base` with what user code asks; raises ValueError for what the engines do not know."""
+    changed: dict[str, Any] = {}
+    for name, value in asked.items():
+        if name in ("max_tokens", "max_new_tokens"):
+            changed["max_tokens"] = base.max_tokens if value is None else int(value)
+        elif name in ("temperature", "top_p", "top_k", "min_p"):
+            changed[name] = value
+        elif name == "stop_token_ids":
+            changed[name] = tuple(value or ())
+        elif name not in WITHOUT_EFFECT or (WITHOUT_EFFECT[name] is not None and value not in WITHOUT_EFFECT[name]):
+            known = "max_tokens, temperature, top_p, top_k, min_p and stop_token_ids"
+            raise ValueError(f"sampling_params has {name}={value!r}, which the engines do not know; they know {known}.")
+    changed["do_sample"] = changed.get("temperature", base.temperature) > 0 and (
+        base.do_sample or "temperature" in changed
+    )
+    return replace(base, **changed)
+
+
+def sample_of(
+    output: AgentLoopOutput, answers: Sequence[tuple[list[int], Completion]], limits: Limits, width: int
+) -> tuple[Sample, str]:
+    """Makes what an agent loop returned a row, cut to `limits.response` tokens; also returns how it ended.
+
+    Raises:
+        ValueError: lists of different lengths, a prompt longer than `width`, or tokens said to be the policy's that it
+            did not say, without log-probs.
+    """
+    prompt, ids, mask = map(ids_of, (output.prompt_ids, output.response_ids, output.response_mask))
+    given = output.response_logprobs
+    if len(mask) != len(ids) or len(given if given is not None else ids) != len(ids) or set(mask) - {0, 1}:
+        raise ValueError(
+            f"an AgentLoopOutput has {len(ids)} response_ids, {len(mask)} in response_mask and response_logprobs "
+            f"{given if given is None else len(given)}: each must have one a token, and the mask 1 or 0."
+        )
+    if len(prompt) > width:
+        raise ValueError(
+            f"an AgentLoopOutput has {len(prompt)} prompt_ids, and data.max_prompt_length is {width}: raise it, or "
+            "have the loop shorten them."
+        )
+    is_cut, ids, mask = len(ids) > limits.response, ids[: limits.response], mask[: limits.response]
+    log_probs, versions, turns = [None if policys else 0.0 for policys in mask], [0] * len(ids), [0] * len(ids)
+    reason = "terminated"
+    for turn, (start, length, done) in enumerate(answers_in(prompt, ids, answers)):
+        for at in range(start, start + length):
+            if mask[at]:
+                log_probs[at], versions[at] = done.log_probs[at - start], done.weight_version
+        turns[start:] = [turn] * (len(ids) - start)
+        reason = END_REASON_OF[done.finish_reason] if start + length == len(ids) else "terminated"
+    if given is not None:
+        log_probs = [float(value) if policys else 0.0 for value, policys in zip(given, mask, strict=False)]
+    if strangers := log_probs.count(None):
+        raise ValueError(
+            f"an AgentLoopOutput says of {strangers} tokens (response_mask 1) that the policy sampled them, and it "
+            "did not, behind what stands before them: return its token_ids as they came, give these a mask of 0, or "
+            "return response_logprobs."
+        )
+    rewards = [0.0] * len(ids)
+    return Sample(prompt, ids, mask, log_probs, versions, rewards, turns), "max_tokens" if is_cut else reason
+
+
+def answers_in(
+    prompt: list[int], ids: list[int], answers: Sequence[tuple[list[int], Completion]]
+) -> list[tuple[int, int, Completion]]:
+    """Finds in a response, `ids`, those of the `answers` that stand behind just what they answer.
+
+    Returns:
+        (where it begins, how many of its tokens are there, the answer), by their places; of several answers at one
+        place that of which most is there.
+    """
+    whole, found = prompt + ids, {}
+    for asked, done in answers:
+        start = len(asked) - len(prompt)
+        if 0 <= start < len(ids) and whole[: len(asked)] == asked:
+            pairs = zip(ids[start:], done.token_ids, strict=False)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if length > found.get(start, (start, 0))[1]:
+                found[start] = (start, length, done)
+    return [found[start] for start in sorted(found)]

@@ -1,0 +1,1 @@
+"""Watches a run for what looks wrong."""
