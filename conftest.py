@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = [*ENGINES, *(f"{name}.py" for name in LONG)]
 
     def order(item: pytest.Item) -> tuple[bool, bool, int]:
-        engines, name = is_of_engines(item.nodeid), item.nodeid.removeprefix("tests/")
+        engines, name = is_of_engines(item.nodeid), without_folder(item.nodeid)
         place = next((number for number, start in enumerate(longest) if name.startswith(start)), len(longest))
         return not engines, engines and on_ray(item), place
 
@@ -83,7 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_of_engines(nodeid: str) -> bool:
-    return nodeid.removeprefix("tests/").startswith(ENGINES)
+    return without_folder(nodeid).startswith(ENGINES)
+
+
+def without_folder(nodeid: str) -> str:
+    file, colons, test = nodeid.partition("::")
+    return file.rpartition("/")[2] + colons + test
 
 
 def on_ray(item: pytest.Item | None) -> bool:
