@@ -33,6 +33,7 @@ from packaging.version import Version
 from yaml import YAMLError
 
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
+from configs.extras import absence, absent_extra_of
 from configs.paths import ROOT, home_spelt_out
 from configs.settings import (
     EACH_EPOCH,
@@ -384,6 +385,8 @@ def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> Non
             raise ConfigError(
                 f"the {parts[0]} sets '{key}' below itself: '# @package _global_' must be its first line."
             ) from None
+        if extra := absent_extra_of(key):
+            raise ConfigError(f"{key}: {absence(extra)}", key) from None
         near = did_you_mean(key, [*known_keys(base), "--config-name"])
         raise ConfigError(f"unknown key '{key}'.{near} --cfg job lists them all.{closed}", key) from None
     except OmegaConfBaseException as error:

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import checks, loader, schema
+from configs import checks, extras, loader, schema
 from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
 from configs.errors import ConfigError
 from configs.loader import (
@@ -438,6 +438,14 @@ def test_an_unknown_key_is_answered_by_the_nearest_one(typo, meant, tmp_path):
         with pytest.raises(ConfigError) as caught:
             attempt()
         assert str(caught.value).startswith(f"unknown key '{typo}'. Did you mean '{meant}'?")
+
+
+def test_a_key_of_an_absent_extra_is_refused_by_the_name_of_the_extra(monkeypatch):
+    monkeypatch.setitem(extras.SETTINGS, "ghosts", ("trainer.ghost_",))
+    with pytest.raises(
+        ConfigError, match=r"^trainer.ghost_rank: ghosts is not in this copy; extras/ghosts was removed"
+    ):
+        compose("trainer.ghost_rank=4")
 
 
 @pytest.mark.parametrize(
