@@ -134,7 +134,7 @@ def check_token_budgets(config: Config, with_ref: bool, with_critic: bool) -> No
 
 def check_policy(config: Config) -> None:
     rollout, loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
-    key, model = f"{ACTOR}.policy_loss", config.actor_rollout_ref.model
+    key = f"{ACTOR}.policy_loss"
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
     if loss.clip_cov_lb >= loss.clip_cov_ub:
@@ -151,11 +151,6 @@ def check_policy(config: Config) -> None:
         )
     if validation.do_sample is False and validation.temperature:
         notice(f"{key}.do_sample=false takes the likeliest token at any {key}.temperature; without it, that samples.")
-    adds = rollout.name == "vllm" and (model.lora_rank or model.lora_adapter_path)
-    if rollout.load_lora == "adapter" and not adds:
-        raise ConfigError(
-            f"load_lora=adapter with rollout.name={rollout.name}, model.lora_rank={model.lora_rank}: only vllm does."
-        )
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         notice(
             f"training samples with top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the policy "

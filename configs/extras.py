@@ -21,7 +21,9 @@ TABLE: dict[str, dict[str, str]] = {
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
 }
 PAIRS: tuple[tuple[str, str], ...] = ()  # (an extra, another that it imports): deleted together
-SETTINGS: dict[str, tuple[str, ...]] = {}  # by extra, how the keys of its settings begin, whatever is before them
+SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
+    "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),
+}
 MOVED: dict[str, str] = {}  # by its old name, the new one of a module that users run or name
 
 

@@ -37,6 +37,7 @@ from configs.extras import absence, absent_extra_of
 from configs.paths import ROOT, home_spelt_out
 from configs.settings import (
     EACH_EPOCH,
+    Frozen,
     assign,
     defaults,
     delete,
@@ -171,6 +172,7 @@ def load_config(arguments: Arguments, schema: type) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
     check_rules(config)
+    check_sections(config, config)
     if arguments.print_config:
         print(OmegaConf.to_yaml(composed, resolve=True), end="")
         raise SystemExit(0)
@@ -411,6 +413,15 @@ RULES = {
 
 def is_text_or_texts(value: Any) -> bool:
     return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
+
+
+def check_sections(section: Any, config: Any, key: str = "") -> None:
+    """Has each section of `config` check itself, the inner ones first."""
+    for item in fields(section):
+        if is_dataclass(value := getattr(section, item.name)):
+            check_sections(value, config, f"{key}.{item.name}".lstrip("."))
+    if isinstance(section, Frozen):
+        section.check(config, key)
 
 
 def check_rules(config: Any, prefix: str = "") -> None:

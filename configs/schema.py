@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import II
 
 from configs.errors import ConfigError
+from configs.extras import section
 from configs.settings import Frozen, Open, group, setting
 from extras.rollout_correction.settings import RolloutCorrectionConfig
 
@@ -162,9 +163,18 @@ class PretrainedModelConfig(Frozen):
     custom_chat_template: str | None = setting(None, "Jinja chat template that replaces the tokenizer's.")
     override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
 
+    @property
+    def adapter(self) -> str:
+        """Names what is trained in place of all weights, among the adapters of configs/extras.py."""
+        return "none"
+
+    def without_adapter(self) -> Any:
+        """Returns these settings with all weights trained."""
+        return self
+
 
 @dataclass
-class ModelConfig(PretrainedModelConfig):
+class ModelConfig(section("lora"), PretrainedModelConfig):
     external_lib: Any = setting(None, "Files or modules (one or a list) to import first, e.g. your losses.", texts=True)
     use_remove_padding: bool = setting(
         True, "Pack the sequences of a forward pass without padding, a prompt once for all its samples; false: pad."
@@ -176,15 +186,6 @@ class ModelConfig(PretrainedModelConfig):
     )
     enable_gradient_checkpointing: bool | None = setting(
         None, "Recompute activations in the backward pass: less memory, an update a third longer; null: on a GPU."
-    )
-    lora_rank: int = setting(0, "Rank of LoRA's matrices, which alone are trained; 0: no LoRA, all weights are.", ge=0)
-    lora_alpha: int = setting(16, "LoRA's scale: its matrices count lora_alpha / lora_rank; 0 only without LoRA.", ge=0)
-    target_modules: Any = setting(
-        "all-linear", "Layers that get them, by name; all-linear: every linear one but the head.", texts=True
-    )
-    exclude_modules: Any = setting(None, "Layers that get none all the same, by name; null: no exception.", texts=True)
-    lora_adapter_path: str | None = setting(
-        None, "Folder of an adapter, as peft writes it, to go on with: rank, scale and layers are its own."
     )
 
 
@@ -408,7 +409,7 @@ class AgentConfig(Frozen):
 
 
 @dataclass
-class RolloutConfig(SamplingConfig):
+class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
     name: str = setting(
         "hf", "Engine: hf (the model itself), vllm, sglang, openai (a server), or file.py of a Rollout subclass."
     )
@@ -441,12 +442,6 @@ class RolloutConfig(SamplingConfig):
     )
     tensor_model_parallel_size: int = setting(
         1, "With vllm: workers that one engine is split over; it divides the number of all workers.", ge=1
-    )
-    load_lora: str = setting(
-        "merge",
-        "What an engine gets of LoRA: merge: the whole model, the matrices added. With vllm, adapter: the matrices "
-        "alone, after the first time, which it adds itself: much less to send, and slower to generate.",
-        choices=("merge", "adapter"),
     )
     engine_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the engine itself, by its name: engine_kwargs.vllm.KEY, engine_kwargs.openai.base_url."

@@ -108,6 +108,12 @@ class Frozen(Readable):
             raise FrozenInstanceError(f"config is read-only after start-up: {type(self).__name__}.{name}")
         super().__setattr__(name, value)
 
+    def check(self, config: Any, key: str) -> None:
+        """Raises ConfigError where this section contradicts itself or another of `config`; `key` names it.
+
+        A class that overrides it calls super().check, as an extra's settings may stand beside the core's in a section.
+        """
+
 
 class Open(Frozen):
     """Keeps keys of the user's beside its own, in the setting `extras`."""

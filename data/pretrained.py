@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from transformers import (
 
 from configs.errors import first_line
 from configs.paths import find_path
-from configs.schema import ModelConfig, PretrainedModelConfig
+from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # what a config calls the number of its positions
 FLOAT32 = 4  # bytes
@@ -55,24 +54,6 @@ def load_model_config(model: PretrainedModelConfig, path: str | None, key: str) 
         raise ValueError(f"{key}={path}: its config.json cannot be read ({first_line(error)}).") from error
     config.update(model.override_config)
     return config
-
-
-def check_adapter(model: ModelConfig, key: str) -> None:
-    """Raises ValueError for LoRA without its package, and for an adapter that is not there; `key` names the section."""
-    path = model.lora_adapter_path
-    if path and not (find_path(path) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{key}.lora_adapter_path={path}: there is no adapter_config.json in it. Name the folder of an adapter, as "
-            "peft writes it (a checkpoint's lora_adapter)."
-        )
-    if model.lora_rank and not model.lora_alpha:
-        raise ValueError(f"{key}.lora_alpha=0 with {key}.lora_rank={model.lora_rank}: set it above 0, as to the rank.")
-    if (path or model.lora_rank) and find_spec("peft") is None:
-        asked = f"{key}.lora_adapter_path={path}" if path else f"{key}.lora_rank={model.lora_rank}"
-        raise ValueError(
-            f"{asked} needs the package peft, which is not installed: pip install peft, or train all weights with "
-            f"{key}.lora_rank=0 and without an adapter."
-        )
 
 
 def position_count(config: PretrainedConfig) -> int | None:

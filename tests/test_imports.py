@@ -53,7 +53,7 @@ NAMES = {
     "training.preparation": ["prepare"],
     "training.ray_trainer": ["RayPPOTrainer"],
     "extras.report.__main__": ["main"],
-    "training.reward": ["FunctionReward", "compute_reward"],
+    "training.reward": ["compute_reward"],
     "training.reward_manager": ["register"],
     "extras.rules": ["default_compute_score"],
     "extras.rollout_correction.correction": [],

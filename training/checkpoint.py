@@ -288,7 +288,7 @@ def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
     """
     trainer, model = config.trainer, (config if isinstance(config, SFTConfig) else config.actor_rollout_ref).model
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    named, with_lora = trainer.resume_mode == "resume_path", model.lora_rank or model.lora_adapter_path
+    named, with_lora = trainer.resume_mode == "resume_path", model.adapter != "none"
     if folder is None or (named and not with_lora) or not (folder / CONFIG_FILE).exists():  # verl's has no such file
         return folder
     before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))

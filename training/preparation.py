@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
 from configs.errors import ConfigError, did_you_mean, events, notice
+from configs.extras import find
 from configs.import_utils import accepts, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig, RolloutConfig
 from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
 from data.data_report import filled_columns, report_overlap
 from data.pretrained import (
-    check_adapter,
     check_has_value_head,
     check_is_decoder,
     check_is_reward_model,
@@ -223,7 +223,7 @@ def check_models(config: Config) -> None:
     check_is_decoder(policy, "actor_rollout_ref.model.path")
     lengths = "data.max_prompt_length + data.max_response_length"
     check_positions(policy, longest, "actor_rollout_ref.model.path", lengths)
-    check_adapter(model, "actor_rollout_ref.model")
+    find("adapter", model.adapter, "actor_rollout_ref.model").check_settings(model, "actor_rollout_ref.model")
     check_teacher(config, longest, lengths)
     if "critic" in roles:
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.extras import find
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, RolloutConfig
 
 
 class NoAdapter:
@@ -25,6 +25,14 @@ class NoAdapter:
 
     def __init__(self, settings: ModelConfig | None = None) -> None:
         self.settings = settings
+
+    @classmethod
+    def check_settings(cls, settings: ModelConfig, key: str) -> None:
+        """Raises ConfigError for settings that cannot work, before a model is loaded; `key` names their section."""
+
+    def is_sent_alone(self, rollout: RolloutConfig) -> bool:
+        """Says whether an engine is sent what was added, and adds it itself, in place of the whole weights."""
+        return False
 
     def add(self, model: PreTrainedModel) -> None:
         """Changes the layers of `model`, before it is spread and has weights."""
@@ -71,6 +79,5 @@ class NoAdapter:
 
 
 def adapter_of(settings: ModelConfig) -> NoAdapter:
-    """The one that the settings of a policy ask for."""
-    asks = settings.lora_rank > 0 or settings.lora_adapter_path
-    return find("adapter", "lora" if asks else "none", "actor_rollout_ref.model.lora_rank")(settings)
+    """Returns what the settings of a policy ask for."""
+    return find("adapter", settings.adapter)(settings)

@@ -227,7 +227,7 @@ def build_reference(worker: ModelWorker) -> ReferencePolicy:
     if module.adapter.off and not has_teacher:
         return ReferencePolicy(worker.policy.module, size, worker.policy.autocast, worker.policy.at_work_as_before)
     if has_teacher:
-        plain = replace(policy.model, path=config.model.path, override_config={}, lora_rank=0, lora_adapter_path=None)
+        plain = replace(policy.model.without_adapter(), path=config.model.path, override_config={})
         module = worker.load_policy(plain, "ref", key=TEACHER_KEY)
     elif module.parallel.lockstep:
         module = worker.load_policy(policy.model, "ref", module)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.extras import find
 from configs.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
 from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.padding import collate
-from data.pretrained import check_adapter, check_is_decoder, check_positions, load_model_config
+from data.pretrained import check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
 from extras.openai.rollout import OpenAIRollout
@@ -222,7 +223,7 @@ class StandaloneRollout:
         model_config = load_model_config(model, model.path, "model.path")
         check_is_decoder(model_config, "model.path")
         check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
-        check_adapter(model, "model")
+        find("adapter", model.adapter).check_settings(model, "model")
         self.vocab_size = model_config.get_text_config().vocab_size
         self.device = training_device(n_gpus=None)
         self.dtype = compute_dtype("auto", self.device)

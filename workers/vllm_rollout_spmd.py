@@ -53,7 +53,7 @@ class vLLMRollout(Rollout):
         self.asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.lockstep = Lockstep(config.tensor_model_parallel_size)
         self.engine = start_engine(config, model, self.lockstep.place)
-        self.takes_adapter = self.lost_weights = config.load_lora == "adapter"
+        self.takes_adapter = self.lost_weights = model.adapter.is_sent_alone(config)
         self.adapter: Any = None  # vLLM's LoRARequest, where it takes one
 
     def add(self, request: Request) -> None:

@@ -49,7 +49,7 @@ def engine_settings(config: RolloutConfig, model: PreTrainedModel) -> dict[str, 
         check_splits(model.config.get_text_config(), size)
         settings |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
         settings["disable_custom_all_reduce"] = True  # it asks for the other parts' GPUs, which a worker does not see
-    if config.load_lora == "adapter":
+    if model.adapter.is_sent_alone(config):
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(model.adapter.largest_rank(model))}
     return settings | shared_settings(config, model.config.get_text_config(), device, dtype)
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
 from configs.paths import find_path
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import torch_generator
+from extras.lora.settings import check_settings
 from workers.adapter import NoAdapter
 from workers.collectives import largest
 
@@ -38,6 +39,13 @@ class Lora(NoAdapter):
 
     name = "LoRA"
     hint = " Or LoRA's matrices do not fit beside some layer, like a router: name it in model.exclude_modules."
+
+    @classmethod
+    def check_settings(cls, settings: ModelConfig, key: str) -> None:
+        check_settings(settings, key)
+
+    def is_sent_alone(self, rollout: RolloutConfig) -> bool:
+        return rollout.load_lora == "adapter"
 
     def add(self, model: PreTrainedModel) -> None:
         add_lora(model, self.settings)

@@ -35,11 +35,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import events, refusals, users_line_noted
+from configs.extras import find
 from configs.settings import EACH_EPOCH, with_settings
 from data.data_report import report_overlap
 from data.files import sole_run
 from data.padding import collate
-from data.pretrained import check_adapter, check_positions, load_model_config, load_tokenizer
+from data.pretrained import check_positions, load_model_config, load_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
@@ -142,7 +143,7 @@ def prepare(config: SFTConfig) -> SFTParts:
     tokenizer = load_tokenizer(config.model, "model")
     model_config = load_model_config(config.model, config.model.path, "model.path")
     check_positions(model_config, data.max_length, "model.path", "data.max_length")
-    check_adapter(config.model, "model")
+    find("adapter", config.model.adapter).check_settings(config.model, "model")
     checkpoint_to_resume(config)  # or raises
     end_id = answer_end(tokenizer)
     rows = create_sft_dataset(data.train_files, tokenizer, data, end_id, data.train_max_samples)

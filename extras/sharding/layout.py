@@ -101,7 +101,7 @@ def check_layout(config: Config, workers: int) -> None:
             paths["critic.model.path"] = config.critic.model.path
         for key, path in paths.items():
             check_split(load_model_config(policy.model, path, key), parts, workers // config.trainer.nnodes)
-        if policy.model.lora_rank or policy.model.lora_adapter_path:
+        if policy.model.adapter != "none":
             raise ConfigError(f"{PARTS_KEY}={parts}: LoRA's matrices are not split. Set it to 1, and shard the model.")
         plays = config.env.id or policy.rollout.multi_turn.enable or policy.rollout.agent != AgentConfig()
         if policy.rollout.name == "hf" and plays:
