@@ -19,6 +19,7 @@ TABLE: dict[str, dict[str, str]] = {
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
+    "stage": {},
 }
 PAIRS: tuple[tuple[str, str], ...] = ()  # (an extra, another that it imports): deleted together
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them

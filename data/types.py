@@ -9,14 +9,18 @@ DataProto (data/protocol.py).
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from configs.schema import SamplingConfig
+from configs.schema import Config, SamplingConfig
+
+if TYPE_CHECKING:
+    from data.protocol import DataProto
 
 # A row of a data set: all columns of its file, and raw_prompt (text, or chat messages), raw_prompt_ids (its token ids,
 # with the generation prompt), data_source, extra_info, index; agent_name and reward_model.ground_truth, if it has them.
 Row = dict[str, Any]
 Message = dict[str, Any]  # of a chat: role, content
+Metrics = dict[str, float]  # by name, of a step
 
 # How a row, or an episode, ended: each name is a metric, end_reason/NAME.
 ENVIRONMENT_FAILURES = ("env_error", "timeout")  # the environment's fault, or a tool's
@@ -171,3 +175,47 @@ class Sample:
     def fail(self) -> None:
         """Takes the sample out of training: its tokens stay to be looked at, with a mask and rewards of 0."""
         self.policy_mask, self.rewards = [0] * len(self.token_ids), [0.0] * len(self.token_ids)
+
+
+class Stage:
+    """Does a part of the step that a run can do without: adds columns to the batch, and returns metrics.
+
+    The run makes one of each class of the table that says `is_wanted`, with the trainer, and calls it at its place.
+
+    Attributes:
+        at: "scored": a batch of responses has its scores (each draw of dynamic sampling, ReMax's greedy responses);
+            "prepared": the columns of roles are there; "advantaged": the advantages are.
+    """
+
+    at: ClassVar[str]
+
+    @classmethod
+    def is_wanted(cls, config: Config) -> bool:
+        """Says whether a run by `config` has this stage."""
+        return True
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raises ConfigError for what cannot work; called before a model is loaded."""
+
+    @classmethod
+    def reads(cls, config: Config) -> set[str]:
+        """Names the columns of roles that it reads."""
+        return set()
+
+    @classmethod
+    def makes(cls, config: Config) -> set[str]:
+        """Names the columns that it makes for the loss, or in place of a role, which is not asked for them."""
+        return set()
+
+    @classmethod
+    def loss_settings(cls, config: Config) -> dict[str, Any]:
+        """Returns what is laid over actor.policy_loss: settings for a loss, and the loss_mode of one that it brings."""
+        return {}
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.config = trainer, trainer.config
+
+    def __call__(self, batch: "DataProto", timing: dict[str, float]) -> Metrics:
+        """Works on `batch` in place; the seconds of its parts go to `timing`."""
+        raise NotImplementedError

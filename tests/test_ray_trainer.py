@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import main
+from configs.extras import TABLE
+from configs.schema import Config
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
-from data.types import SamplingParams
+from data.types import SamplingParams, Stage
 from examples.novelty_trainer import NoveltyTrainer
 from extras.report import summary
 from extras.report.runs import read_run
@@ -237,6 +239,36 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
     [metrics] = (json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     timed = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")}
     assert timed == ALL_TIMED | set(expected) - {"generate"}
+
+
+class Told(Stage):
+    """Asks for the old log-probs, and says when it runs and which columns the batch has by then."""
+
+    @classmethod
+    def is_wanted(cls, config: Config) -> bool:
+        return config.algorithm.gamma < 1
+
+    @classmethod
+    def reads(cls, config: Config) -> set[str]:
+        return {"old_log_probs"}
+
+    def __call__(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
+        later = ("token_level_scores", "old_log_probs", "advantages")
+        return {f"{self.at}/{name}": 1.0 for name in later if name in batch}
+
+
+@pytest.mark.parametrize(("at", "there"), [("scored", 1), ("prepared", 2), ("advantaged", 3)])
+def test_a_stage_of_the_table_runs_at_its_place_where_it_is_wanted(tmp_path, monkeypatch, at, there):
+    monkeypatch.setitem(TABLE, "stage", {"told": f"{__name__}:Told"})
+    monkeypatch.setattr(Told, "at", at, raising=False)
+    found = {}
+    for gamma in ("0.9", "1.0"):
+        trainer, bandit = make_trainer(tmp_path / gamma, f"algorithm.gamma={gamma}")
+        trainer.fit()
+        metrics = learning_metrics(tmp_path / gamma)[1]
+        found[gamma] = [*(name for name in metrics if name.startswith(f"{at}/"))], "old_log_prob" in bandit.calls
+    assert len(found["0.9"][0]) == there and found["0.9"][1]
+    assert found["1.0"] == ([], False)
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])

@@ -4,7 +4,7 @@ Dynamic sampling (DAPO) and rows drawn by their score (PF-PPO) are pure function
 is one sample, and its score theirs together. Samplers and datasets that follow the run are updated here as well.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -43,12 +43,14 @@ class Collector:
         roles: Mapping[str, Any],
         reward: RewardManager,
         loader: PromptLoader,
+        run_stages: Callable[..., dict[str, float]] = lambda *_: {},
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.rollout, self.rm = roles["rollout"], roles.get("rm")
         self.reward = reward
         self.loader = loader
+        self.run_stages = run_stages
         self.left_out: DataProto | None = None  # rows that the last step drew and does not learn from
         self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
 
@@ -58,24 +60,25 @@ class Collector:
         With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
         (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
         """
-        batch = self.draw(step, 0, timing)
+        batch, metrics = self.draw(step, 0, timing)
         settings = self.config.algorithm.filter_groups
         if not settings.enable:
-            return batch, reward_metrics(batch)
+            return batch, metrics | reward_metrics(batch)
         wanted, draws = len(rows_by_prompt(batch)), 1
         differ, tie = groups_by_signal(batch, settings.metric)
         while len(differ) < wanted and draws != settings.max_num_gen_batches:
-            batch = concat_scored([batch, self.draw(step, draws, timing)])
+            further, metrics = self.draw(step, draws, timing)
+            batch = concat_scored([batch, further])
             differ, tie = groups_by_signal(batch, settings.metric)
             draws += 1
         groups = [*differ, *tie]
-        metrics = {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
         metrics |= reward_metrics(batch)  # of all that was drawn: what is left of it is chosen by its scores
         self.left_out = batch.select_idxs([*chain(*groups[wanted:])]) if len(groups) > wanted else None
         return batch.select_idxs([*chain(*groups[:wanted])]), metrics
 
-    def draw(self, step: int, number: int, timing: dict[str, float]) -> DataProto:
-        """Samples and scores responses to the next prompts, as draw `number` of the step.
+    def draw(self, step: int, number: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """Samples and scores responses to the next prompts, as draw `number` of the step; has the metrics of stages.
 
         For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
         """
@@ -91,12 +94,14 @@ class Collector:
             check_log_probs(batch, self.config.algorithm.rollout_correction)
         with timer("reward", timing):
             batch = score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
+            metrics = self.run_stages("scored", batch, timing)
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
                 greedy = score_batch(greedy, self.reward, self.rm, self.tokenizer, self.config.reward)
+                self.run_stages("scored", greedy, timing)
             batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
-        return batch
+        return batch, metrics
 
     def next_prompts(self, step: int, number: int) -> DataProto:
         """Takes the next prompts of the data, each under a uid of its own."""

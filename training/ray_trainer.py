@@ -25,7 +25,7 @@ from training.core_algos import get_kl_controller
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import Update, first_policy_step, mini_batches, policy_mini_batches
 from training.reward import RewardManager
-from training.roles import columns_read
+from training.roles import columns_read, stages
 from training.run import Metrics, Run
 from training.validation import Validator
 
@@ -70,7 +70,8 @@ class RayPPOTrainer(Run):
         )
         self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
         self.num_workers = sum({id(role.group): role.group.size for role in roles.values()}.values())
-        self.collector = Collector(config, tokenizer, roles, reward, train_loader)
+        self.stages = [stage(self) for stage in stages(config)]
+        self.collector = Collector(config, tokenizer, roles, reward, train_loader, self.run_stages)
         self.validator = validator
         self.sample_files = SampleFiles(config, total_steps, tokenizer)
         if validator is not None:
@@ -113,6 +114,14 @@ class RayPPOTrainer(Run):
             metrics |= self.describe(batch, timing)
         return batch, metrics
 
+    def run_stages(self, at: str, batch: DataProto, timing: dict[str, float]) -> Metrics:
+        """Runs the stages of this place; returns their metrics together."""
+        metrics: Metrics = {}
+        for stage in self.stages:
+            if stage.at == at:
+                metrics |= stage(batch, timing)
+        return metrics
+
     def compute_columns(self, batch: DataProto, timing: dict[str, float]) -> DataProto:
         """Returns the batch with the columns that are read of log-probs, values and whatever else a role makes."""
         config = self.config
@@ -129,12 +138,14 @@ class RayPPOTrainer(Run):
         """Adds token_level_rewards, advantages and returns, and what rollout correction says, to the batch."""
         config, algorithm, metrics = self.config, self.config.algorithm, {}
         with timer("adv", timing):
+            metrics |= self.run_stages("prepared", batch, timing)
             metrics |= add_columns(batch, token_level_rewards(batch, config, self.kl_ctrl))
             metrics |= add_columns(batch, correct_rollout(batch, algorithm.rollout_correction))
             metrics |= add_columns(batch, compute_advantage(batch, algorithm))
             if algorithm.use_pf_ppo:
                 draw_seed = derive_seed(config.trainer.seed, "pf_ppo", self.global_step)
                 batch.batch["drawn_row"] = draw_rows(batch, algorithm.pf_ppo, draw_seed)
+            metrics |= self.run_stages("advantaged", batch, timing)
         return metrics
 
     def update(self, batch: DataProto, timing: dict[str, float]) -> Metrics:

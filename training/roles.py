@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from configs.extras import find, present
 from configs.import_utils import load_extern_object, required_arguments
 from configs.schema import Config
+from data.types import Stage
 from training.advantage import estimator_needs
 from training.core_algos import get_policy_loss, policy_loss_name
 from training.policy_loss import TENSOR_ARGS
@@ -134,6 +136,11 @@ for entry in (
     register_role(entry)
 
 
+def stages(config: Config) -> list[type[Stage]]:
+    """Lists the stages of a run, in the order of the table."""
+    return [stage for stage in (find("stage", name) for name in present("stage")) if stage.is_wanted(config)]
+
+
 def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[str]:
     """Names the roles that a run has workers for; one that only validates learns nothing, and reads no columns."""
     read = set() if config.trainer.val_only else columns_read(config) | set(trainer_reads)
@@ -168,6 +175,8 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
         read |= {"ref_log_prob"}
     if config.critic.enable:
         read |= {"values"}
+    for stage in stages(config):
+        read |= stage.reads(config)
     if correction.bypass_mode:
         return read.difference(OF_POLICY)
     if not read.isdisjoint(OF_POLICY) and (actor.calculate_entropy or actor.entropy_coeff):
