@@ -1,7 +1,7 @@
 """Refuses settings that contradict each other, before torch is imported, and summarises those that do not.
 
-`check_config` and `check_sft` raise ConfigError; each message names a remedy. Below them: the batch arithmetic and the
-sampling in one sentence each, and the settings of a dry run.
+`check_config` raises ConfigError; each message names a remedy. Below it: the batch arithmetic and the sampling in one
+sentence each, and the settings of a dry run.
 """
 
 import tempfile
@@ -22,7 +22,6 @@ from configs.schema import (
     RunConfig,
     SamplingConfig,
     ScoringConfig,
-    SFTConfig,
     openai_settings,
 )
 from configs.settings import with_settings
@@ -304,30 +303,6 @@ def check_functions(reward: ScoringConfig) -> None:
     for place, entry in enumerate(reward.functions):
         if not entry.path:
             raise ConfigError(f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function.")
-
-
-def check_sft(config: SFTConfig) -> None:
-    """Raises ConfigError for settings that contradict each other; each message names a way out."""
-    data = config.data
-    if not data.train_files:
-        raise ConfigError(
-            "data.train_files is not set: give files of prompts and responses, or of conversations (column messages)."
-        )
-    check_sources("data.train_files", data.train_files)
-    check_sources("data.val_files", data.val_files)
-    if not data.val_files and config.trainer.test_freq != -1:
-        raise ConfigError(
-            f"trainer.test_freq={config.trainer.test_freq} asks for validation, of no rows: set data.val_files."
-        )
-    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
-    if by_tokens and data.max_token_len_per_gpu < data.max_length:
-        raise ConfigError(
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is below data.max_length={data.max_length}."
-        )
-    if not data.roles_to_train:
-        raise ConfigError("data.roles_to_train=[] leaves nothing to learn: name roles, as in [assistant].")
-    check_run(config.trainer, config.checkpoint, "checkpoint")
-    check_output_folder(config.trainer.default_local_dir)
 
 
 def batch_arithmetic(config: Config) -> str:

@@ -10,6 +10,7 @@ from configs.process import end_on_interrupt, set_environment  # isort: skip
 
 import argparse
 import copy
+import inspect
 import re
 import sys
 import warnings
@@ -53,7 +54,6 @@ from extras.verl import keys as legacy
 
 CONFIG_DIR = Path(__file__).parent
 OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
-ENTRIES = ("sft", "generation", "evaluation", "server")  # beside main.py, and their yaml files
 NAMED = ("actor_rollout_ref.model.path", "model.path", "env.id", "data.train_files")  # in the name of a run without one
 REWARDS = ("custom_reward_function", "functions", "reward_manager", "reward_model.model.path")
 LEARNT_FROM = (*NAMED, "env.path", "env.name", "env.kwargs", *(f"reward.{name}" for name in REWARDS))
@@ -72,7 +72,7 @@ def command(
     A mistake in the settings ends it with one line, at any time; most are found before torch is imported.
 
     Args:
-        name: the yaml file that is read without --config-name.
+        name: the yaml file that is read without --config-name; it and others stand beside the `schema`.
         check: raises ConfigError for settings that contradict each other.
         run: the name of a function of the config, "module.function".
     """
@@ -81,7 +81,7 @@ def command(
         if argv is None:
             end_on_interrupt()
         set_environment()
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description)
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv, name, description, yaml_folder(schema))
         with refusals():
             config = load_config(arguments, schema)
             check_is_whole(arguments, config)
@@ -118,15 +118,21 @@ class Arguments:
     print_config: bool
 
 
-def parse_arguments(argv: list[str], default_config: str, description: str | None) -> Arguments:
+def yaml_folder(schema: type) -> Path:
+    """Returns the folder of the shipped yaml files of a schema: they stand beside it."""
+    return Path(inspect.getfile(schema)).resolve().parent
+
+
+def parse_arguments(
+    argv: list[str], default_config: str, description: str | None, folder: Path = CONFIG_DIR
+) -> Arguments:
     """Parses Hydra's everyday flags, without its changes of the working directory and its log folders.
 
-    The help lists the yaml files of the same entry point as `default_config`.
+    The help lists the yaml files of `folder`.
     """
-    entry = entry_of(default_config)
-    shipped = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml") if entry_of(path.stem) == entry)
-    recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if entry == "main" else ""
-    schema = "configs/schema.py" if entry in ("main", "sft") else "extras/evaluation/settings.py"
+    shipped, of_core = sorted(path.stem for path in folder.glob("*.yaml")), folder == CONFIG_DIR
+    recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if of_core else ""
+    schema = "configs/schema.py" if of_core else f"extras/{folder.name}/settings.py"
     parser = argparse.ArgumentParser(
         description=description,
         epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "
@@ -143,19 +149,14 @@ def parse_arguments(argv: list[str], default_config: str, description: str | Non
         parser.error(f"{unknown[0]}: a setting is given as key=value, without dashes: {key}={value or '…'}")
     if arguments.multirun:
         parser.error(f"--multirun: {ONE_RUN}")
-    config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else CONFIG_DIR
+    config_dir = Path(arguments.config_path).expanduser() if arguments.config_path else folder
     name = arguments.config_name.removesuffix(".yaml")
-    if not config_dir.is_absolute() or config_dir == CONFIG_DIR:  # Hydra: relative to main_ppo.py, so verl's own yaml
+    if not config_dir.is_absolute() or config_dir == folder:  # Hydra: relative to main_ppo.py, so verl's own yaml
         there = (config_dir / f"{name}.yaml").is_file()
         if not there and (name == default_config or re.fullmatch(legacy.VERLS_YAML, name)):
             notice(f"--config-name {name} is one of verl's, which is read as ours: {default_config}.")
-            name, config_dir = default_config, CONFIG_DIR
+            name, config_dir = default_config, folder
     return Arguments(name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
-
-
-def entry_of(config_name: str) -> str:
-    """Returns the entry point of a shipped yaml file; names of files for others than main.py end in its name."""
-    return next((entry for entry in ENTRIES if config_name.endswith(entry)), "main")
 
 
 def load_config(arguments: Arguments, schema: type) -> Any:

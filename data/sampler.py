@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from configs.errors import notice
 from configs.import_utils import bind, load_subclass, required_arguments
-from configs.schema import DataConfig, SFTDataConfig
+from configs.schema import DataConfig
 from data.protocol import DataProto
 from data.rl_dataset import collate_fn
 from data.rows import column_of
@@ -294,7 +294,7 @@ def epoch_rows(dataset: Sized, sampler: AbstractSampler, left_out: Collection[in
     return len(sampler) - (len(left_out) if len(sampler) == len(dataset) else 0)
 
 
-def fitting_batch_size(settings: DataConfig | SFTDataConfig, rows: int) -> int:
+def fitting_batch_size(settings: DataConfig, rows: int) -> int:
     """Chooses the rows of a batch: data.train_batch_size; of its default no more than an epoch's `rows`."""
     size = settings.train_batch_size
     if not 0 < rows < size == type(settings).train_batch_size:

@@ -28,8 +28,8 @@ from typing import Any
 import main as rl
 from configs.checks import check_config
 from configs.errors import late_refusals, refusals
-from configs.loader import CONFIG_DIR, Arguments, load_config
-from configs.schema import Config, SFTConfig
+from configs.loader import Arguments, load_config, yaml_folder
+from configs.schema import Config
 from custom.env_wrapper import EnvState, TextEnv
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl, read_metrics, sole_run
@@ -37,6 +37,7 @@ from data.seeding import derive_seed, numpy_generator
 from extras.report.__main__ import write_report
 from extras.report.lines import plot_metric
 from extras.sft import trainer as sft_trainer
+from extras.sft.settings import SFTConfig
 from training.environment import build_environment
 from training.preparation import prepare
 from workers.worker_group import start_command
@@ -181,7 +182,7 @@ def safe_moves(state: EnvState) -> list[int]:
 
 
 def compose(schema: type, name: str, overrides: list[str]) -> Any:
-    return load_config(Arguments(name, CONFIG_DIR, overrides, print_config=False), schema)
+    return load_config(Arguments(name, yaml_folder(schema), overrides, print_config=False), schema)
 
 
 if __name__ == "__main__":

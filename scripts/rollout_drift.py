@@ -23,12 +23,13 @@ import shutil
 
 import main as rl
 from configs.errors import refusals
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from custom.tiny_model import save_tiny_model
 from data.files import dump_jsonl
 from data.seeding import derive_seed
 from extras.report.lines import plot_curves, read_curve
 from extras.sft import trainer as sft_trainer
+from extras.sft.settings import SFTConfig
 from scripts.quickstart import compose, new_run, script_parser
 from workers.worker_group import start_command
 

@@ -38,7 +38,7 @@ RUNS = {  # name: the command, without the model and the folder
     "grpo": ["main.py", "--config-name", "frozenlake", *SHORT, *GAMES],
     "ppo": ["main.py", "--config-name", "frozenlake_ppo", *SHORT, *GAMES],
     "multi-turn": ["main.py", "--config-name", "frozenlake_multiturn", *SHORT, *TURNS],
-    "supervised": ["-m", "extras.sft.trainer", *SHORT, "data.train_batch_size=4"],
+    "supervised": ["-m", "extras.sft", *SHORT, "data.train_batch_size=4"],
     "grpo, saving in the background": [
         *("main.py", "--config-name", "frozenlake", *SHORT, *GAMES, f"trainer.save_freq={SENT_AFTER}"),
         "actor_rollout_ref.actor.checkpoint.async_save=true",

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.loader import CONFIG_DIR, Arguments, load_config
+from configs.loader import Arguments, load_config, yaml_folder
 from configs.schema import ModelConfig, RolloutConfig
 from extras.evaluation.settings import ServerConfig
 from extras.openai.rollout import OpenAIRollout
@@ -27,7 +27,8 @@ KEY = "a secret"
 def compose(model: Path, *overrides: str) -> ServerConfig:
     settings = [f"model.path={model}", "server.port=0", "server.served_model_name=tiny", *overrides]
     lengths = ["data.max_prompt_length=40", "data.max_response_length=24"]
-    return load_config(Arguments("server", CONFIG_DIR, settings + lengths, print_config=False), ServerConfig)
+    arguments = Arguments("server", yaml_folder(ServerConfig), settings + lengths, print_config=False)
+    return load_config(arguments, ServerConfig)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,10 @@ from configs.loader import (
     Arguments,
     check_is_whole,
     check_torch,
-    entry_of,
     load_config,
     parse_arguments,
 )
-from configs.schema import Config, SFTConfig
-from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
+from configs.schema import Config
 from extras.rollout_correction.settings import PRESETS, RolloutCorrectionConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.pages import shipped_modules
@@ -40,25 +40,9 @@ from workers import worker_group
 
 HOME = str(Path.home())
 OF_ALL_WORKERS = pairs(READ["of_all_workers"])
-ENTRIES = [
-    "main.py",
-    *(f"extras/{name}.py" for name in ("sft/trainer", "server/__main__")),
-    *(f"extras/evaluation/{name}.py" for name in ("main_generation", "main_eval")),
-]
+COMMANDS = ["main.py"]
+COMMANDS += [str(path) for path in sorted((ROOT / "extras").glob("*/__main__.py")) if " = command(" in path.read_text()]
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
-
-
-SCHEMAS = {
-    "main": Config,
-    "sft": SFTConfig,
-    "generation": GenerationConfig,
-    "evaluation": EvaluationConfig,
-    "server": ServerConfig,
-}
-
-
-def schema_of(name: str) -> type:
-    return SCHEMAS[entry_of(name)]
 
 
 def load(folder: Path, name: str, *overrides: str) -> Config:
@@ -70,12 +54,12 @@ def load(folder: Path, name: str, *overrides: str) -> Config:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_yaml_composes_and_the_printed_config_is_the_same_config(name, tmp_path, capsys):
-    config = load_config(Arguments(name, CONFIG_DIR, [], print_config=False), schema_of(name))
+    config = load_config(Arguments(name, CONFIG_DIR, [], print_config=False), Config)
     with pytest.raises(SystemExit) as stop:
-        load_config(parse_arguments(["--config-name", name, "--cfg", "job"], "", ""), schema_of(name))
+        load_config(parse_arguments(["--config-name", name, "--cfg", "job"], "", ""), Config)
     assert stop.value.code == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-    assert load_config(Arguments("printed", tmp_path, [], print_config=False), schema_of(name)) == config
+    assert load_config(Arguments("printed", tmp_path, [], print_config=False), Config) == config
 
 
 @pytest.mark.parametrize(
@@ -192,16 +176,18 @@ def test_a_comma_outside_quotes_is_a_sweep_and_says_how_to_mean_a_text():
 
 
 def test_help_offers_what_the_entry_point_takes(capsys):
-    offered = {}
-    for default in ("ppo_trainer", "sft", "generation"):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--help"], default, "")
-        offered[default] = capsys.readouterr().out
-    of_sft = {name for name in SHIPPED if name.endswith("sft")}
-    assert {name for name in SHIPPED if re.search(rf"\b{name}[,.]", offered["sft"])} == of_sft
-    assert "configs: generation. Any setting" in " ".join(offered["generation"].split())
-    assert "recipe=" not in offered["sft"] and "recipe=NAME" in offered["ppo_trainer"]
-    assert "frozenlake_ppo" in offered["ppo_trainer"] and "sft" not in offered["ppo_trainer"]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], "ppo_trainer", "")
+    offered = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}[,.]", offered) for name in SHIPPED) and "recipe=NAME" in offered
+
+
+def test_a_command_of_an_extra_has_its_own_yaml_files(tmp_path, capsys):
+    (tmp_path / "other.yaml").touch()
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], "other", "", tmp_path)
+    offered = " ".join(capsys.readouterr().out.split())
+    assert "configs: other. Any setting" in offered and f"extras/{tmp_path.name}/settings.py explains" in offered
 
 
 def test_tilde_takes_back_what_the_yaml_sets():
@@ -229,7 +215,7 @@ def test_flags_may_stand_between_overrides():
 def test_help_and_printing_import_neither_torch_nor_ray():
     script = (
         "import sys, contextlib, runpy\n"
-        f"for file in {ENTRIES}:\n"
+        f"for file in {COMMANDS}:\n"
         "    for flags in (['--cfg', 'job'], ['trainer.sed=1'], ['--help']):\n"
         "        sys.argv = [file, *flags]\n"
         "        with contextlib.suppress(SystemExit): runpy.run_path(file, run_name='__main__')\n"
@@ -239,7 +225,7 @@ def test_help_and_printing_import_neither_torch_nor_ray():
     assert done.stdout.splitlines()[-1] == "[]"
     for hint in ("--config-name", "--config-path", "--cfg", "frozenlake", "key=value", "configs/schema.py"):
         assert hint in done.stdout
-    assert done.stderr.count("error: unknown key 'trainer.sed'. Did you mean '") == len(ENTRIES)
+    assert done.stderr.count("error: unknown key 'trainer.sed'. Did you mean '") == len(COMMANDS)
 
 
 # Recipes and presets
@@ -897,7 +883,13 @@ def sections(cls: type) -> list[type]:
     return [cls, *(found for value in below if is_dataclass(value) for found in sections(type(value)))]
 
 
-ALL_SECTIONS = list(dict.fromkeys(cls for entry in SCHEMAS.values() for cls in sections(entry)))
+def sections_of_extras() -> Iterator[type]:
+    for path in (ROOT / "extras").glob("*/settings.py"):
+        module = import_module(f"extras.{path.parent.name}.settings")
+        yield from (it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__)
+
+
+ALL_SECTIONS = list(dict.fromkeys([*sections(Config), *filter(is_dataclass, sections_of_extras())]))
 
 
 def test_every_setting_has_a_sentence_of_help():
@@ -917,7 +909,6 @@ def test_nothing_can_be_set_after_start_up():
                 check(value)
 
     check(compose())
-    check(compose(name="sft"))
 
 
 def test_a_run_leaves_its_config_as_it_was(tiny_model, tmp_path):

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from configs.settings import defaults, keys_of
+from extras.sft.settings import SFTConfig
 from extras.verl.keys import Verdict, judge
 from tests.runs import ROOT
 

@@ -22,10 +22,11 @@ from omegaconf import OmegaConf
 
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
-from configs.loader import CONFIG_DIR, Arguments, known_keys, load_config, options
-from configs.schema import AGGREGATION_MODES, Config, SFTConfig
+from configs.loader import Arguments, known_keys, load_config, options, yaml_folder
+from configs.schema import AGGREGATION_MODES, Config
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
 from extras.rollout_correction.settings import PRESETS
+from extras.sft.settings import SFTConfig
 from extras.verl.keys import COMMON, judge
 from scripts import algorithms, quickstart, rollout_drift, tutorials
 from tests.forked import python
@@ -46,7 +47,7 @@ import {module} as entry
 entry.train = lambda *_: None
 entry.main(sys.argv[1:])
 """
-TRAINS = {("main.py",): "main", ("-m", "extras.sft.trainer"): "extras.sft.trainer"}
+TRAINS = {("main.py",): "main", ("-m", "extras.sft"): "extras.sft.__main__"}
 READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # commands that show what training has left
 
 
@@ -194,7 +195,7 @@ def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: st
     blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
     command, client = re.search(blocks, page.read_text(), RANGE).groups()
     overrides = shlex.split(command)[3:]
-    config = load_config(Arguments("server", CONFIG_DIR, overrides, print_config=False), ServerConfig)
+    config = load_config(Arguments("server", yaml_folder(ServerConfig), overrides, print_config=False), ServerConfig)
     assert config.model.path
     for theirs, ours in {"http://127.0.0.1:8000/v1": f"{address}/v1", '"none"': repr(KEY)}.items():
         assert theirs in client

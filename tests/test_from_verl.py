@@ -51,7 +51,7 @@ SCRIPTS = {
         """,
         ["4", "/there", "optim.lr=1e-4"],
         [
-            "-m extras.sft.trainer data.train_files=rows.parquet model.path=m trainer.default_local_dir=/there "
+            "-m extras.sft data.train_files=rows.parquet model.path=m trainer.default_local_dir=/there "
             "optim.lr=1e-4 trainer.n_gpus_per_node=4 trainer.nnodes=1",
             "-m extras.merge merge --backend fsdp --local_dir /there/actor --target_dir merged",
         ],
@@ -263,7 +263,7 @@ def test_torchruns_workers_yield_to_those_that_are_set():
 @pytest.mark.parametrize(
     ("sections", "command"),
     [
-        ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "extras.sft.trainer"),
+        ("optim: {lr: 1.0e-5}\nmodel: {path: m}", "extras.sft"),
         ("model: {path: m}\nrollout: {temperature: 0.5}", "extras.evaluation.main_generation"),
         ("optim: {lr: 1.0e-5}\nalgorithm: {gamma: 1.0}", "main.py"),
     ],

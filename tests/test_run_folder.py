@@ -15,19 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import main
 from configs.errors import ConfigError, events, notice
 from data.files import read_metrics, sole_run
 from extras.report.run_info import Start, git_state, machine
-from extras.sft import trainer as sft_trainer
 from scripts import quickstart
 from tests.forked import python
 from tests.runs import ROOT, compose, endings, files_of_at_most, learning_metrics, short_run, tree_of
-from tests.test_sft_trainer import ROWS
-from tests.test_sft_trainer import compose as compose_sft
 from training.checkpoint import Saver, config_drift
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
@@ -84,22 +80,6 @@ def test_validation_alone_reads_no_other_rows_and_makes_no_folder(tiny_model, tm
     ]  # fmt: skip
     assert main.run(compose(*command, name="ppo_trainer"))["val-core/sums/reward/mean@1"] == 0.5
     assert not (tmp_path / "run").exists()
-
-
-def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_is(tiny_model, tmp_path, capsys):
-    files = compose_sft(tmp_path, tiny_model, ROWS).data.train_files
-    command = [f"data.train_files={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run"]
-    command += ["data.train_batch_size=4", "trainer.total_training_steps=2", "trainer.logger=[]"]
-    with sole_run(tmp_path / "run"), pytest.raises(SystemExit) as stop:
-        sft_trainer.main(command)
-    assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
-    sft_trainer.main(command)
-    *_, last = lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
-    folder = tmp_path / "run/global_step_2/huggingface"
-    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
-    AutoModelForCausalLM.from_pretrained(folder)
-    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
 
 
 def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Characters without a token are counted and named when rows are read: files, an environment's states, SFT."""
+"""Characters without a token are counted and named when rows are read: files, an environment's states."""
 
 import json
 from collections import Counter
@@ -7,13 +7,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from configs.schema import DataConfig, SFTDataConfig
+from configs.schema import DataConfig
 from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import make_env
 from custom.tiny_model import build_tokenizer
 from data.data_report import unknown_characters
 from data.rl_dataset import RLHFDataset
-from extras.sft.dataset import SFTDataset
 
 TOKENIZER = build_tokenizer()
 
@@ -58,14 +57,6 @@ def test_rows_of_a_file_are_looked_at_when_they_are_read(tmp_path, capsys):
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"notice: 4 characters of 2 rows of {file} have no token in ")
     assert "'→', " in said and "'ö'" in said and "'ß'" in said and "take a tokenizer that has them" in said
-
-
-def test_supervised_rows_are_looked_at_prompt_and_response(tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "a", "response": text}) + "\n" for text in ("b", "é")))
-    SFTDataset(file, TOKENIZER, SFTDataConfig(), TOKENIZER.eos_token_id)
-    [said] = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"notice: 1 character of 1 row of {file} have no token in ")
 
 
 def test_states_of_an_environment_are_looked_at_before_training(capsys):

@@ -9,11 +9,12 @@ from omegaconf import OmegaConf
 import main
 from configs.checks import check_config
 from configs.errors import ConfigError
-from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments
-from configs.schema import Config, SFTConfig
+from configs.loader import CONFIG_DIR, Arguments, load_config, parse_arguments, yaml_folder
+from configs.schema import Config
 from extras.evaluation import main_generation
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
 from extras.sft import trainer as sft_trainer
+from extras.sft.settings import SFTConfig
 from extras.verl import keys as legacy
 from extras.verl.keys import judge
 from tests.runs import compose, learning_metrics
@@ -300,7 +301,8 @@ REFUSED = {"a fork's": "set algorithm.use_kl_in_reward", "distilled 0.9": "there
 
 
 def compose_whole(entry: str, *overrides: str):
-    return load_config(Arguments(YAMLS.get(entry, entry), CONFIG_DIR, list(overrides), False), SCHEMAS[entry])
+    schema = SCHEMAS[entry]
+    return load_config(Arguments(YAMLS.get(entry, entry), yaml_folder(schema), list(overrides), False), schema)
 
 
 @pytest.mark.parametrize("name", WHOLE)

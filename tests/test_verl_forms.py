@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from configs.import_utils import load_extern_object, load_module, load_modules, load_subclass, table_of_verl
-from configs.loader import load_config, parse_arguments
-from configs.schema import AlgorithmConfig, RolloutConfig, SFTConfig
+from configs.loader import load_config, parse_arguments, yaml_folder
+from configs.schema import AlgorithmConfig, RolloutConfig
 from custom.tiny_model import build_tokenizer
 from data.chat import encode_prompt
 from data.pretrained import as_users_read
@@ -27,6 +27,7 @@ from data.sampler import PromptLoader
 from data.tool_parsers import FunctionCall, ToolCall, ToolParser
 from data.types import SamplingParams
 from extras.sft.dataset import answer_end, create_sft_dataset
+from extras.sft.settings import SFTConfig
 from extras.tools import files as tool_files
 from extras.verl.compat import find_latest_ckpt_path
 from extras.verl.sft import MultiTurnSFTDataset, VerlSFTDataset
@@ -519,7 +520,7 @@ def test_a_data_set_for_supervised_training_of_verls_teaches_what_it_teaches_the
     keys = [f"data.custom_cls.path={file_of(form)}", f"data.custom_cls.name={name}", "data.train_files=rows.jsonl"]
     keys += ["data.prompt_key=instruction", "data.response_key=output", "data.max_length=64"]
     keys += ["data.messages_key=none"] * (form == "54") + ["+data.mine=3"]
-    config = load_config(parse_arguments(keys, "sft", None), SFTConfig).data
+    config = load_config(parse_arguments(keys, "sft", None, yaml_folder(SFTConfig)), SFTConfig).data
     assert config.get("mine") == config.mine == 3
     [row] = create_sft_dataset(config.train_files, TOKENIZER, config, answer_end(TOKENIZER))
     prompt = [SYSTEM, *said * 2][:-1] if form == "53" else said[:1]
@@ -532,10 +533,11 @@ def test_of_a_conversation_what_is_not_trainable_is_read_and_of_all_rows_the_fir
     chat = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
     said = [{"role": role, "content": text, "trainable": text != "2"} for role, text in chat]
     (folder / "rows.jsonl").write_text(json.dumps([{"messages": said, "prompt": "1", "response": "2"}]))
-    config = load_config(parse_arguments(["data.max_length=64"], "sft", None), SFTConfig).data
+    config = load_config(parse_arguments(["data.max_length=64"], "sft", None, yaml_folder(SFTConfig)), SFTConfig).data
     row = MultiTurnSFTDataset("rows.jsonl", TOKENIZER, config)[0]
     assert TOKENIZER.decode(row["input_ids"][row["loss_mask"] == 1]) == "4<|end|>"
-    config = load_config(parse_arguments(["data.messages_key=none"], "sft", None), SFTConfig).data
+    arguments = parse_arguments(["data.messages_key=none"], "sft", None, yaml_folder(SFTConfig))
+    config = load_config(arguments, SFTConfig).data
     assert len(VerlSFTDataset(["rows.jsonl"] * 3, TOKENIZER, config, max_samples=2)) == 2
 
 

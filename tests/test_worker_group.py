@@ -17,12 +17,9 @@ from configs import threads
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.seeding import derive_seed, forked_rng
-from extras.sft import trainer as sft_trainer
 from main import run
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
-from tests.test_sft_trainer import ROWS
-from tests.test_sft_trainer import compose as compose_sft
 from training.model_shards import read_weights
 from workers import worker_group
 from workers.group import LocalGroup, distinct_groups
@@ -186,26 +183,6 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, rewa
         assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()
-
-
-@pytest.mark.slow
-def test_two_workers_imitate_what_one_imitates(cluster: None, tiny_model: Path, tmp_path: Path):
-    """Losses to 1e-6 on the same weights, before training and of the first step; with LoRA, whose frozen weights have
-    no gradient, and a last batch of validation with a row for one worker alone."""
-    losses = []
-    for workers in (1, 2):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        more = ["model.lora_rank=2", "optim.lr=1e-2", "trainer.total_training_steps=3", "trainer.n_threads=1"]
-        rows = folder / "rows.jsonl"
-        config = compose_sft(folder, tiny_model, ROWS + ROWS[:1], *more, f"data.val_files={rows}",
-                             f"trainer.n_workers_per_node={workers}", "trainer.save_freq=3")  # fmt: skip
-        assert sft_trainer.run(config).exists()
-        metrics = learning_metrics(folder / "run")
-        losses.append([metrics[0]["val/loss"], *(metrics[step]["train/loss"] for step in (1, 2, 3)),
-                       metrics[3]["val/loss"]])  # fmt: skip
-    assert losses[1][:2] == pytest.approx(losses[0][:2], rel=1e-6)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from yaml import YAMLError
 
 from configs.errors import ConfigError, first_line, notice
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from data.files import DISK_FULL, replacing
 
 POLL_SECONDS = 0.05  # between two looks whether a checkpoint is whole
@@ -278,7 +278,7 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     return folder
 
 
-def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
+def checkpoint_to_resume(config: Config) -> Path | None:
     """`find_checkpoint` by the settings of a run.
 
     Raises:
@@ -286,13 +286,13 @@ def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
         ConfigError: the newest checkpoint is of another model than the run is to train; or a named one has LoRA's
             matrices of another.
     """
-    trainer, model = config.trainer, (config if isinstance(config, SFTConfig) else config.actor_rollout_ref).model
+    trainer, model = config.trainer, config.policy_model
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
     named, with_lora = trainer.resume_mode == "resume_path", model.adapter != "none"
     if folder is None or (named and not with_lora) or not (folder / CONFIG_FILE).exists():  # verl's has no such file
         return folder
     before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
-    key = model_key(config)
+    key = config.model_key
     if key in before and os.path.abspath(before[key]) != os.path.abspath(now[key]):
         if named:
             raise ConfigError(
@@ -306,11 +306,6 @@ def checkpoint_to_resume(config: Config | SFTConfig) -> Path | None:
             f"those weights all the same: trainer.resume_mode=resume_path trainer.resume_from_path={folder}."
         )
     return folder
-
-
-def model_key(config: Config | SFTConfig) -> str:
-    """Names the setting of the model that a run trains."""
-    return "model.path" if isinstance(config, SFTConfig) else "actor_rollout_ref.model.path"
 
 
 def find_whole(folder: Path) -> Path | None:
@@ -351,7 +346,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
     return ValueError(f"checkpoint file {path} cannot be loaded ({type(error).__name__}: {reason}). {START_AFRESH}")
 
 
-def config_yaml(config: Config | SFTConfig) -> str:
+def config_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -367,7 +362,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         raise unreadable(path, error) from error
 
 
-def config_drift(path: Path, config: Config | SFTConfig) -> list[str]:
+def config_drift(path: Path, config: Config) -> list[str]:
     """Compares a checkpoint's config.yaml with the run that resumes it: lines like `trainer.seed: 0 → 1`."""
     before, now, unset = settings_of(path), dict(flatten(asdict(config))), "not set"
     keys = dict.fromkeys([*before, *now])

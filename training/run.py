@@ -1,6 +1,6 @@
 """Runs the loop around a step, for every kind of training: checkpoints, resuming, metrics, lines in the terminal.
 
-A trainer (training/ray_trainer.py, extras/sft/trainer.py) is a `Run` with a `step` of its own.
+A trainer (training/ray_trainer.py) is a `Run` with a `step` of its own.
 """
 
 import shlex
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import events, notice
 from configs.process import Requests, end_by, in_words
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from data.files import rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
@@ -29,7 +29,6 @@ from training.checkpoint import (
     clear_leftovers,
     config_drift,
     config_yaml,
-    model_key,
     read_part,
 )
 from training.metric_utils import timer
@@ -63,7 +62,7 @@ class Run:
 
     def __init__(
         self,
-        config: Config | SFTConfig,
+        config: Config,
         *,
         tokenizer: PreTrainedTokenizerBase,
         train_loader: PromptLoader,
@@ -232,7 +231,7 @@ class Run:
         folder = checkpoint_to_resume(self.config)
         if folder is None:
             return
-        print(f"resuming from {folder}: training goes on from its weights, not from those of {model_key(self.config)}")
+        print(f"resuming from {folder}: training goes on from its weights, not from those of {self.config.model_key}")
         trusted, state = self.config.trainer.trust_checkpoint, folder / "trainer_state.pt"
         of_verl = not state.exists() and not (folder / CONFIG_FILE).exists()
         for line in [] if of_verl else config_drift(folder / CONFIG_FILE, self.config):

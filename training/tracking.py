@@ -23,7 +23,7 @@ import pandas
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from data.files import append, json_line, read_metrics, rewrite
 from extras.report.charts import IN_WORDS
 from extras.report.lines import METRICS_FILE, short_number
@@ -86,7 +86,7 @@ class Tracking:
         self.record = MetricsFile(run.folder, run.resume_step)
 
     @classmethod
-    def of_run(cls, config: Config | SFTConfig, resume_step: int, total_steps: int) -> Self:
+    def of_run(cls, config: Config, resume_step: int, total_steps: int) -> Self:
         """Opens the tracking of a run in its folder, from `resume_step` on."""
         trainer = config.trainer
         run = RunInfo(

@@ -23,7 +23,7 @@ from typing import Any, Self
 from configs.errors import events, now, users_line
 from configs.paths import ROOT
 from configs.process import in_words
-from configs.schema import Config, SFTConfig
+from configs.schema import Config
 from configs.threads import available_cores
 from data.files import dispensable, json_line, replacing, rewrite
 from extras.report.lines import without_middle
@@ -54,7 +54,7 @@ class Start:
         self.stack = ExitStack()
 
     @classmethod
-    def of_run(cls, config: Config | SFTConfig, total_steps: int, threads: int, lines: Sequence[str]) -> Self:
+    def of_run(cls, config: Config, total_steps: int, threads: int, lines: Sequence[str]) -> Self:
         """Describes the start of a run with `threads` a worker; `lines` are those in which it says what a step is."""
         trainer, resumed_from = config.trainer, checkpoint_to_resume(config)
         entry = {
@@ -69,7 +69,7 @@ class Start:
             "resumed_from": int(resumed_from.name.rpartition("_")[2]) if resumed_from else 0,
             "started": now(),
         }
-        kind = "sft" if isinstance(config, SFTConfig) else "ppo"
+        kind = "ppo" if isinstance(config, Config) else "sft"
         writes = kind == "sft" or not (trainer.val_only or trainer.dry_run)
         return cls(Path(trainer.default_local_dir) / RUN_FILE if writes else None, kind, entry)
 

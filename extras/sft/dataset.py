@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, load_subclass
-from configs.schema import SFTDataConfig
 from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
 from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
 from data.file_formats import BadRow, Origin
@@ -31,6 +30,7 @@ from data.pretrained import template_terminator
 from data.rl_dataset import truncate
 from data.rows import check_is_text, read_rows
 from data.types import Message, Row, Sample
+from extras.sft.settings import SFTDataConfig
 
 LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -1,18 +1,18 @@
-"""Supervised training on prompts with responses and on conversations: python -m extras.sft.trainer key=value …
+"""Supervised training on prompts with responses and on conversations.
 
 The result is a warm start for reinforcement learning, or used as it is. The loss is the mean negative log-likelihood
 of a response, or of the answers in a conversation; all other tokens are only read. A step is a policy update by the
 plain policy gradient (`gpg` in training/core_algos.py) in which every learnt token has an advantage of 1.
 """
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
+import torch
+from transformers import PreTrainedTokenizerBase
 
-from configs.checks import check_sft
-from configs.loader import command
+from configs.errors import events, refusals, users_line_noted
+from configs.extras import find
 from configs.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -20,22 +20,8 @@ from configs.schema import (
     DataConfig,
     PolicyLossConfig,
     RolloutConfig,
-    SFTConfig,
-    SFTTrainerConfig,
     TrainerConfig,
 )
-
-main = command("sft", SFTConfig, check_sft, __doc__, "extras.sft.trainer.start")
-if __name__ == "__main__":
-    raise SystemExit(main())  # before the imports below, which take seconds
-
-from dataclasses import dataclass
-
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from configs.errors import events, refusals, users_line_noted
-from configs.extras import find
 from configs.settings import EACH_EPOCH, with_settings
 from data.data_report import report_overlap
 from data.files import sole_run
@@ -48,6 +34,7 @@ from data.types import Sample
 from extras.report.lines import METRICS_FILE
 from extras.report.run_info import Start
 from extras.sft.dataset import answer_end, create_sft_dataset
+from extras.sft.settings import SFTConfig, SFTTrainerConfig
 from extras.watch.health import SkippedUpdates
 from training.checkpoint import CONFIG_FILE, checkpoint_to_resume
 from training.metric_utils import timer

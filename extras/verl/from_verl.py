@@ -27,12 +27,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from configs import loader
-from configs.checks import check_config, check_sft
-from configs.loader import CONFIG_DIR, Arguments
-from configs.schema import Config, SFTConfig
+from configs.checks import check_config
+from configs.loader import Arguments
+from configs.schema import Config
 from configs.settings import defaults, known_keys, leaves
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig, check_evaluation, check_generation
 from extras.sandbox import Call, check_fences, child, fences, run_shell
+from extras.sft.settings import SFTConfig, check_sft
 from extras.verl import keys as legacy
 
 SECONDS = 20.0  # for a script
@@ -60,7 +61,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES = (
-    Entry(r"(\w+_)?sft_trainer\w*", ("-m", "extras.sft.trainer"), "sft", SFTConfig, check_sft),
+    Entry(r"(\w+_)?sft_trainer\w*", ("-m", "extras.sft"), "sft", SFTConfig, check_sft),
     Entry(
         r"main_gen\w*", ("-m", "extras.evaluation.main_generation"), "generation", GenerationConfig, check_generation
     ),
@@ -236,7 +237,7 @@ def workers_of(words: list[str], arguments: list[str]) -> Iterator[str]:
 
 
 def read_merger(program: str, arguments: list[str], variables: dict[str, str]) -> Reading:
-    settings, command = [], ["-m", "extras.merge.__main__", "merge"]
+    settings, command = [], ["-m", "extras.merge", "merge"]
     flags = dict(re.findall(r"--([\w-]+)[= ]?((?:(?!--)\S)*)", " ".join(arguments)))
     for flag, value in flags.items():
         text = f"--{flag} {value}".strip()
@@ -261,16 +262,17 @@ def entry_of_yaml(path: Path) -> Entry:
 def read_settings(program: str, entry: Entry, arguments: list[str], variables: dict[str, str]) -> Reading:
     """Judges all settings of a command, by the tables of the loader, and composes those that work."""
     flags, overrides, found = part_arguments(arguments)
+    folder = loader.yaml_folder(entry.schema)
     with redirect_stderr(StringIO()):
-        parsed = loader.parse_arguments(flags, entry.config, None)
-    if flags and parsed.config_dir == CONFIG_DIR:
+        parsed = loader.parse_arguments(flags, entry.config, None, folder)
+    if flags and parsed.config_dir == folder:
         found.append(Setting(" ".join(flags), NO_EFFECT, "it is a yaml of verl's, whose settings are defaults here"))
         flags = []
     try:
         in_yaml = list(leaves(loader.read_yaml(parsed, {}))) if flags else []
     except ConfigError as error:
         found.append(Setting(" ".join(flags), MISSING, f"{error} A script in a checkout (.git) is read there."))
-        flags, in_yaml, parsed = [], [], loader.parse_arguments([], entry.config, None)
+        flags, in_yaml, parsed = [], [], loader.parse_arguments([], entry.config, None, folder)
     found += [judge_setting(f"{key}={it}", key, it, entry.schema)._replace(now=None) for key, it in in_yaml]
     found += [it for text in overrides if text.strip() for it in read_override(text, parsed.config_dir, entry.schema)]
     found, notices = compose(found, parsed, entry)

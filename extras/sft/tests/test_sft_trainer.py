@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.loader import CONFIG_DIR, Arguments, load_config
-from configs.schema import SFTConfig, SFTDataConfig
+from configs.loader import Arguments, load_config, yaml_folder
 from custom.tiny_model import build_tokenizer, save_tiny_model
-from data.files import read_metrics
+from data.files import read_metrics, sole_run
 from data.types import Sample
+from extras.sft.__main__ import main
 from extras.sft.dataset import SFTDataset
-from extras.sft.trainer import SFTTrainer, main, prepare, run, worker_config
+from extras.sft.settings import SFTConfig, SFTDataConfig
+from extras.sft.trainer import SFTTrainer, prepare, run, worker_config
 from tests.runs import Stopped, endings, learning_metrics, signalled, state_files
 from training.roles import ROLES
 from training.tracking import Tracking
@@ -50,7 +52,7 @@ def compose(folder: Path, model: Path, rows: list[dict], *overrides: str) -> SFT
         "trainer.n_threads=2",
         *overrides,
     ]
-    return load_config(Arguments("sft", CONFIG_DIR, settings, print_config=False), SFTConfig)
+    return load_config(Arguments("sft", yaml_folder(SFTConfig), settings, print_config=False), SFTConfig)
 
 
 def trainer_of(config: SFTConfig) -> tuple[SFTTrainer, DataParallelPPOActor]:
@@ -381,10 +383,10 @@ def test_the_command_line_explains_itself(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data.train_files is not set: give .parquet, .json or .jsonl files"),
+        ([], "data.train_files is not set"),
         (["data.train_files={folder}/none.jsonl"], "none.jsonl: there is no such file (looked in"),
         (["data.train_files={folder}/rows.jsonl", "trainer.test_freq=2"], "set data.val_files"),
-        (["data.train_files={folder}/rows.jsonl", "data.max_length=20000"], "Raise it to at least 20000"),
+        (["data.train_files={folder}/rows.jsonl", "data.max_length=20000"], "is below data.max_length=20000"),
         (["data.train_files={folder}/rows.jsonl", "data.roles_to_train=[]"], "nothing to learn"),
         (["data.train_files={folder}/rows.jsonl", "trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
         (["data.train_files={folder}/rows.jsonl", "checkpoint.save_contents=[all]"], "checkpoint.save_contents holds"),
@@ -399,3 +401,52 @@ def test_the_command_refuses_in_one_line_what_cannot_work(tmp_path, capsys, argu
         main([*given, f"trainer.default_local_dir={tmp_path}/run"])
     stderr = capsys.readouterr().err
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
+
+
+def test_supervised_rows_are_looked_at_prompt_and_response(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", "response": text}) + "\n" for text in ("b", "é")))
+    SFTDataset(file, TOKENIZER, SFTDataConfig(), TOKENIZER.eos_token_id)
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"notice: 1 character of 1 row of {file} have no token in ")
+
+
+def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_is(tiny_model, tmp_path, capsys):
+    files = compose(tmp_path, tiny_model, ROWS).data.train_files
+    command = [f"data.train_files={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run"]
+    command += ["data.train_batch_size=4", "trainer.total_training_steps=2", "trainer.logger=[]"]
+    with sole_run(tmp_path / "run"), pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
+    main(command)
+    *_, last = lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
+    folder = tmp_path / "run/global_step_2/huggingface"
+    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
+
+
+@pytest.mark.slow
+def test_two_workers_imitate_what_one_imitates(cluster: None, tiny_model: Path, tmp_path: Path):
+    """Losses to 1e-6 on the same weights, before training and of the first step; with LoRA, whose frozen weights have
+    no gradient, and a last batch of validation with a row for one worker alone."""
+    losses = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        more = ["model.lora_rank=2", "optim.lr=1e-2", "trainer.total_training_steps=3", "trainer.n_threads=1"]
+        rows = folder / "rows.jsonl"
+        config = compose(folder, tiny_model, ROWS + ROWS[:1], *more, f"data.val_files={rows}",
+                             f"trainer.n_workers_per_node={workers}", "trainer.save_freq=3")  # fmt: skip
+        assert run(config).exists()
+        metrics = learning_metrics(folder / "run")
+        losses.append([metrics[0]["val/loss"], *(metrics[step]["train/loss"] for step in (1, 2, 3)),
+                       metrics[3]["val/loss"]])  # fmt: skip
+    assert losses[1][:2] == pytest.approx(losses[0][:2], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in yaml_folder(SFTConfig).glob("*.yaml")))
+def test_every_shipped_yaml_composes(name):
+    load_config(Arguments(name, yaml_folder(SFTConfig), [], print_config=False), SFTConfig)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import SFTDataConfig
 from data.types import Sample
 from extras.sft.dataset import SFTDataset
+from extras.sft.settings import SFTDataConfig
 from tests.test_chat import TEMPLATES, tokenizer_with
 
 CHATML, LLAMA, PLAIN = "ChatML, as Qwen and SmolLM2", "headers and a trimmed content, as Llama 3", "none"
