@@ -20,6 +20,10 @@ TABLE: dict[str, dict[str, str]] = {
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "stage": {},
+    "keys": {  # in the order in which they translate
+        "verl": "extras.verl.keys:VerlKeys",
+        "rollout_correction": "extras.rollout_correction.settings:Presets",
+    },
 }
 PAIRS: tuple[tuple[str, str], ...] = ()  # (an extra, another that it imports): deleted together
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them

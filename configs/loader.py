@@ -2,8 +2,8 @@
 
 Hydra composes the yaml files and parses the overrides. The result is laid over the schema, so that an unknown key, a
 value of the wrong type and a value outside its rule are each reported by name, with a remedy, before torch is imported.
-Old spellings are replaced by today's with a one-line notice. A recipe (`recipe=dapo` is configs/recipe/dapo.yaml) is a
-yaml file laid over the one of --config-name; a folder `recipe` beside a user's yaml adds to the shipped ones.
+Keys of other projects are translated by extras (`Keys`). A recipe (`recipe=dapo` is configs/recipe/dapo.yaml) is a yaml
+file laid over the one of --config-name; a folder `recipe` beside a user's yaml adds to the shipped ones.
 """
 
 from configs.process import end_on_interrupt, set_environment  # isort: skip
@@ -34,11 +34,12 @@ from packaging.version import Version
 from yaml import YAMLError
 
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.extras import absence, absent_extra_of
+from configs.extras import absence, absent_extra_of, find, present
 from configs.paths import ROOT, home_spelt_out
 from configs.settings import (
     EACH_EPOCH,
     Frozen,
+    Keys,
     assign,
     defaults,
     delete,
@@ -49,8 +50,6 @@ from configs.settings import (
     known_keys,
     leaves,
 )
-from extras.rollout_correction.settings import expand_presets
-from extras.verl import keys as legacy
 
 CONFIG_DIR = Path(__file__).parent
 OLDEST_TORCH = "2.6"  # torch.nn.utils.get_total_norm
@@ -153,8 +152,8 @@ def parse_arguments(
     name = arguments.config_name.removesuffix(".yaml")
     if not config_dir.is_absolute() or config_dir == folder:  # Hydra: relative to main_ppo.py, so verl's own yaml
         there = (config_dir / f"{name}.yaml").is_file()
-        if not there and (name == default_config or re.fullmatch(legacy.VERLS_YAML, name)):
-            notice(f"--config-name {name} is one of verl's, which is read as ours: {default_config}.")
+        if not there and any(kind.has_yaml(name, default_config) for kind in kinds_of_keys()):
+            notice(f"--config-name {name} is one of verl's: {default_config} is read in its place.")
             name, config_dir = default_config, folder
     return Arguments(name, config_dir.resolve(), arguments.overrides, arguments.cfg == "job")
 
@@ -195,15 +194,15 @@ def compose_dict(arguments: Arguments, schema: type) -> DictConfig:
     overrides = [parse_override(text) for text in arguments.overrides if text.strip()]  # bash gives "" for "$EMPTY"
     chosen, settings = choose_groups(overrides, arguments.config_dir)
     given = read_yaml(arguments, chosen)
-    legacy.settle(given, settings, schema)
-    legacy.tell(legacy.move(given, schema), str(arguments.config_dir / f"{arguments.config_name}.yaml"))
-    expand_presets(given)
-    moved: list[tuple[str, Any, legacy.Verdict]] = []
+    translators = [kind(schema) for kind in kinds_of_keys()]
+    for keys in translators:
+        keys.translate_yaml(given, settings, str(arguments.config_dir / f"{arguments.config_name}.yaml"))
     for override in settings:
-        apply_override(given, override, schema)
-        moved += legacy.move(given, schema, later=True)  # one at a time: the later of two spellings wins, as everywhere
-        expand_presets(given)
-    legacy.tell(moved)
+        apply_override(given, override, schema, translators)
+        for keys in translators:
+            keys.translate_override(given)
+    for keys in translators:
+        keys.tell()
     base = copy.deepcopy(defaults(schema))
     plain = [override.key_or_group for override in overrides if not override.is_add() and not override.is_force_add()]
     for key, value in sorted(leaves(given), key=lambda leaf: not leaf[0].endswith(OPENERS)):
@@ -296,15 +295,15 @@ def options(kind: str, folder: Path = CONFIG_DIR) -> list[str]:
 
 def choose_groups(overrides: list[Override], folder: Path) -> tuple[dict[str, Any], list[Override]]:
     """Splits overrides into files chosen of groups (recipe: dapo), which are laid first wherever they stand, and
-    settings. Choices among verl's files for one backend have no effect."""
+    settings. A choice among another project's files has no effect."""
     chosen, settings = {}, []
     for override in overrides:
         group, package = override.key_or_group, override.package
         option = None if override.is_delete() else override.value()
         if options(group, folder):
             chosen[group if package in (None, group) else f"{group}@{package}"] = option
-        elif legacy.is_backend(group, package, option):
-            notice(f"{override.input_line} has no effect: {legacy.ONE_BACKEND}.")
+        elif why := next(filter(None, (it.idle_choice(group, package, option) for it in kinds_of_keys())), None):
+            notice(f"{override.input_line} has no effect: {why}.")
         else:
             settings.append(override)
     return chosen, settings
@@ -326,7 +325,12 @@ def choice(kind: str, option: str | None, present: Mapping[str, str]) -> str:
     return f"{'' if kind in present else '+'}{kind}={option}"
 
 
-def apply_override(given: DictConfig, override: Override, schema: type) -> None:
+def kinds_of_keys() -> list[type[Keys]]:
+    """Returns the translators that this copy has, in the order in which they translate."""
+    return [find("keys", name) for name in present("keys")]
+
+
+def apply_override(given: DictConfig, override: Override, schema: type, translators: list[Keys]) -> None:
     """Sets `key=value`; Hydra's `+key=value` and `++key=value` mean the same here, `~key` restores the default."""
     key = override.key_or_group
     if not override.is_delete():
@@ -334,7 +338,8 @@ def apply_override(given: DictConfig, override: Override, schema: type) -> None:
             raise ConfigError(f"{key} is ???, which stands for what is to be given: set it.")
         OmegaConf.update(given, key, override.value(), force_add=True)
     elif not delete(given, key):
-        if legacy.judge(key, None, schema).kind == "unknown" and not is_known(f"{key}.", schema):
+        is_ours = is_known(key, schema) or is_known(f"{key}.", schema)
+        if not is_ours and not any(keys.knows(key) for keys in translators):
             raise ConfigError(f"~{key}: nothing sets this key, so there is nothing to take back.", key)
         notice(f"~{key} has no effect: nothing sets it, so it has its default.")
 
@@ -342,23 +347,6 @@ def apply_override(given: DictConfig, override: Override, schema: type) -> None:
 def workers_asked_for(trainer: Any) -> int:
     """Counts the workers that the settings of `trainer` ask for, with a GPU for each or without GPUs."""
     return trainer.nnodes * (trainer.n_gpus_per_node or trainer.n_workers_per_node)
-
-
-def per_worker(number: Any, *, _root_: DictConfig) -> int:
-    """Divides a `number` of sequences among the workers: `${per_worker:32}`."""
-    return max(1, int(number) // workers_asked_for(_root_.trainer))
-
-
-def unmerged_lora(*, _root_: DictConfig) -> str:
-    """Chooses the rollout.load_lora that verl's lora.merge=False stands for: `${unmerged_lora:}`."""
-    policy = _root_.actor_rollout_ref
-    has_lora = policy.model.lora_rank or policy.model.lora_adapter_path
-    return "adapter" if has_lora and policy.rollout.name == "vllm" else "merge"
-
-
-OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
-OmegaConf.register_new_resolver("unmerged_lora", unmerged_lora, replace=True)
-OmegaConf.register_new_resolver("share", lambda part, whole: whole and part / whole, replace=True)  # ${share:1e-7,1e-6}
 
 
 def set_checked(base: DictConfig, key: str, value: Any, plain: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Declares settings with default, rules and meaning in one line, and sections whose values are set only once.
 
-Below: what a schema and a config hold, by dotted keys."""
+Below: what a schema and a config hold, by dotted keys, and the hook that translates keys of other projects."""
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import FrozenInstanceError, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -189,3 +189,36 @@ def is_known(key: str, schema: type) -> bool:
 @cache
 def keys_of(schema: type) -> frozenset[str]:
     return frozenset(known_keys(defaults(schema)))
+
+
+class Keys:
+    """Translates settings that are no keys of the schema, such as another project's; one object a composition.
+
+    Subclasses are of the kind `keys` (configs/extras.py). What they leave as it is, the schema judges.
+    """
+
+    def __init__(self, schema: type) -> None:
+        self.schema = schema
+
+    @staticmethod
+    def has_yaml(name: str, default: str) -> bool:
+        """Says whether --config-name=name, which is no file here, stands for ours, `default`."""
+        return False
+
+    @staticmethod
+    def idle_choice(group: str, package: str | None, option: Any) -> str | None:
+        """Returns why the choice group@package=option of a file has no effect; None: it is not known."""
+        return None
+
+    def knows(self, key: str) -> bool:
+        """Says whether `key` is one that is translated."""
+        return False
+
+    def translate_yaml(self, given: DictConfig, overrides: Sequence[Any], file: str) -> None:
+        """Translates, in place, what a yaml file gives; parsed `overrides` are to follow."""
+
+    def translate_override(self, given: DictConfig) -> None:
+        """Translates, in place, what one more override gave: of two spellings the later wins."""
+
+    def tell(self) -> None:
+        """Prints notices of the overrides that were translated."""

@@ -24,7 +24,6 @@ TO_BE_CUT = {  # what still imports an extra by its name: this list only gets sh
     "layers": {
         "main.py": "",
         "configs/checks.py": "",
-        "configs/loader.py": "",
         "configs/schema.py": "",
         "custom/env_wrapper.py": "",
         "custom/gym/text_env.py": "",

@@ -30,7 +30,6 @@ from configs.loader import (
 )
 from configs.schema import Config
 from extras.rollout_correction.settings import PRESETS, RolloutCorrectionConfig
-from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -39,7 +38,6 @@ from training.roles import needs_critic, needs_reference
 from workers import worker_group
 
 HOME = str(Path.home())
-OF_ALL_WORKERS = pairs(READ["of_all_workers"])
 COMMANDS = ["main.py"]
 COMMANDS += [str(path) for path in sorted((ROOT / "extras").glob("*/__main__.py")) if " = command(" in path.read_text()]
 SHIPPED = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
@@ -647,149 +645,6 @@ def test_a_default_batch_size_fits_a_small_file(tiny_model, tmp_path, monkeypatc
 def test_sizes_that_do_not_divide_are_accepted(tmp_path):
     odd = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=5"]
     check_config(compose(*odd, f"trainer.default_local_dir={tmp_path}"))
-
-
-# Spellings of guides and of verl
-
-
-def settings_at(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    return config
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("algorithm.policy_loss_fn=gspo", "actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"),
-        ("custom_reward_function.path=a.py", "reward.custom_reward_function.path", "a.py"),
-        ("custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
-        ("reward_model.custom_reward_function.path=a.py", "reward.custom_reward_function.path", "a.py"),
-        ("reward_model.custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
-        (
-            "+custom_reward_function.reward_kwargs.alpha=2",
-            "reward.custom_reward_function.reward_kwargs",
-            {"alpha": 2},
-        ),
-        ("actor_rollout_ref.rollout.max_response_length=9", "actor_rollout_ref.rollout.response_length", 9),
-        ("data.chat_template=chatml", "actor_rollout_ref.model.custom_chat_template", CHATML),
-        ("actor_rollout_ref.rollout.name=naive", "actor_rollout_ref.rollout.name", "hf"),
-        ("actor_rollout_ref.actor.grad_clip=0.5", "actor_rollout_ref.actor.optim.clip_grad", 0.5),
-        ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
-        ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
-        ("trainer.max_critic_ckpt_to_keep=2", "trainer.max_ckpt_to_keep", 2),
-        ("actor_rollout_ref.actor.optim.warmup_style=wsd", "actor_rollout_ref.actor.optim.lr_scheduler_type", "wsd"),
-        ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
-        ("data.trust_remote_code=true", "actor_rollout_ref.model.trust_remote_code", True),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size=3", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 3),
-        ("critic.ppo_micro_batch_size=3", "critic.ppo_micro_batch_size_per_gpu", 3),
-        (
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size=3",
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-            3,
-        ),
-        (
-            "actor_rollout_ref.ref.log_prob_micro_batch_size=3",
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-            3,
-        ),
-    ],
-)  # fmt: skip
-def test_an_old_spelling_acts_as_todays_and_says_so_in_one_line(override, key, value, capsys, tmp_path):
-    config = compose(override, name="ppo_trainer")
-    notices = capsys.readouterr().err.splitlines()
-    old = override.lstrip("+").partition("=")[0]
-    assert settings_at(config, key) == value
-    assert len(notices) == 1 and notices[0].startswith(f"notice: {old}")
-    in_yaml = OmegaConf.from_dotlist([override.lstrip("+")])
-    OmegaConf.save(in_yaml, tmp_path / "mine.yaml")
-    assert load(tmp_path, "mine") == config
-
-
-def test_spellings_that_are_only_accepted_are_no_keys_of_ours_and_renamed_ones_lead_to_one():
-    config = asdict(compose(name="ppo_trainer"))
-    for new in COMMON.renamed.values():
-        settings_at(config, new)
-    for old in {**COMMON.renamed, **ONLY_VALUE}:
-        with pytest.raises(KeyError):
-            settings_at(config, old)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "reward_model.overlong_buffer.log=true",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.log=true",
-        "reward.reward_kwargs.overlong_buffer_cfg.log=true",
-    ],
-)
-def test_an_old_spelling_of_a_key_without_effect_has_none(override, capsys):
-    assert compose(override) == compose()
-    [said] = capsys.readouterr().err.splitlines()
-    assert said == f"notice: {override.replace('true', 'True')} has no effect: {judge(OVERLONG_LOG, True, Config).why}."
-
-
-@pytest.mark.parametrize("old", OF_ALL_WORKERS)
-def test_a_batch_size_over_all_workers_is_divided_by_their_number(old, capsys):
-    """Whichever of the settings comes first; no worker is left without a sequence."""
-    new = OF_ALL_WORKERS[old]
-    eight = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
-    assert settings_at(compose(f"{old}=32", *eight), new) == settings_at(compose(*eight, f"{old}=32"), new) == 4
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"notice: {old} is now {new}=32 divided by the number of workers."] * 2
-    assert settings_at(compose(f"{old}=32", "trainer.n_workers_per_node=3"), new) == 10
-    assert settings_at(compose(f"{old}=3", *eight), new) == 1
-    assert settings_at(compose(f"{old}=32", f"{new}=7", *eight), new) == 7
-
-
-def test_the_later_of_an_old_and_a_new_spelling_wins(tmp_path):
-    (tmp_path / "mine.yaml").write_text("custom_reward_function: {path: old.py}\n")
-    assert (
-        load(tmp_path, "mine", "reward.custom_reward_function.path=new.py").reward.custom_reward_function.path
-        == "new.py"
-    )
-    both = ["actor_rollout_ref.actor.optim.clip_grad=1.5", "actor_rollout_ref.actor.grad_clip=0.5"]
-    assert compose(*both).actor_rollout_ref.actor.optim.clip_grad == 0.5
-    assert compose(*reversed(both)).actor_rollout_ref.actor.optim.clip_grad == 1.5
-
-
-def test_an_old_key_left_at_its_null_default_does_not_erase_the_new_one(tmp_path, capsys):
-    actor = "{ppo_micro_batch_size_per_gpu: 4, ppo_micro_batch_size: null}"
-    (tmp_path / "mine.yaml").write_text(f"actor_rollout_ref: {{actor: {actor}}}\n")
-    assert load(tmp_path, "mine").actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
-    assert capsys.readouterr().err == ""
-
-
-OVERLONG_LOG = "reward.reward_kwargs.overlong_buffer_cfg.log"
-
-
-def test_verls_spellings_of_a_reward_model_are_read():
-    said = "enable=True micro_batch_size_per_gpu=4 max_length=99 model.fsdp_config.dtype=float32 strategy=fsdp"
-    new = compose(*(f"reward.reward_model.{pair}" for pair in ["enable=True", "model_path=a"])).reward.reward_model
-    old = compose("reward_model.model.path=a", *(f"reward_model.{pair}" for pair in said.split())).reward.reward_model
-    assert new.enable and old.enable and new.model.path == old.model.path == "a"
-    assert (old.micro_batch_size_per_gpu, old.max_length, old.fsdp_config.dtype) == (4, 99, "float32")
-
-
-MANAGER_KEYS = ["reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager"]
-
-
-@pytest.mark.parametrize("key", MANAGER_KEYS)
-@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "gdpo", "prime", "remote", "rate_limited"])
-def test_managers_of_verl_are_accepted_with_what_is_done_here(key, name, capsys):
-    assert compose(f"{key}={name}") == compose()
-    [said] = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"notice: {key}={name} has no effect: ")
-
-
-def test_managers_of_a_file_and_limits_by_the_minute_are_read_in_every_spelling_of_verl():
-    assert compose("reward.reward_manager.source=register", "reward.reward_manager.module.path=null") == compose()
-    chosen = {compose("reward_manager.source=importlib", f"{key}=mine.py", "reward_manager.name=Mine").reward
-              .reward_manager.path for key in ("reward_manager.module.path", "reward.reward_manager.module.path",
-                                               "reward_model.reward_loop_module_path")}  # fmt: skip
-    assert chosen == {"mine.py"}
-    limits = compose("reward_model.max_rpm=30", "reward_model.max_tpm=500", "reward_model.num_workers=3").reward
-    assert (limits.max_rpm, limits.max_tpm, limits.num_workers) == (30, 500, 3)
 
 
 def test_entries_of_reward_functions_are_checked_as_settings_are():

@@ -14,20 +14,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
-from configs.loader import Arguments, known_keys, load_config, options, yaml_folder
-from configs.schema import AGGREGATION_MODES, Config
-from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
+from configs.loader import Arguments, load_config, options, yaml_folder
+from configs.schema import AGGREGATION_MODES
+from extras.evaluation.settings import ServerConfig
 from extras.rollout_correction.settings import PRESETS
-from extras.sft.settings import SFTConfig
-from extras.verl.keys import COMMON, judge
 from scripts import algorithms, quickstart, rollout_drift, tutorials
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
@@ -254,22 +250,6 @@ def test_links_and_named_files_exist(page: Path):
     written = {path for path, _ in WRITTEN_FILE.findall(text)}
     named = {name for name in IN_TEXT.findall(text) if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./]*|\w+\.py", name)}
     assert not {name for name in named - written if not (ROOT / name).exists()}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_setting_that_a_page_names_exists(page: Path):
-    text = re.sub(r"^```(?:python|text)\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    entries = (Config, SFTConfig, GenerationConfig, EvaluationConfig, ServerConfig)
-    schemas = [OmegaConf.structured(schema) for schema in entries]
-    sections = {*chain(*schemas), *(key.partition(".")[0] for key in COMMON.renamed)}
-    named = set(re.findall(rf"(?<![\w/.])(?!data\.md)(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+(?![\w/([])", text))
-    assert named
-    known = {key for schema in schemas for key in known_keys(schema)} | {"reward_model.ground_truth"}  # a column
-    known |= {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    free_form = ("env.kwargs.", "reward.custom_reward_function.reward_kwargs.", "rollout.engine_kwargs.")
-    judged = {key: {judge(key, None, schema).kind for schema in (Config, SFTConfig)} for key in named - known}
-    unknown = {key for key, kinds in judged.items() if kinds == {"unknown"}}
-    assert not {key for key in unknown if not key.startswith(free_form)}
 
 
 def test_readme_names_every_make_target():

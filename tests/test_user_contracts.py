@@ -1,7 +1,7 @@
 """The forms that users of verl and its guides write, each as a file of theirs, in short real runs; and names of other
 versions that are absent.
 
-Forms with a module of their own: commands (test_verl_commands.py), old spellings (test_config.py), rows of other shapes
+Forms with a module of their own: commands and spellings of verl (extras/verl/tests), rows of other shapes
 (test_rl_dataset.py), rewards without a model (test_reward.py), estimators (test_contributing.py), checkpoints
 (test_checkpoint.py).
 """

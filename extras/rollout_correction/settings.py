@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from configs.errors import ConfigError, did_you_mean
-from configs.settings import Frozen, setting
+from configs.settings import Frozen, Keys, setting
 
 Threshold = float | str
 
@@ -155,6 +155,16 @@ for _name, _settings in PRESETS.items():
 def preset(name: str) -> dict[str, Any]:
     """Returns the settings of the preset `name`, one of `PRESETS`."""
     return asdict(getattr(RolloutCorrectionConfig, name)())
+
+
+class Presets(Keys):
+    """Reads the name of a preset as its settings, each of which can then be changed."""
+
+    def translate_yaml(self, given: DictConfig, overrides: Any, file: str) -> None:
+        expand_presets(given)
+
+    def translate_override(self, given: DictConfig) -> None:
+        expand_presets(given)
 
 
 def expand_presets(given: DictConfig) -> None:

@@ -34,7 +34,7 @@ from configs.settings import defaults, known_keys, leaves
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig, check_evaluation, check_generation
 from extras.sandbox import Call, check_fences, child, fences, run_shell
 from extras.sft.settings import SFTConfig, check_sft
-from extras.verl import keys as legacy
+from extras.verl.keys import VerlKeys, judge
 
 SECONDS = 20.0  # for a script
 LONGEST = 100_000  # characters of one
@@ -304,9 +304,9 @@ def read_override(text: str, folder: Path, schema: type) -> list[Setting]:
     value = None if override.is_delete() else override.value()
     if override.is_delete() or loader.options(group, folder):
         return [Setting(text, WORKS, now=text)]
-    if legacy.is_backend(group, override.package, value):
-        return [Setting(text, NO_EFFECT, legacy.ONE_BACKEND)]
-    if isinstance(value, dict) and legacy.judge(group, value, schema).kind == "unknown":
+    if why := VerlKeys.idle_choice(group, override.package, value):
+        return [Setting(text, NO_EFFECT, why)]
+    if isinstance(value, dict) and judge(group, value, schema).kind == "unknown":
         keys = [(f"{group}.{key}", it) for key, it in leaves(OmegaConf.create(value))]
         return [judge_setting(f"{key}={simple(it) or it}", key, it, schema) for key, it in keys]
     return [judge_setting(text, group, value, schema)]
@@ -314,7 +314,7 @@ def read_override(text: str, folder: Path, schema: type) -> list[Setting]:
 
 def judge_setting(text: str, key: str, value: Any, schema: type) -> Setting:
     """Gives a setting the verdict of the loader's tables."""
-    verdict = legacy.judge(key, value, schema)
+    verdict = judge(key, value, schema)
     if verdict.kind in ("no effect", "refused"):
         return Setting(text, NO_EFFECT if verdict.kind == "no effect" else MISSING, verdict.why)
     if verdict.kind == "unknown" and value != "???":

@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import ConfigError, notice
-from configs.settings import delete, is_known, leaves
+from configs.extras import absent_extra_of
+from configs.loader import workers_asked_for
+from configs.settings import Keys, delete, is_known, leaves
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -144,7 +146,7 @@ def judge(key: str, value: Any, schema: type) -> Verdict:
     today = spelling_in(main, sections)
     if why := NO_EFFECT_VALUES.get(f"{main}={value}") or NO_EFFECT_VALUES.get(f"{today}={value}"):
         return Verdict("no effect", key, value, why)
-    if is_known(today, schema):
+    if is_known(today, schema) or absent_extra_of(today):  # which the loader refuses
         if by_value:
             said = f"{key}={value} is read as {today}{f'={new}' if today == key else ''}"
             return Verdict("renamed", today, new, said)
@@ -174,6 +176,37 @@ def in_sections(text: str, sections: dict[str, str]) -> str:
     for long, short in sections.items():
         text = text.replace(f"{long}.", f"{short}.")
     return text
+
+
+class VerlKeys(Keys):
+    """Translates verl's keys, of all its versions; tells of what is renamed or has no effect."""
+
+    def __init__(self, schema: type) -> None:
+        super().__init__(schema)
+        self.moved: list[tuple[str, Any, Verdict]] = []
+
+    @staticmethod
+    def has_yaml(name: str, default: str) -> bool:
+        return name == default or re.fullmatch(VERLS_YAML, name) is not None
+
+    @staticmethod
+    def idle_choice(group: str, package: str | None, option: Any) -> str | None:
+        """Says that a choice among verl's files for a backend, such as model_engine=dp, has no effect."""
+        is_backend = (group in GROUPS or package is not None) and re.fullmatch(BACKEND, str(option))
+        return ONE_BACKEND if is_backend else None
+
+    def knows(self, key: str) -> bool:
+        return judge(key, None, self.schema).kind != "unknown"
+
+    def translate_yaml(self, given: DictConfig, overrides: list[Override], file: str) -> None:
+        settle(given, overrides, self.schema)
+        tell(move(given, self.schema), file)
+
+    def translate_override(self, given: DictConfig) -> None:
+        self.moved += move(given, self.schema, later=True)
+
+    def tell(self) -> None:
+        tell(self.moved)
 
 
 def settle(given: DictConfig, overrides: list[Override], schema: type) -> None:
@@ -240,6 +273,18 @@ def tell(found: Iterable[tuple[str, Any, Verdict]], file: str | None = None) -> 
         notice(f"{why}." if kind == "renamed" else f"{', '.join(keys)} {verb} no effect: {why}.")
 
 
-def is_backend(group: str, package: str | None, option: Any) -> bool:
-    """Whether `group=option` or `group@package=option` chooses one of verl's files, which there are none of here."""
-    return (group in GROUPS or package is not None) and re.fullmatch(BACKEND, str(option)) is not None
+def per_worker(number: Any, *, _root_: DictConfig) -> int:
+    """Divides a `number` of sequences among the workers: `${per_worker:32}`."""
+    return max(1, int(number) // workers_asked_for(_root_.trainer))
+
+
+def unmerged_lora(*, _root_: DictConfig) -> str:
+    """Chooses the rollout.load_lora that verl's lora.merge=False stands for: `${unmerged_lora:}`."""
+    policy = _root_.actor_rollout_ref
+    has_lora = any(OmegaConf.select(policy, f"model.lora_{name}") for name in ("rank", "adapter_path"))
+    return "adapter" if has_lora and policy.rollout.name == "vllm" else "merge"
+
+
+OmegaConf.register_new_resolver("per_worker", per_worker, replace=True)
+OmegaConf.register_new_resolver("unmerged_lora", unmerged_lora, replace=True)
+OmegaConf.register_new_resolver("share", lambda part, whole: whole and part / whole, replace=True)  # ${share:1e-7,1e-6}

@@ -15,7 +15,7 @@ from extras.evaluation import main_generation
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig
 from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
-from extras.verl import keys as legacy
+from extras.verl.keys import COMMON as TABLE
 from extras.verl.keys import judge
 from tests.runs import compose, learning_metrics
 
@@ -354,7 +354,7 @@ def test_a_reason_names_the_keys_of_the_command_that_it_is_given_in():
     assert judge("model.use_liger", True, SFTConfig).why.startswith("model.kernels ")
 
 
-@pytest.mark.parametrize("key", legacy.COMMON.renamed)
+@pytest.mark.parametrize("key", TABLE.renamed)
 def test_no_spelling_is_judged_in_two_ways(key):
     assert judge(key, 1, Config).kind in ("renamed", "no effect", "unknown")  # unknown: a whole section
 

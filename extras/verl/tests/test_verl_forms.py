@@ -1,4 +1,4 @@
-"""The forms of Python that verl's docs show, each a user's file with verl's imports (tests/verl_forms/), unchanged.
+"""The forms of Python that verl's docs show, each a user's file with verl's imports (verl_forms/), unchanged.
 
 A case is a file, verl's keys for it, and what has to be seen. Files that are rewards score `ROWS`.
 """

@@ -1,7 +1,8 @@
-"""Our defaults beside verl's, tests/verl_defaults.txt: each that differs is a row of docs/differences.md."""
+"""Our defaults beside verl's, verl_defaults.txt: each that differs is a row of docs/differences.md."""
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def read_facts(text: str) -> dict[str, Any]:
     return found
 
 
-VERLS = read_facts((ROOT / "tests/verl_defaults.txt").read_text())
+VERLS = read_facts(Path(__file__).with_name("verl_defaults.txt").read_text())
 
 
 def parted(key: str) -> tuple[str, str]:
