@@ -6,15 +6,17 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from configs.process import set_environment
 
-if TYPE_CHECKING:
-    from extras.server.app import Served
+ROOT = Path(__file__).parent
+pytest_plugins = [  # fixtures of an extra that tests of others use too
+    f"extras.{file.parts[-3]}.tests.fixtures" for file in sorted(ROOT.glob("extras/*/tests/fixtures.py"))
+]
 
 
 def pytest_configure() -> None:
@@ -117,19 +119,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def vllm_address(wide_headed_model: Path) -> Iterator[str]:
-    """vLLM's own server of `wide_headed_model`, as our command starts it. It asks for a key, takes weights by shared
-    memory or by the stand-in for NCCL, and has those that it was sent last."""
-    from tests.runs import vllm_server
-    from tests.servers import KEY
-
-    settings = [f"server.api_key={KEY}", "server.served_model_name=tiny"]
-    settings += ["+rollout.engine_kwargs.vllm.worker_extension_cls=tests.store_transfer.WorkerExtension"]
-    with vllm_server(wide_headed_model, 40, 24, *settings) as url:
-        yield url
-
-
-@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: character tokenizer, random Llama of one narrow layer."""
     from custom.tiny_model import save_tiny_model
@@ -174,24 +163,6 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model: Path) -> "Served":
-    """The tiny model behind a server's engine, which asks for a key."""
-    from extras.server.__main__ import load_served
-    from tests.servers import KEY, compose
-
-    return load_served(compose(tiny_model, f"server.api_key={KEY}"))
-
-
-@pytest.fixture(scope="module")
-def address(served: "Served", tiny_model: Path) -> Iterator[str]:
-    """The address of that server."""
-    from tests.servers import compose, serving
-
-    with serving(served, compose(tiny_model)) as url:
-        yield url
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from training.preparation import Parts, prepare
 from training.roles import needed_roles
 from training.validation import Validator
 from workers.group import distinct_groups, roles_of
-from workers.load_rollout import load_rollout_class
 from workers.worker_group import Resources, check_machine, start_command, start_pools, worker_summary
 
 
@@ -32,7 +31,6 @@ def start(config: Config) -> None:
     with lock_folder(config):
         with refusals():
             parts = prepare(config)
-            load_rollout_class(config.actor_rollout_ref.rollout.name)
         start_command(config)
         train(config, parts)
 

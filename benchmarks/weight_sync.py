@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from extras.certificate.certificate import WeightSync
-from tests.runs import vllm_server
+from extras.server.tests.fixtures import vllm_server
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm

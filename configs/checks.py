@@ -5,11 +5,11 @@ sentence each, and the settings of a dry run.
 """
 
 import tempfile
-from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 
 from configs.errors import ConfigError, notice
+from configs.extras import TABLE, check_present, present
+from configs.import_utils import split_object
 from configs.loader import workers_asked_for
 from configs.paths import find_path, is_named_source, source_files
 from configs.schema import (
@@ -22,17 +22,11 @@ from configs.schema import (
     RunConfig,
     SamplingConfig,
     ScoringConfig,
-    openai_settings,
 )
 from configs.settings import with_settings
 from configs.threads import worker_threads
 from extras.rollout_correction.settings import check_rollout_correction
 
-ENGINES = ("hf", "vllm", "sglang", "openai")
-VLLM_SETTINGS = (
-    "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
-    "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
-)  # fmt: skip
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -52,7 +46,7 @@ def check_config(config: Config) -> None:
         )
     check_batches(config)
     check_run(trainer, config.actor_rollout_ref.actor.checkpoint, f"{ACTOR}.checkpoint")
-    check_engine(rollout, workers_asked_for(trainer))
+    check_engine(rollout.name)
     check_multi_turn(rollout, env.id)
     check_episodes(config)
     check_policy(config)
@@ -194,37 +188,12 @@ def check_output_folder(path: str, key: str = "trainer.default_local_dir") -> No
         raise ConfigError(f"{key}={path} cannot be written to ({error.strerror}): name another folder.") from error
 
 
-def check_engine(rollout: RolloutConfig, workers: int) -> None:
-    """Raises ConfigError for an unknown engine, or settings that it does not support with so many `workers`."""
-    name, split, length = rollout.name, rollout.tensor_model_parallel_size, rollout.max_model_len
-    if name == "trtllm":
-        raise ConfigError(f"{ROLLOUT}.name={name}: that engine is not part of this version. Use hf, vllm or sglang.")
-    if name not in ENGINES and not find_path(name).is_file() and "." not in name:
-        raise ConfigError(
-            f"{ROLLOUT}.name={name} is none of {', '.join(ENGINES)}, nor a file or module of a Rollout of yours."
-        )
-    for engine, title, how in (
-        ("vllm", "vLLM", "`make setup-vllm` installs it"),
-        ("sglang", "SGLang", "See docs/engines.md"),
-    ):
-        if name == engine and find_spec(engine) is None:
-            raise ConfigError(f"{ROLLOUT}.name={name}: {title} is not installed here. {how}; or set {ROLLOUT}.name=hf.")
-    if name == "openai":
-        openai_settings(rollout)
-    if name == "vllm" and workers % split:
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size={split} does not divide the {workers} workers of the run: take 1."
-        )
-    longest = rollout.prompt_length + rollout.response_length
-    if name in ENGINES[1:] and length is not None and length < longest:
-        raise ConfigError(
-            f"{ROLLOUT}.max_model_len={length} is below prompt_length + response_length = {longest}: leave it null."
-        )
-    plain = {field.name: field.default for field in fields(RolloutConfig)}
-    read = {"hf": "enforce_eager", "openai": "max_model_len"}
-    idle = [one for one in VLLM_SETTINGS if name in read and one != read[name] and rollout[one] != plain[one]]
-    if idle:
-        notice(f"{ROLLOUT} sets {', '.join(idle)}, which the vllm engine reads, and name={name} does not.")
+def check_engine(name: str) -> None:
+    """Raises ConfigError for an engine that is neither in this copy nor a file or module of the user's."""
+    if name not in TABLE["engine"] and not find_path(split_object(name)[0]).is_file() and "." not in name:
+        known = ", ".join(present("engine"))
+        raise ConfigError(f"{ROLLOUT}.name={name} is none of {known}, nor a file or module of a Rollout of yours.")
+    check_present("engine", name, f"{ROLLOUT}.name")
 
 
 def check_multi_turn(rollout: RolloutConfig, env_id: str | None) -> None:

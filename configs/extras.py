@@ -16,6 +16,12 @@ from configs.settings import Frozen
 
 FOLDER = ROOT / "extras"
 TABLE: dict[str, dict[str, str]] = {
+    "engine": {
+        "hf": "workers.hf.rollout:HFRollout",
+        "vllm": "workers.vllm_rollout_spmd:vLLMRollout",
+        "sglang": "extras.sglang.rollout:SGLangRollout",
+        "openai": "extras.openai.rollout:OpenAIRollout",
+    },
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
@@ -25,7 +31,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rollout_correction": "extras.rollout_correction.settings:Presets",
     },
 }
-PAIRS: tuple[tuple[str, str], ...] = ()  # (an extra, another that it imports): deleted together
+PAIRS: tuple[tuple[str, str], ...] = (("sglang", "openai"),)  # (an extra, another that it imports): deleted together
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),
 }
@@ -42,10 +48,15 @@ def find(kind: str, name: str, key: str = "") -> Any:
     """
     if name not in TABLE[kind]:
         return load_extern_object(*split_object(name))
+    check_present(kind, name, key)
     module, _, attribute = TABLE[kind][name].partition(":")
-    if not is_here(module):
-        raise ConfigError(f"{key or kind}={name}: {absence(module.split('.')[1])}", key)
     return getattr(import_module(module), attribute)
+
+
+def check_present(kind: str, name: str, key: str = "") -> None:
+    """Raises ConfigError if the table has the name, and this copy not what it stands for; names `key`."""
+    if name in TABLE[kind] and not has(kind, name):
+        raise ConfigError(f"{key or kind}={name}: {absence(TABLE[kind][name].split('.')[1])}", key)
 
 
 def has(kind: str, name: str) -> bool:

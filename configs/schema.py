@@ -4,18 +4,15 @@ Key names and nesting are verl's where verl has the key. Yaml files hold only wh
 composes a config, checks it by the rules beside each default, and freezes it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from omegaconf import II
 
-from configs.errors import ConfigError
 from configs.extras import section
 from configs.settings import Frozen, Open, group, setting
 from extras.rollout_correction.settings import RolloutCorrectionConfig
 
-WEIGHT_TRANSFERS = ("shared_memory", "nccl")
 AGGREGATION_MODES = (
     "token-mean",
     "seq-mean-token-sum",
@@ -455,57 +452,6 @@ class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
     val_kwargs: SamplingConfig = group(SamplingConfig, "Sampling at validation, spelt out; nothing is inherited.")
     multi_turn: MultiTurnConfig = group(MultiTurnConfig, "Episodes: several answers, each followed by what it led to.")
     agent: AgentConfig = group(AgentConfig, "Classes of yours that play the episodes.")
-
-
-@dataclass(frozen=True)
-class OpenAISettings:
-    """Settings of an OpenAI-compatible server as the engine: actor_rollout_ref.rollout.engine_kwargs.openai.
-
-    Attributes:
-        base_url: the beginning of its addresses, e.g. http://127.0.0.1:8000/v1.
-        api_key: the key that the server requires; None: it requires none.
-        model: the name of the model on the server; None: it has only one.
-        timeout: seconds that a response may take.
-        weights_folder: folder in memory shared by this node's processes, through which weights are passed.
-        weight_transfer: the way of weights to the server: shared_memory on one node; nccl: from GPU to GPU, by vLLM.
-        weights_address: with nccl, this node's address for the server's workers; null: that of its own requests.
-        weights_timeout: seconds that the server may take to receive a part of the weights, and to connect.
-    """
-
-    base_url: str
-    api_key: str | None = None
-    model: str | None = None
-    timeout: float = 3600.0
-    weights_folder: str = "/dev/shm"
-    weight_transfer: str = "shared_memory"
-    weights_address: str | None = None
-    weights_timeout: float = 600.0
-
-
-def workers_per_engine(rollout: RolloutConfig) -> int:
-    """Counts the workers that one engine is split over: vLLM can be, and an engine of the user's that is made of it."""
-    return 1 if rollout.name in ("hf", "sglang", "openai") else rollout.tensor_model_parallel_size
-
-
-def openai_settings(rollout: RolloutConfig) -> OpenAISettings:
-    """Raises ConfigError for a missing or invalid base_url, an unknown weight_transfer, and unknown keys."""
-    key, given = "actor_rollout_ref.rollout.engine_kwargs.openai", rollout.engine_kwargs.get("openai") or {}
-    names = [field.name for field in fields(OpenAISettings)]
-    if not isinstance(given, Mapping) or not set(given) <= set(names):
-        shown = [*given] if isinstance(given, Mapping) else given  # not the key, if there is one
-        raise ConfigError(f"{key}={shown}: it holds {', '.join(names)}, and nothing else.")
-    if not str(given.get("base_url")).startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{key}.base_url={given.get('base_url')}: rollout.name=openai asks a server, whose address this is, with "
-            "http:// or https://. `python -m extras.server` starts one (docs/engines.md)."
-        )
-    settings = OpenAISettings(**given)
-    if settings.weight_transfer not in WEIGHT_TRANSFERS:
-        raise ConfigError(
-            f"{key}.weight_transfer={settings.weight_transfer} is none of {', '.join(WEIGHT_TRANSFERS)}: shared_memory "
-            "for a server on the trainer's node, nccl for one on other GPUs."
-        )
-    return settings
 
 
 @dataclass

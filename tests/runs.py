@@ -3,22 +3,18 @@
 import json
 import os
 import resource
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from socket import socket
 from subprocess import CompletedProcess
-from time import sleep
-from urllib.request import urlopen
 
 import pytest
 from safetensors.torch import load_file
 
 from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
-from tests.forked import Run, python
+from tests.forked import python
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm")
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,28 +68,6 @@ def endings(folder: Path) -> list[tuple[str | None, str | None, int]]:
     return [(start["ending"], start["reason"], start["step"]) for start in starts]
 
 
-@contextmanager
-def vllm_server(model: Path, prompt: int, response: int, *more: str) -> Iterator[str]:
-    """The address of vLLM's own server, which takes weights, for prompts and responses of so many tokens. About 30
-    seconds to start."""
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = [f"model.path={model}", "rollout.name=vllm", "server.takes_weights=true", f"server.port={port}", *more]
-    settings += [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "rollout.max_num_seqs=64"]
-    server, url = Run("-m", "extras.server.__main__", *settings), f"http://127.0.0.1:{port}"
-    try:
-        while not answers(f"{url}/health"):
-            if server.is_over():
-                raise RuntimeError(f"vLLM's server ended: {server.said()[1][-3000:]}")
-            sleep(0.2)
-        yield f"{url}/v1"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)  # its engine is another process
-        server.wait()
-
-
 def signalled(step: Callable, number: int, sent: int) -> Callable:
     """The method `step`, which sends this process a signal in the step of that `number`."""
 
@@ -103,14 +77,6 @@ def signalled(step: Callable, number: int, sent: int) -> Callable:
         return step(self)
 
     return sending
-
-
-def answers(url: str) -> bool:
-    try:
-        with urlopen(url):
-            return True
-    except OSError:
-        return False
 
 
 @contextmanager

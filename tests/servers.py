@@ -1,59 +1,12 @@
-"""Servers on loopback, for tests: one of a tiny model, whose fixtures are in conftest.py, and one that answers by a
-function."""
+"""A server on loopback, for tests: it answers by a function."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
-from time import sleep
-from typing import Any
-
-from transformers import AutoTokenizer
-
-from configs.loader import Arguments, load_config, yaml_folder
-from configs.schema import ModelConfig, RolloutConfig
-from extras.evaluation.settings import ServerConfig
-from extras.openai.rollout import OpenAIRollout
-from extras.server.__main__ import bind_socket
-from extras.server.app import Served, http_server
-from workers.load_rollout import build_rollout
-from workers.models import load_causal_lm
 
 KEY = "a secret"
-
-
-def compose(model: Path, *overrides: str) -> ServerConfig:
-    settings = [f"model.path={model}", "server.port=0", "server.served_model_name=tiny", *overrides]
-    lengths = ["data.max_prompt_length=40", "data.max_response_length=24"]
-    arguments = Arguments("server", yaml_folder(ServerConfig), settings + lengths, print_config=False)
-    return load_config(arguments, ServerConfig)
-
-
-@contextmanager
-def serving(served: Served, config: ServerConfig) -> Iterator[str]:
-    """A server in a thread of this process; its address."""
-    listener = bind_socket(config.server)
-    server = http_server(served, log_level="error", timeout_graceful_shutdown=1)
-    thread = Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        while not server.started:
-            sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def engine_for(url: str, folder: Path, max_num_seqs: int = 8, **settings: Any) -> OpenAIRollout:
-    """The engine of the server at `url`, with the model in `folder`; `settings` are of engine_kwargs.openai."""
-    own = {"openai": {"base_url": f"{url.removesuffix('/v1')}/v1", "timeout": 60.0, **settings}}
-    lengths = {"prompt_length": 40, "response_length": 24}
-    config = RolloutConfig(name="openai", max_num_seqs=max_num_seqs, engine_kwargs=own, **lengths)
-    module = load_causal_lm(ModelConfig(path=str(folder)))
-    return build_rollout(OpenAIRollout, config, AutoTokenizer.from_pretrained(folder), module)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 import main
-from configs import checks, extras, loader
-from configs.checks import batch_arithmetic, check_config, check_engine, sampling_summary
+from configs import extras, loader
+from configs.checks import batch_arithmetic, check_config, sampling_summary
 from configs.errors import ConfigError
 from configs.loader import (
     CONFIG_DIR,
@@ -35,7 +35,8 @@ from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.preparation import check_algorithm, prepare
 from training.roles import needs_critic, needs_reference
-from workers import worker_group
+from workers import vllm_rollout_spmd, worker_group
+from workers.load_rollout import load_rollout_class
 
 HOME = str(Path.home())
 COMMANDS = ["main.py"]
@@ -524,20 +525,7 @@ REFUSED_ALGORITHMS = [
         ),
         (["trainer.n_gpus_per_node=8", "trainer.executor=local"], "n_gpus_per_node=8.* ask for 8 workers"),
         (["trainer.n_workers_per_node=2", "trainer.executor=local"], "ask for 2 workers"),
-        (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm: that engine is not part of this version. Use hf"),
-        (["actor_rollout_ref.rollout.name=turbo"], "name=turbo is none of hf, vllm, sglang, openai, nor a file"),
-        (["actor_rollout_ref.rollout.name=openai"], r"engine_kwargs\.openai\.base_url=None: .* whose address this is"),
-        (
-            ["actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.engine_kwargs.openai.url=http://a"],
-            "engine_kwargs.openai=.*url.*: it holds base_url, api_key, .*, weights_timeout, and nothing",
-        ),
-        (
-            [
-                "actor_rollout_ref.rollout.name=openai",
-                "actor_rollout_ref.rollout.engine_kwargs.openai={base_url: http://a, weight_transfer: rdma}",
-            ],
-            "openai.weight_transfer=rdma is none of shared_memory, nccl: shared_memory for a server on the trainer's",
-        ),
+        (["actor_rollout_ref.rollout.name=trtllm"], "name=trtllm is none of hf, vllm, .*, nor a file"),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "gae needs values, .* leave critic.enable null"),
         (["actor_rollout_ref.actor.optim.betas=[1.0,0.9]"], r"betas=\[1.0, 0.9\] must be two numbers in \[0, 1\)"),
         (["trainer.resume_mode=resume_path"], "needs trainer.resume_from_path"),
@@ -578,47 +566,40 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(override
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def check_engine(*overrides: str, workers: int = 1) -> None:
+    rollout = compose(*overrides).actor_rollout_ref.rollout
+    load_rollout_class(rollout.name).check(rollout, workers, gpus=0)
+
+
 def test_vllm_is_accepted_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_rollout_spmd, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM is not installed here\. `make setup-vllm` .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
-    with pytest.raises(ConfigError, match=r"name=sglang: SGLang is not installed here\. .*name=hf"):
-        check_engine(compose(f"{ROLLOUT}.name=sglang").actor_rollout_ref.rollout, 1)
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    check_engine(compose(f"{ROLLOUT}.name=vllm").actor_rollout_ref.rollout, 1)
+        check_engine(f"{ROLLOUT}.name=vllm")
+    monkeypatch.setattr(vllm_rollout_spmd, "find_spec", lambda name: object())
+    check_engine(f"{ROLLOUT}.name=vllm")
     with pytest.raises(ConfigError, match=r"max_model_len=24 is below .* = 25: leave it null"):
-        check_engine(compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24").actor_rollout_ref.rollout, 1)
+        check_engine(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_model_len=24")
 
 
 def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    split = compose(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2").actor_rollout_ref.rollout
+    monkeypatch.setattr(vllm_rollout_spmd, "find_spec", lambda name: object())
+    split = f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"
     for workers in (2, 4):
-        check_engine(split, workers)
+        check_engine(*split, workers=workers)
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2 does not divide the 3 workers"):
-        check_engine(split, 3)
+        check_engine(*split, workers=3)
 
 
 def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
-    check_engine(compose(f"{ROLLOUT}.max_num_batched_tokens=64").actor_rollout_ref.rollout, 1)
-    check_engine(compose(f"{ROLLOUT}.enforce_eager=false").actor_rollout_ref.rollout, 1)
+    check_engine(f"{ROLLOUT}.max_num_batched_tokens=64")
+    check_engine(f"{ROLLOUT}.enforce_eager=false")
     assert capsys.readouterr().err == ""
-    keys = [
+    check_engine(
         f"{ROLLOUT}.gpu_memory_utilization=0.4",
         f"{ROLLOUT}.load_format=dummy_dtensor",
         f"{ROLLOUT}.free_cache_engine=false",
-    ]
-    check_engine(compose(*keys).actor_rollout_ref.rollout, 1)
-    said = capsys.readouterr().err
-    assert (
-        f"{ROLLOUT} sets gpu_memory_utilization, free_cache_engine, which the vllm engine reads, and name=hf does"
-        in said
     )
-    server = f"{ROLLOUT}.engine_kwargs.openai.base_url=http://127.0.0.1:8000/v1"
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, f"{ROLLOUT}.max_model_len=40").actor_rollout_ref.rollout, 1)
-    assert capsys.readouterr().err == ""
-    check_engine(compose(f"{ROLLOUT}.name=openai", server, *keys).actor_rollout_ref.rollout, 1)
-    assert "which the vllm engine reads, and name=openai does not" in capsys.readouterr().err
+    assert f"{ROLLOUT} sets gpu_memory_utilization, free_cache_engine, which" in capsys.readouterr().err
     config = compose(f"{ROLLOUT}.engine_kwargs.vllm.block_size=64")
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"block_size": 64}}
 

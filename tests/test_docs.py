@@ -20,15 +20,13 @@ import pytest
 
 from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
-from configs.loader import Arguments, load_config, options, yaml_folder
+from configs.loader import options
 from configs.schema import AGGREGATION_MODES
-from extras.evaluation.settings import ServerConfig
 from extras.rollout_correction.settings import PRESETS
 from scripts import algorithms, quickstart, rollout_drift, tutorials
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
-from tests.servers import KEY
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
 RANGE = re.MULTILINE | re.DOTALL
@@ -183,21 +181,6 @@ print(json.dumps([refusal(override) for override in sys.argv[1:]]))
 """
     (copy / "refusals.py").write_text(program)
     return json.loads(python("refusals.py", *overrides, cwd=copy, check=True).stdout.splitlines()[-1])
-
-
-def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):
-    """The client speaks to the server of the tests, which has another address, name and key."""
-    page = ROOT / "docs/serving.md"
-    blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
-    command, client = re.search(blocks, page.read_text(), RANGE).groups()
-    overrides = shlex.split(command)[3:]
-    config = load_config(Arguments("server", yaml_folder(ServerConfig), overrides, print_config=False), ServerConfig)
-    assert config.model.path
-    for theirs, ours in {"http://127.0.0.1:8000/v1": f"{address}/v1", '"none"': repr(KEY)}.items():
-        assert theirs in client
-        client = client.replace(theirs, ours)
-    exec(compile(client, str(page), "exec"), {})
-    assert capsys.readouterr().out
 
 
 def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_time():

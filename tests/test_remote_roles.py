@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import RolloutConfig, workers_per_engine
+from configs.schema import RolloutConfig
 from data.padding import collate
 from data.protocol import DataProto
 from data.seqlen_balancing import calculate_workload
@@ -14,6 +14,8 @@ from data.types import Sample, SamplingParams
 from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT
 from training.roles import ROLES
 from workers.group import Done, Role, RolloutRole, check_shares, shares_of
+from workers.hf.rollout import HFRollout
+from workers.vllm_rollout_spmd import vLLMRollout
 
 few = settings(max_examples=60, deadline=None)
 GREEDY = SamplingParams(False, 1.0, -1, 1.0, 4)
@@ -115,4 +117,4 @@ def test_prompts_reach_the_first_worker_of_each_engine_and_come_back_in_order(ag
 def test_an_engine_that_is_not_split_has_a_worker_for_itself():
     """…whatever a command of verl's says, whose default is 2."""
     asked = {"tensor_model_parallel_size": 2, "prompt_length": 1, "response_length": 1}
-    assert [workers_per_engine(RolloutConfig(name=name, **asked)) for name in ("hf", "openai", "vllm")] == [1, 1, 2]
+    assert [one.workers_per_engine(RolloutConfig(**asked)) for one in (HFRollout, vLLMRollout)] == [1, 2]

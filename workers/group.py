@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
-from configs.schema import ActorRolloutRefConfig, workers_per_engine
+from configs.schema import ActorRolloutRefConfig
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto, join_rows
 from data.seqlen_balancing import calculate_workload, neighbour_shares
 from data.types import SamplingParams
 from training.environment import are_episodes
 from training.roles import ROLES, RoleSpec
+from workers.load_rollout import load_rollout_class
 
 
 class Pending(Protocol):
@@ -127,9 +128,10 @@ def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[
     peers = policy.actor.tensor_parallel_size
     roles = {name: Role(group, ROLES[name], peers if ROLES[name].like_policy else 1) for name, group in pools.items()}
     if "rollout" in roles:
-        together = peers if policy.rollout.name == "hf" else 1  # by the layers that are split
-        engines = workers_per_engine(policy.rollout)
-        roles["rollout"] = RolloutRole(pools["rollout"], ROLES["rollout"], together, engines)
+        engine = load_rollout_class(policy.rollout.name)
+        together = 1 if engine.own_weights else peers  # by the layers that are split
+        parts = engine.workers_per_engine(policy.rollout)
+        roles["rollout"] = RolloutRole(pools["rollout"], ROLES["rollout"], together, parts)
     return roles
 
 

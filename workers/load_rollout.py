@@ -16,28 +16,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.extras import find
-from configs.import_utils import bind, callable_name, load_extern_object, load_module, load_modules, split_object
+from configs.extras import TABLE, find, present
+from configs.import_utils import bind, callable_name, load_module, load_modules, split_object
 from configs.schema import ModelConfig, RolloutConfig
 from configs.threads import worker_threads
 from data.padding import collate
 from data.pretrained import check_is_decoder, check_positions, load_model_config
 from data.protocol import DataProto
 from data.types import Sample, SamplingParams
-from extras.openai.rollout import OpenAIRollout
-from extras.sglang.rollout import SGLangRollout
 from workers.engine import compute_dtype
-from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm, training_device
-from workers.rollout import Rollout
-from workers.vllm_rollout_spmd import vLLMRollout
+from workers.rollout import KEY, Rollout
 
-SHIPPED: dict[str, type[Rollout]] = {
-    "hf": HFRollout,
-    "vllm": vLLMRollout,
-    "sglang": SGLangRollout,
-    "openai": OpenAIRollout,
-}
 RULE = (
     "generate_sequences must return a DataProto with a row for each prompt, in their order: the tensor responses "
     "[B, R] of token ids, beside attention_mask ([B, P+R] or [B, R]: what is no padding), response_mask ([B, R]: what "
@@ -53,18 +43,16 @@ def load_rollout_class(name: str) -> type[Rollout]:
     Raises:
         ValueError: there is none, or several, or it cannot be called with what a worker has.
     """
-    if name in SHIPPED:
-        return SHIPPED[name]
-    key, (path, chosen) = f"actor_rollout_ref.rollout.name={name}", split_object(name)
-    if chosen:
-        found = [load_extern_object(path, chosen)]
+    key, (path, chosen) = f"{KEY}.name={name}", split_object(name)
+    if name in TABLE["engine"] or chosen:
+        found = [find("engine", name, f"{KEY}.name")]
     else:
         module = load_module(path)
         own = (value for value in vars(module).values() if is_engine(value) and value.__module__ == module.__name__)
         found = list(dict.fromkeys(own))
     if len(found) != 1 or not is_engine(found[0]):
         names = [value.__name__ if isinstance(value, type) else repr(value) for value in found]
-        shipped = f" Shipped engines: {', '.join(SHIPPED)}."
+        shipped = f" Shipped engines: {', '.join(present('engine'))}."
         choice = f" Choose one of them, e.g. {path}:{names[0]}." if len(names) > 1 else shipped
         raise ValueError(
             f"{key}: the file must define exactly one subclass of workers.rollout.Rollout, it defines {names}.{choice}"
@@ -218,14 +206,15 @@ class StandaloneRollout:
     ) -> None:
         torch.set_num_threads(worker_threads(n_threads).number)
         load_modules(model.external_lib)
+        self.device = training_device(n_gpus=None)
         engine_class = load_rollout_class(rollout.name)
+        engine_class.check(rollout, workers=1, gpus=int(self.device.type == "cuda"))
         longest = rollout.prompt_length + rollout.response_length
         model_config = load_model_config(model, model.path, "model.path")
         check_is_decoder(model_config, "model.path")
         check_positions(model_config, longest, "model.path", "data.max_prompt_length + max_response_length")
         find("adapter", model.adapter).check_settings(model, "model")
         self.vocab_size = model_config.get_text_config().vocab_size
-        self.device = training_device(n_gpus=None)
         self.dtype = compute_dtype("auto", self.device)
         module = load_causal_lm(model, self.device, self.dtype, longest)
         with self.precision():  # an engine may try what it can do, in the precision that it will do it in

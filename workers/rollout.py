@@ -5,16 +5,13 @@ finished. An engine implements `step`, or `generate` alone, which takes a batch 
 finished: each works through the other. `generate_sequences`, the rollout of a batch of prompts, is written once on top;
 an engine that defines it itself is asked for whole batches alone (workers/load_rollout.py).
 Sampled ids are never decoded and encoded again. `actor_rollout_ref.rollout.name=my_engine.py` names the file of a
-subclass of yours, and `my_engine.py:Class` one of several in it. `AsyncRollout` is the base of engines that answer each
-request by a coroutine: a server's client, SGLang.
+subclass of yours, and `my_engine.py:Class` one of several in it.
 """
 
-import asyncio
 import math
-from abc import abstractmethod
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from configs.errors import ConfigError, notice_once
 from configs.import_utils import callable_name
 from configs.schema import RolloutConfig
 from data.padding import collate
@@ -30,9 +28,13 @@ from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import END_REASON_OF, Completion, Request, Sample, SamplingParams
 
+KEY = "actor_rollout_ref.rollout"
+OPTIONAL = (  # settings that some engines do not read
+    "gpu_memory_utilization", "free_cache_engine", "enforce_eager", "max_model_len", "enable_prefix_caching",
+    "enable_chunked_prefill", "load_format", "tensor_model_parallel_size",
+)  # fmt: skip
 COLDEST = 0.01  # vLLM samples at no lower temperature, whatever it is asked
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
-STEP_SECONDS = 0.05  # that a step waits for a completion, at most: then others may join
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,11 @@ class Rollout:
         lost_weights: whether that copy is gone, since it slept, and `load_weights` has to come before the next prompt.
         vocab_size: token ids of `model` are 0 to this number − 1.
         longest: most tokens of prompt and response together.
+        reads: the OPTIONAL settings that have an effect.
     """
 
     vocab_size: int
+    reads: tuple[str, ...] = OPTIONAL
     own_weights: bool = False
     elsewhere: bool = False
     is_probed: bool = False
@@ -93,6 +97,31 @@ class Rollout:
                 "which advances the requests that it takes from self.waiting and returns those that finished, or "
                 "generate_sequences(prompts) -> DataProto, which answers a whole batch."
             )
+
+    @classmethod
+    def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
+        """Checks settings before anything is started; tells of those that have no effect.
+
+        Args:
+            workers: of the run; `gpus`: of each.
+
+        Raises:
+            ConfigError: the engine cannot work by them.
+        """
+        defaults = {field.name: field.default for field in fields(RolloutConfig)}
+        idle = [name for name in OPTIONAL if name not in cls.reads and config[name] != defaults[name]]
+        if idle:
+            notice_once(f"{KEY} sets {', '.join(idle)}, which the engine name={config.name} does not read.")
+        most, longest = config.max_model_len, config.prompt_length + config.response_length
+        if "max_model_len" in cls.reads and most is not None and most < longest:
+            raise ConfigError(
+                f"{KEY}.max_model_len={most} is below prompt_length + response_length = {longest}: leave it null."
+            )
+
+    @classmethod
+    def workers_per_engine(cls, config: RolloutConfig) -> int:
+        """Counts the neighbours in rank that one engine is split over."""
+        return 1
 
     def __init__(self, config: RolloutConfig | None = None, tokenizer: Any = None, model: Any = None) -> None:
         if config is None:  # engines written for verl call it so; `build_rollout` has done the work before
@@ -363,59 +392,3 @@ def divergence(weight_version: int, where: str) -> FloatingPointError:
         "diverged, most often by a learning rate too high (actor_rollout_ref.actor.optim.lr). Start again from an "
         "earlier checkpoint, with a lower one. Before any update, the model's own weights are broken."
     )
-
-
-class AsyncRollout(Rollout):
-    """Steps over coroutines: `answer` gives the completion of a request, and `run` runs the event loop.
-
-    The loop runs while somebody is in `run`, and at no other time; the engine itself goes on meanwhile.
-
-    Attributes:
-        counts_filters: whether its log-probs are those after top-k, top-p and min-p, and not after temperature alone.
-    """
-
-    counts_filters: bool = True
-
-    @abstractmethod
-    async def answer(self, request: Request) -> Completion:
-        """Returns the completion of `request`."""
-
-    @abstractmethod
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the result of `work`; all other tasks go on while it is waited for."""
-
-    def add(self, request: Request) -> None:
-        check_request(request, self.vocab_size, self.longest, "the engine's max_model_len")
-        sampling = request.sampling
-        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        if sampling.do_sample and filtered and not self.counts_filters:
-            raise ValueError(
-                f"request {request.id} asks for top_k={sampling.top_k}, top_p={sampling.top_p} and min_p="
-                f"{sampling.min_p}, which the engine's log-probs leave out: they are not those of what is drawn. "
-                "Sample without (top_k=-1, top_p=1, min_p=0)."
-            )
-        super().add(request)
-
-    def step(self) -> list[Completion]:
-        """Sends what waits, and is back at once; or, if nothing waits, when answers have come, or none for a while."""
-        return self.run(self._step()) if self.has_unfinished_requests() else []
-
-    async def _step(self) -> list[Completion]:
-        if self.waiting:
-            for request in self.waiting.values():
-                self.running[request.id] = asyncio.create_task(self.answer(request))
-            self.waiting.clear()
-            await asyncio.sleep(0)
-        else:
-            await asyncio.wait(self.running.values(), timeout=STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        done = [request_id for request_id, task in self.running.items() if task.done()]
-        return [self.running.pop(request_id).result() for request_id in done]
-
-    def _abort_running(self, ids: Sequence[int]) -> None:
-        self.run(self.drop({request_id: self.running.pop(request_id) for request_id in ids}))
-
-    async def drop(self, tasks: dict[int, asyncio.Task[Completion]]) -> None:
-        """Ends `tasks`, by request id; whatever has become of them is of no interest."""
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)

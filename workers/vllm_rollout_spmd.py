@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
 from workers.collectives import gather, group_size, new_group, rank
-from workers.rollout import Checksums, Rollout, check_finite, check_request, check_temperature
+from workers.rollout import KEY, Checksums, Rollout, check_finite, check_request, check_temperature
 from workers.vllm_setup import engine_settings, held_weights, note_checksums, process_as_it_is, vllm_process
 
 SEGMENTS = "nano_verl_"  # begins the names of segments; behind it stands the process id of the run's first worker
@@ -45,6 +47,23 @@ class vLLMRollout(Rollout):
     """
 
     own_weights = True
+
+    @classmethod
+    def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                f"{KEY}.name={config.name}: vLLM is not installed here. `make setup-vllm` installs it; or set {KEY}"
+                ".name=hf."
+            )
+        if workers % (parts := config.tensor_model_parallel_size):
+            raise ConfigError(
+                f"{KEY}.tensor_model_parallel_size={parts} does not divide the {workers} workers of the run: take 1."
+            )
+        super().check(config, workers, gpus)
+
+    @classmethod
+    def workers_per_engine(cls, config: RolloutConfig) -> int:
+        return config.tensor_model_parallel_size
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)

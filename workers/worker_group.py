@@ -21,11 +21,11 @@ from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from configs.threads import Threads, worker_threads
 from data.seeding import derive_seed, seed_everything
-from extras.openai.weight_transfer import check_weight_transfer
 from training.roles import WorkerError
 from workers.collectives import TIMEOUT, connect, join_group, open_store
 from workers.forward import forward_of
 from workers.group import Group, LocalGroup, check_shares
+from workers.load_rollout import load_rollout_class
 from workers.model_worker import ModelWorker
 from workers.models import gpu_trouble
 from workers.parallel import layout_of
@@ -209,15 +209,16 @@ def start_process(n_threads: int, model: ModelConfig) -> None:
 
 
 def check_machine(config: Config) -> None:
-    """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, no GPU
-    for a way to hand weights over that needs one, or workers that do not make whole groups of shards. A notice tells
-    of a GPU that is here and that torch cannot use."""
+    """Raises ValueError where there are fewer GPUs or cores than `config` asks for, here or in the Ray cluster, or
+    where layout or engine cannot work by its settings. A notice tells of a GPU that is here and that torch cannot
+    use."""
     resources = Resources.from_config(config.trainer)
     layout_of(config, resources.workers).check(config, resources.workers)
     check_present(resources, uses_ray(config.trainer))
     if config.trainer.n_gpus_per_node is None and (trouble := gpu_trouble()):
         notice_once(f"{trouble} This run uses the CPU; trainer.n_gpus_per_node=0 says that it is meant to.")
-    check_weight_transfer(config.actor_rollout_ref.rollout, resources.gpus)
+    rollout = config.actor_rollout_ref.rollout
+    load_rollout_class(rollout.name).check(rollout, resources.workers, resources.gpus)
 
 
 def start_command(config: Config) -> None:

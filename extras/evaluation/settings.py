@@ -1,9 +1,8 @@
-"""Defines and checks the settings of batch generation, evaluation and serving.
+"""Settings of batch generation and of evaluation, and their checks.
 
 Keys are those of verl's generation.yaml and evaluation.yaml where verl has them; `rollout` sets the engine.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ TRAINING_ONLY = (  # of `rollout`
     "tensor_model_parallel_size",
     "load_lora",
 )
-BY_REQUEST = ("n", "do_sample", "temperature", "top_k", "top_p")  # of `rollout`: a server is told by each request
 TABLES = (".jsonl", ".parquet")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -80,35 +77,6 @@ class EvaluationConfig(Frozen):
     reward: ScoringConfig = group(ScoringConfig, "What scores them, as in training.")
 
 
-@dataclass
-class ServerDataConfig(Frozen):
-    max_prompt_length: int = setting(1536, "Of the tokens of a sequence, so many for the prompt.", ge=1)
-    max_response_length: int = setting(512, "Of the tokens of a sequence, so many for the response.", ge=1)
-
-
-@dataclass
-class ServerSettings(Frozen):
-    host: str = setting("127.0.0.1", "Address to listen at; the default is reached from this machine alone.")
-    port: int = setting(8000, "Port to listen at; 0: any free one, which is printed.", ge=0, le=65535)
-    api_key: str | None = setting(None, "Token that clients must send (Authorization: Bearer …); null: none is asked.")
-    served_model_name: str | None = setting(None, "What clients call the model; null: model.path.")
-    takes_weights: bool = setting(
-        False,
-        "With rollout.name=vllm: take the weights of a trainer whose rollout.name=openai asks here.",
-    )
-
-
-@dataclass
-class ServerConfig(Frozen):
-    model: ModelConfig = group(ModelConfig, "The model.")
-    data: ServerDataConfig = group(ServerDataConfig, "Lengths; prompt and response share the sum of both.")
-    rollout: RolloutConfig = group(
-        RolloutConfig, "The engine: hf, vllm (vLLM's own server), or yours.", log_prob_max_token_len_per_gpu=1
-    )
-    server: ServerSettings = group(ServerSettings, "Where and for whom.")
-    trainer: GenerationTrainerConfig = group(GenerationTrainerConfig, "The process.")
-
-
 def check_generation(config: GenerationConfig) -> None:
     """Raises ConfigError for settings that cannot work together."""
     data, rollout = config.data, config.rollout
@@ -143,61 +111,24 @@ def check_evaluation(config: EvaluationConfig) -> None:
         check_output_folder(str(Path(data.output_path).parent), "data.output_path")
 
 
-def check_server(config: ServerConfig) -> None:
-    """Raises ConfigError for settings that cannot work together."""
-    server = config.server
-    if server.host not in LOOPBACK and not server.api_key:
-        raise ConfigError(
-            f"server.host={server.host} lets other machines in, and server.api_key is not set, so whoever reaches the "
-            "port may use the model: set server.api_key, or leave the host at 127.0.0.1."
-        )
-    if server.takes_weights and (config.rollout.name != "vllm" or server.host not in LOOPBACK):
-        raise ConfigError(
-            f"server.takes_weights=true with rollout.name={config.rollout.name} and server.host={server.host}: set "
-            "rollout.name=vllm and server.host=127.0.0.1, as whoever reaches the port may then exchange the model."
-        )
-    if config.model.lora_adapter_path and config.rollout.name == "vllm":
-        raise ConfigError(
-            f"model.lora_adapter_path={config.model.lora_adapter_path} with rollout.name=vllm: vLLM's own server reads "
-            "model.path alone. Set that to a merged model (a checkpoint's huggingface/), or serve by rollout.name=hf."
-        )
-    check_engine_settings(config.rollout, config.data, config.model)
-    if changed := unlike_default(config.rollout, BY_REQUEST):
-        raise ConfigError(f"rollout.{changed[0]} is set, and each request says how it is answered: take it back.")
-
-
 def check_files(path: str | list[str] | None, what: str) -> None:
     if not path:
         raise ConfigError(f"data.path is not set: give .parquet, .json or .jsonl files with {what}.")
     check_sources("data.path", path)
 
 
-def check_engine_settings(
-    rollout: RolloutConfig, data: GenerationDataConfig | ServerDataConfig, model: ModelConfig
-) -> None:
+def check_engine_settings(rollout: RolloutConfig, data: GenerationDataConfig, model: ModelConfig) -> None:
     """Raises ConfigError for settings that only training reads, and for other lengths in `rollout` than in `data`."""
-    if model.lora_rank and not model.lora_adapter_path:
-        raise ConfigError(
-            f"model.lora_rank={model.lora_rank} is set, which only training reads: name an adapter in "
-            "model.lora_adapter_path, or set model.path to a merged model."
-        )
+    if (rank := model.get("lora_rank")) and not model.get("lora_adapter_path"):
+        raise ConfigError(f"model.lora_rank={rank} is set, which only training reads: set model.lora_adapter_path.")
     for name, length in (("prompt_length", data.max_prompt_length), ("response_length", data.max_response_length)):
         if rollout[name] != length:
             raise ConfigError(
                 f"rollout.{name}={rollout[name]} and data.max_{name}={length} differ: set data.max_{name} alone, the "
                 "other follows."
             )
-    changed = unlike_default(rollout, TRAINING_ONLY)
-    sampling = rollout.val_kwargs
+    defaults, sampling = RolloutConfig(log_prob_max_token_len_per_gpu=1), rollout.val_kwargs
+    changed = [name for name in TRAINING_ONLY if rollout.get(name) != defaults.get(name)]
     changed += [f"val_kwargs.{item.name}" for item in fields(sampling) if item.default != sampling[item.name]]
     if changed:
-        raise ConfigError(
-            f"rollout.{changed[0]} is set, which only training reads: how this command samples is in "
-            "rollout.do_sample, temperature, top_k and top_p."
-        )
-
-
-def unlike_default(rollout: RolloutConfig, names: Sequence[str]) -> list[str]:
-    """Lists the settings among `names` that differ from the defaults of these commands."""
-    defaults = RolloutConfig(log_prob_max_token_len_per_gpu=1)
-    return [name for name in names if rollout[name] != defaults[name]]
+        raise ConfigError(f"rollout.{changed[0]} is set, which only training reads: unset it.")

@@ -17,12 +17,14 @@ import aiohttp
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.schema import RolloutConfig, openai_settings
+from configs.schema import RolloutConfig
 from data.http import Json, RequestRefused, api_root, ask, open_session
 from data.types import Completion, Request, SamplingParams
-from extras.openai.weight_transfer import KEY, weight_transfer
+from extras.openai.async_rollout import AsyncRollout
+from extras.openai.settings import KEY, openai_settings
+from extras.openai.weight_transfer import check_weight_transfer, weight_transfer
 from workers.collectives import gather, rank
-from workers.rollout import AsyncRollout, Checksums, check_temperature, divergence
+from workers.rollout import Checksums, check_temperature, divergence
 
 RETRIES = 3  # within seconds, and no longer: a server that was started anew meanwhile has its first weights
 SURE = 1e-3  # a log-prob this near 0 is that of the only choice
@@ -30,7 +32,7 @@ NOT_IN_JSON = "not JSON compliant"  # how a server in Python says that a log-pro
 
 
 class OpenAIRollout(AsyncRollout):
-    """Samples by a server; its address is in engine_kwargs.openai (configs/schema.py: OpenAISettings).
+    """Samples by a server; its address is in engine_kwargs.openai (settings.py).
 
     Raises:
         ValueError: a setting is missing or unknown, or the server does not answer as is needed.
@@ -39,6 +41,12 @@ class OpenAIRollout(AsyncRollout):
 
     own_weights = True
     elsewhere = True
+    reads = ("max_model_len",)
+
+    @classmethod
+    def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
+        check_weight_transfer(openai_settings(config), gpus)
+        super().check(config, workers, gpus)
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)

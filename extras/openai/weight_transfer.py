@@ -3,7 +3,7 @@
 Both ways take the routes that vLLM's server has with VLLM_SERVER_DEV_MODE=1: an update is started, the server is told
 what comes, and the update is finished. `nccl` is vLLM's own trainer engine over them, for a server on other GPUs, of
 this node or another. On a CPU all of it is tried but NCCL itself, for which a test puts a stand-in
-(tests/store_transfer.py); with NCCL on GPUs it has not been run.
+(extras/openai/tests/store_transfer.py); with NCCL on GPUs it has not been run.
 """
 
 import asyncio
@@ -24,14 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
-from configs.schema import OpenAISettings, RolloutConfig, openai_settings
 from data.files import passing_folder
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
+from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
 from workers.rollout import Checksums
 from workers.vllm_setup import vllm_process
 
-KEY = "actor_rollout_ref.rollout.engine_kwargs.openai"
 BACKEND = "shared_memory_or_nccl"  # what vLLM's weight_transfer_config calls the server's way to take weights
 BUCKET_BYTES = 512 << 20  # of weights that are handed over together
 HOW_TO_START = (
@@ -45,9 +44,9 @@ def weight_transfer(settings: OpenAISettings) -> "WeightTransfer":
     return {"shared_memory": SharedMemory, "nccl": NCCL}[settings.weight_transfer](settings)
 
 
-def check_weight_transfer(rollout: RolloutConfig, gpus: int) -> None:
+def check_weight_transfer(settings: OpenAISettings, gpus: int) -> None:
     """Raises ConfigError if weights are to go by NCCL and there is no GPU, or no vLLM; `gpus`: that a worker has."""
-    if rollout.name != "openai" or openai_settings(rollout).weight_transfer != "nccl":
+    if settings.weight_transfer != "nccl":
         return
     missing = [] if gpus else ["a GPU for each worker of the run, and this run has none (trainer.n_gpus_per_node)"]
     if find_spec("vllm") is None:

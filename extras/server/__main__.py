@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a file it runs like as a module
 
 from configs.loader import command
-from extras.evaluation.settings import ServerConfig, ServerSettings, check_server
+from extras.server.settings import ServerConfig, ServerSettings, check_server
 
 main = command("server", ServerConfig, check_server, __doc__, "extras.server.__main__.serve")
 if __name__ == "__main__":
@@ -27,7 +27,6 @@ from configs.errors import ConfigError, refusals
 from configs.paths import ROOT
 from configs.threads import worker_threads
 from data.pretrained import check_model_path, load_model_config, load_tokenizer
-from extras.openai.weight_transfer import BACKEND
 from extras.server.app import Served, http_server
 from workers.engine import compute_dtype
 from workers.engine_pump import AsyncEngine
@@ -37,7 +36,7 @@ from workers.vllm_setup import shared_settings, vllm_environment
 
 TAKES_WEIGHTS = {
     "worker_extension_cls": "extras.openai.vllm_weights.WorkerExtension",
-    "weight_transfer_config": {"backend": BACKEND},
+    "weight_transfer_config": {"backend": "shared_memory_or_nccl"},
 }
 GRACE_SECONDS = 5  # for open requests when the server is stopped
 

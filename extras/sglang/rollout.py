@@ -8,16 +8,19 @@ requests with such filters are refused. SGLang is imported here alone, and lazil
 import asyncio
 import tempfile
 from collections.abc import Coroutine, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.errors import ConfigError
 from configs.schema import RolloutConfig
 from data.types import Completion, Request
+from extras.openai.async_rollout import AsyncRollout
 from extras.openai.weight_transfer import buckets
-from workers.rollout import AsyncRollout, longest_sequence
+from workers.rollout import KEY, longest_sequence
 from workers.vllm_rollout_spmd import save_config
 
 SEEDS = 1 << 31
@@ -32,6 +35,14 @@ class SGLangRollout(AsyncRollout):
 
     own_weights = True
     counts_filters = False
+
+    @classmethod
+    def check(cls, config: RolloutConfig, workers: int, gpus: int) -> None:
+        if find_spec("sglang") is None:
+            raise ConfigError(
+                f"{KEY}.name={config.name}: SGLang is not installed here (docs/engines.md); or set {KEY}.name=hf."
+            )
+        super().check(config, workers, gpus)
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         from sglang import Engine

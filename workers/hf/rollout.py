@@ -42,6 +42,7 @@ class HFRollout(Rollout):
     """
 
     is_probed = True
+    reads = ("enforce_eager",)
 
     def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
         super().__init__(config, tokenizer, model)

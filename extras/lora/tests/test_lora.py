@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import main
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from extras.evaluation.settings import ServerConfig, check_server
 from extras.lora.lora import adapter_weights, save_pretrained
 from extras.lora.settings import check_settings
+from extras.server.settings import ServerConfig, check_server
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
 from workers.dp_actor import ReferencePolicy

@@ -1,5 +1,5 @@
 """The ways of weights to a server: files in shared memory, and vLLM's own transfer over NCCL, which has a stand-in here
-(tests/store_transfer.py); then both with vLLM's server behind them."""
+(extras/openai/tests/store_transfer.py); then both with vLLM's server behind them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from configs.errors import ConfigError
-from configs.schema import ModelConfig, OpenAISettings, OptimConfig
+from configs.schema import ModelConfig, OptimConfig
 from extras.certificate.certificate import WeightSync
 from extras.openai import weight_transfer as transfers
+from extras.openai.settings import OpenAISettings, openai_settings
+from extras.openai.tests.fixtures import engine_for
 from extras.openai.weight_transfer import (
     WeightTransfer,
     buckets,
@@ -26,7 +28,7 @@ from extras.openai.weight_transfer import (
 )
 from tests.engines import probe_distance
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
-from tests.servers import KEY, answering, engine_for
+from tests.servers import KEY, answering
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
 from workers.vllm_setup import vllm_process
@@ -46,7 +48,7 @@ Answer = Callable[[dict], tuple[int, dict]]
 def stand_in() -> None:
     """vLLM's engines for NCCL do without it from now on, in this process."""
     with vllm_process("cpu"):
-        from tests import store_transfer  # noqa: F401
+        from extras.openai.tests import store_transfer  # noqa: F401
 
 
 def server_that(calls: list[tuple[str, dict | None]], **own: Answer) -> AbstractContextManager[str]:
@@ -167,15 +169,15 @@ def test_a_sync_that_cannot_be_done_says_why_and_leaves_no_files(address: str, t
 
 def test_nccl_is_refused_where_there_is_no_gpu_or_no_vllm(monkeypatch: pytest.MonkeyPatch):
     openai = ["actor_rollout_ref.rollout.name=openai", f"{OWN}.base_url=http://127.0.0.1:8000/v1"]
-    rollout = compose(*openai, f"{OWN}.weight_transfer=nccl").actor_rollout_ref.rollout
+    nccl = openai_settings(compose(*openai, f"{OWN}.weight_transfer=nccl").actor_rollout_ref.rollout)
     monkeypatch.setattr(transfers, "find_spec", lambda name: object())
-    check_weight_transfer(rollout, gpus=1)
-    check_weight_transfer(compose(*openai).actor_rollout_ref.rollout, gpus=0)
+    check_weight_transfer(nccl, gpus=1)
+    check_weight_transfer(openai_settings(compose(*openai).actor_rollout_ref.rollout), gpus=0)
     with pytest.raises(ConfigError, match=r"weight_transfer=nccl needs a GPU .* has none .* Set it to shared_memory"):
         check_machine(compose(*openai, f"{OWN}.weight_transfer=nccl", "trainer.n_gpus_per_node=0"))
     monkeypatch.setattr(transfers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"weight_transfer=nccl needs vLLM, which is not installed"):
-        check_weight_transfer(rollout, gpus=1)
+        check_weight_transfer(nccl, gpus=1)
 
 
 def test_a_server_on_this_node_meets_the_trainer_on_loopback():
@@ -322,3 +324,16 @@ def test_one_server_takes_weights_either_way(
     steps = learning_metrics(tmp_path / "run")
     for number in range(1, 5):
         assert abs(steps[number]["rollout_corr/kl"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("{}", r"openai\.base_url=None: name the server's address"),
+        ("{url: 'http://a'}", r"openai=\['url'\]: it holds base_url, api_key, .*, weights_timeout, and nothing"),
+        ("{base_url: 'http://a', weight_transfer: rdma}", "weight_transfer=rdma is none of shared_memory, nccl"),
+    ],
+)
+def test_settings_are_refused_by_name(settings: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        check_machine(compose("actor_rollout_ref.rollout.name=openai", f"{OWN}={settings}"))

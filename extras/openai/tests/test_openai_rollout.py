@@ -18,8 +18,9 @@ from data.seeding import derive_seed
 from data.types import Request, SamplingParams
 from extras.openai import rollout as openai_rollout
 from extras.openai.rollout import OpenAIRollout
+from extras.openai.tests.fixtures import engine_for
 from extras.server.app import Served
-from tests.servers import KEY, answering, engine_for
+from tests.servers import KEY, answering
 from workers.load_rollout import build_rollout
 
 PLAIN = SamplingParams(True, 1.0, -1, 1.0, 6)

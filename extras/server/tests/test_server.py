@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,15 +26,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from configs.schema import ModelConfig, OpenAISettings, RolloutConfig
+from configs.loader import Arguments, load_config, yaml_folder
+from configs.schema import ModelConfig, RolloutConfig
 from data.types import Completion, Request, SamplingParams
-from extras.evaluation.settings import ServerConfig
+from extras.openai.settings import OpenAISettings
 from extras.openai.weight_transfer import BACKEND, weight_transfer
 from extras.server.__main__ import main, server_environment, vllm_command
 from extras.server.app import Served
 from extras.server.bodies import TokenText, count_held_back
+from extras.server.settings import ServerConfig
+from extras.server.tests.fixtures import compose, serving
 from tests.runs import ROOT, needs_vllm
-from tests.servers import KEY, compose, serving
+from tests.servers import KEY
 from workers.engine_pump import AsyncEngine, EngineError
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
@@ -598,3 +603,18 @@ def test_without_vllm_its_server_is_refused_with_what_to_install(tiny_model, mon
     with pytest.raises(SystemExit):
         main([f"model.path={tiny_model}", "rollout.name=vllm", "server.port=0"])
     assert "requirements-vllm.txt" in capsys.readouterr().err
+
+
+def test_the_command_and_the_client_of_the_serving_page_fit_a_server(address: str, capsys: pytest.CaptureFixture):
+    """The client speaks to the server of the tests, which has another address, name and key."""
+    page = ROOT / "docs/serving.md"
+    blocks = r"^## Serve$.*?^```sh\n(.*?)^```$.*?^```python\n(.*?)^```$"
+    command, client = re.search(blocks, page.read_text(), re.MULTILINE | re.DOTALL).groups()
+    overrides = shlex.split(command)[3:]
+    config = load_config(Arguments("server", yaml_folder(ServerConfig), overrides, print_config=False), ServerConfig)
+    assert config.model.path
+    for theirs, ours in {"http://127.0.0.1:8000/v1": f"{address}/v1", '"none"': repr(KEY)}.items():
+        assert theirs in client
+        client = client.replace(theirs, ours)
+    exec(compile(client, str(page), "exec"), {})
+    assert capsys.readouterr().out
