@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from configs.loader import Arguments, known_keys, load_config
 from configs.schema import Config
-from extras.evaluation.settings import EvaluationConfig, GenerationConfig, ServerConfig
+from extras.evaluation.settings import EvaluationConfig, GenerationConfig
+from extras.server.settings import ServerConfig
 from extras.sft.settings import SFTConfig
 from extras.verl.keys import CHATML, COMMON, ONLY_VALUE, READ, judge, pairs
 from tests.runs import ROOT, compose
