@@ -1,5 +1,5 @@
-"""A model's part of a checkpoint: from any number of ranks to any other, from older layouts and verl's, in the
-background, and what of it cannot be read. Ranks are real processes over gloo."""
+"""A model's part of a checkpoint: from any number of ranks to any other, in the background, and what of it cannot be
+read. Ranks are real processes over gloo."""
 
 import json
 import pickle
@@ -16,9 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
-from data.seeding import rng_state
 from extras.lora.lora import is_lora
-from extras.merge.__main__ import main as merge
 from extras.sharding.fsdp2 import Sharding, make_mesh, whole
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
@@ -26,7 +24,7 @@ from tests.test_checkpoint import in_child
 from training import model_shards
 from training.checkpoint import Saver, find_checkpoint
 from training.model_shards import Shards, save_shards, write_pretrained
-from workers.collectives import Peers, compute_together, group_size, rank
+from workers.collectives import Peers, compute_together, group_size
 from workers.engine import TrainEngine
 from workers.model_checkpoint import moments_of
 from workers.models import load_causal_lm
@@ -82,36 +80,6 @@ def loaded_engine(model: Path, folder: Path, *sizes: int) -> tuple[dict, dict]:
     return state, state_of(engine)
 
 
-def save_as_verl(model: Path, folder: Path) -> tuple[dict, dict]:
-    """Writes what verl's FSDPCheckpointManager writes of a model under FSDP2: each rank its state dicts of DTensors."""
-    engine, place, size = make_engine(model), rank(), group_size()
-    train(engine, 0)
-    folder.mkdir(exist_ok=True)
-    extra = {"lr_scheduler": {"last_epoch": 1, "_last_lr": [0.01]}, "rng": {"cpu": torch.get_rng_state()}}
-    parts = {"model": engine.module.state_dict(), "optim": engine.optimizer.state_dict(), "extra_state": extra}
-    for name, part in parts.items():
-        torch.save(part, folder / f"{name}_world_size_{size}_rank_{place}.pt")
-    if place == 0:
-        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
-        engine.module.config.save_pretrained(folder / "huggingface")
-    state = state_of(engine)
-    train(engine, 1, 2)
-    return state, state_of(engine)
-
-
-def save_as_before(model: Path, folder: Path) -> tuple[dict, dict]:
-    """Writes what the engine wrote before there were shards: whole state dicts, in which a tied head is twice."""
-    engine = make_engine(model)
-    train(engine, 0)
-    folder.mkdir(exist_ok=True)
-    parts = {"model": engine.module.state_dict(), "optim": engine.optimizer.state_dict(), "extra_state": rng_state()}
-    for name, part in parts.items():
-        torch.save(part, folder / f"{name}_world_size_1_rank_0.pt")
-    state = state_of(engine)
-    train(engine, 1, 2)
-    return state, state_of(engine)
-
-
 @pytest.fixture(scope="module")
 def on() -> Iterator[Callable]:
     """on(size, function, args…): what it returned on the first of so many ranks; on one, in this process."""
@@ -157,7 +125,7 @@ def save_nowhere(model: Path, folder: Path) -> str:
     return str(refusal.value)
 
 
-def test_machines_without_a_common_disk_are_told_so_by_the_trial_before_training(tiny_model, tmp_path, on):
+def test_machines_without_a_common_disk_are_told_so(tiny_model, tmp_path, on):
     said = on(2, save_nowhere, tiny_model, tmp_path / ".writing_global_step_trial" / "actor")
     assert "/.writing_global_step_trial, where this checkpoint goes, is not there on" in said
     assert "trainer.default_local_dir has to be on a disk that all machines share" in said
@@ -176,23 +144,6 @@ def test_layers_that_were_split_are_put_together_and_split_again(tiny_model, tmp
         assert_goes_on(on(size, loaded_engine, model, tmp_path / "split", *sizes), wanted)
     wanted = on(1, saved_engine, model, tmp_path / "whole", (-1, 1), False)
     assert_goes_on(on(2, loaded_engine, model, tmp_path / "whole", *split), wanted)
-
-
-def test_a_checkpoint_of_before_is_read_by_two(tiny_model, tmp_path, on):
-    wanted = save_as_before(tiny_model, tmp_path)
-    assert_goes_on(on(2, loaded_engine, tiny_model, tmp_path), wanted)
-
-
-def test_verls_fsdp_folder_is_read_by_one_and_two_and_merged(tiny_model, tmp_path, on):
-    wanted = on(2, save_as_verl, tiny_model, tmp_path / "actor")
-    for size in (1, 2):
-        assert_goes_on(on(size, loaded_engine, tiny_model, tmp_path / "actor"), wanted)
-    merge(f"merge --backend fsdp --local_dir {tmp_path}/actor --target_dir {tmp_path}/merged".split())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert all(torch.equal(value, wanted[0][name]) for name, value in loaded.state_dict().items())
-    (tmp_path / "actor/model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(ValueError, match=r"model_world_size_2_rank_1.pt cannot be loaded \(FileNotFoundError"):
-        make_engine(tiny_model).load(tmp_path / "actor")
 
 
 @pytest.fixture
@@ -257,16 +208,11 @@ def test_an_optimiser_without_moments_yet_is_restored_as_it_was(tiny_model, tmp_
     assert not engine.optimizer.state
 
 
-def test_with_lora_the_frozen_weights_are_not_saved_nor_merged_without_them(tiny_model, tmp_path, capsys):
+def test_with_lora_the_frozen_weights_are_not_saved(tiny_model, tmp_path):
     module = load_causal_lm(ModelConfig(path=str(tiny_model), lora_rank=2))
     engine = TrainEngine(module, OptimConfig(lr=0.01), 10, CPU, torch.float32)
     engine.save(tmp_path, EVERYTHING)
     assert all(is_lora(name) for name in Shards(tmp_path / "model").shapes)
-    taken = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors") if path.parent.name != "optim")
-    assert engine.checkpoint_bytes(["model", "hf_model"]) < taken
-    with pytest.raises(SystemExit):
-        merge(f"merge --backend fsdp --local_dir {tmp_path} --target_dir {tmp_path}/merged".split())
-    assert "holds LoRA's matrices alone: peft loads" in capsys.readouterr().err
 
 
 def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path, monkeypatch):
@@ -284,9 +230,7 @@ def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path, monkeypatch):
 
 def run_in_background(engine: TrainEngine, root: Path) -> None:
     """Trains three steps, each of which is saved while the next one runs."""
-    saver = Saver(
-        root, lambda folder, contents: engine.save(folder, contents, True), EVERYTHING, 2, False, engine.is_saved
-    )
+    saver = Saver(root, lambda folder: engine.save(folder, EVERYTHING, True), 2, engine.is_saved)
     for step in (1, 2, 3):
         train(engine, step)
         saver.finish(wait=False)
@@ -314,26 +258,10 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background_leaves_the_last_
 
 def test_a_disk_that_is_full_in_the_background_costs_one_checkpoint(tiny_model, tmp_path, monkeypatch, caplog):
     engine = make_engine(tiny_model)
-    saver = Saver(tmp_path, lambda *args: engine.save(*args, True), EVERYTHING, None, False, engine.is_saved)
+    saver = Saver(tmp_path, lambda folder: engine.save(folder, EVERYTHING, True), None, engine.is_saved)
     with files_of_at_most(30_000):  # the generators fit
         assert "training/failed_saves" in saver.save(1) | saver.finish()
-    assert "step 1 was not saved" in caplog.text and "untouched: the disk is full (" in caplog.text
+    assert "step 1 was not saved" in caplog.text
     assert not [*tmp_path.iterdir()]
     assert not saver.save(2) | saver.finish()
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_2"
-
-
-def test_merging_refuses_what_it_cannot_merge(tiny_model, saved, tmp_path, capsys):
-    def refusal(local_dir: Path, target_dir: Path, backend: str = "fsdp") -> str:
-        with pytest.raises(SystemExit) as stop:
-            merge(["merge", "--backend", backend, "--local_dir", str(local_dir), "--target_dir", str(target_dir)])
-        assert stop.value.code == 2
-        return capsys.readouterr().err
-
-    target = tmp_path / "target"
-    assert "Merge them with verl" in refusal(saved, target, "megatron")
-    assert f"--local_dir {tmp_path} has no weights" in (said := refusal(tmp_path, target)) and "folders: saved." in said
-    assert "holds weights already" in refusal(saved, tiny_model)
-    (saved / "huggingface/config.json").unlink()
-    assert "lacks huggingface/config.json" in refusal(saved, target)
-    assert not target.exists()

@@ -76,8 +76,6 @@ def test_moments_in_bfloat16(tiny_model: Path, tmp_path: Path, monkeypatch: pyte
     assert all(map(torch.equal, here.module.parameters(), away.module.parameters()))
     assert all(map(torch.equal, moments(here), moments(away)))
     assert {value.dtype for value in moments(here) if value.ndim} == {torch.bfloat16}
-    contents = ["optimizer"]
-    assert here.checkpoint_bytes(contents) * 2 == plain.checkpoint_bytes(contents)
     steps = [[now - before for now, before in zip(engine.module.parameters(), start, strict=True)]
              for engine in (here, plain)]  # fmt: skip
     assert 1e-4 < relative_distance(*steps) < 1e-2

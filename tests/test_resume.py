@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main
+from configs.errors import ConfigError
 from data.files import read_metrics
 from data.seeding import forked_rng, rng_state, set_rng_state
 from data.types import SamplingParams
@@ -26,7 +27,6 @@ from tests.runs import (
     signalled,
     state_files,
 )
-from training.model_shards import MODEL, MOMENTS, Shards, read_weights
 from training.ray_trainer import RayPPOTrainer
 from training.tracking import Tracking
 from training.validation import Validator
@@ -237,28 +237,13 @@ def test_what_the_config_says_now_wins_over_the_checkpoint(settings, unbroken, t
     assert policys and all(group["lr"] <= 1e-5 for group in policys)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_folder_of_verls_is_gone_on_with(settings, unbroken, tmp_path, capsys, named):
-    """Its files are those of FSDP2 with one worker; the step is its name's, and the data begins anew."""
-    ours, step = unbroken("grpo") / "global_step_3/actor", tmp_path / "verl/global_step_3"
-    (step / "actor").mkdir(parents=True)
-    weights, moments = (Shards(ours / name).whole() for name in (MODEL, MOMENTS))
-    order = [name for name, _ in AutoModelForCausalLM.from_pretrained(ours / "huggingface").named_parameters()]
-    kinds = ("step", "exp_avg", "exp_avg_sq")
-    state = {place: {kind: moments[f"{name}.{kind}"] for kind in kinds} for place, name in enumerate(order)}
-    torch.save(weights, step / "actor/model_world_size_1_rank_0.pt")
-    optimizer = {"state": state, "param_groups": [{"params": [*range(len(order))]}]}
-    torch.save(optimizer, step / "actor/optim_world_size_1_rank_0.pt")
-    torch.save({"lr_scheduler": {}, "rng": {}}, step / "actor/extra_state_world_size_1_rank_0.pt")
-    torch.save({"_snapshot": {}}, step / "data.pt")
+def test_a_folder_without_a_config_is_refused(settings, unbroken, tmp_path):
+    """As one of verl's, which is merged first."""
+    shutil.copytree(unbroken("grpo") / "global_step_3", step := tmp_path / "global_step_3")
+    (step / "config.yaml").unlink()
     resume = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}"
-    (step.parent / "latest_checkpointed_iteration.txt").write_text("3")
-    run = tmp_path / "run" if named else step.parent
-    main.run(compose(*settings(run, "grpo", *(resume if named else ()))))
-    assert f"{step} is verl's: its models and its step are taken over" in capsys.readouterr().err
-    assert sorted(learning_metrics(run)) == [4, 5]
-    moved = read_weights(run / "global_step_4/actor")[1]
-    assert all(0 < (moved[name] - weights[name]).abs().max() < 1e-3 for name in weights)
+    with pytest.raises(ConfigError, match=f"{step} .*extras.merge"):
+        main.run(compose(*settings(tmp_path / "run", "grpo", *resume)))
 
 
 @pytest.mark.parametrize("contents", ["[model]", "[hf_model]"])  # torch and safetensors say "disk full" in their ways
@@ -279,10 +264,10 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(settings, monkeypatch,
     assert failed == {0: None, 1: None, 2: 1.0, 3: None}
     assert sorted(path.name for path in tmp_path.glob("*global_step_*")) == ["global_step_1", "global_step_3"]
     full = {3}
-    assert "untouched: the disk is full (" in caplog.text
+    assert "step 2 was not saved" in caplog.text
     [warned] = [event for event in read_metrics(tmp_path / "events.jsonl") if event["logger"] == "training.checkpoint"]
-    assert (warned["level"], warned["step"]) == ("warning", 2) and "untouched: the disk is full (" in warned["text"]
-    with pytest.raises(RuntimeError, match=r"step 3, the last, could not be saved: the disk is full.*step_2. Make"):
+    assert (warned["level"], warned["step"]) == ("warning", 2)
+    with pytest.raises(RuntimeError, match=r"step 3, the last, could not be saved.*step_2"):
         main.run(compose(*command, "trainer.total_training_steps=3"))
     assert list(learning_metrics(tmp_path)) == [0, 1, 2, 3]
 

@@ -24,7 +24,7 @@ from extras.report.run_info import Start, git_state, machine
 from scripts import quickstart
 from tests.forked import python
 from tests.runs import ROOT, compose, endings, files_of_at_most, learning_metrics, short_run, tree_of
-from training.checkpoint import Saver, config_drift
+from training.checkpoint import config_drift
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 
@@ -131,36 +131,17 @@ def test_settings_that_are_refused_leave_no_folder(tiny_model, tmp_path, capsys)
     assert not folder.parent.exists()
 
 
-def test_room_for_a_checkpoint_is_known_before_the_first_step(tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    said = refusal(capsys, *short_run(tiny_model, tmp_path, *TWO_STEPS))
-    assert f"trainer.default_local_dir={tmp_path} has 0.0001 GB free: the disk would be full at the first save" in said
-    assert "checkpoint.save_contents), or train without checkpoints: trainer.save_freq=-1." in said
-
-
-def test_the_bytes_of_a_checkpoint_are_those_that_it_takes(wide_headed_model, tmp_path, monkeypatch):
-    foreseen = []
-    monkeypatch.setattr(Saver, "check_room", lambda self, size, *_: foreseen.append(size))
-    main.run(compose(*short_run(wide_headed_model, tmp_path, *TWO_STEPS)))
-    weights = [path for path in (tmp_path / "global_step_2").rglob("*") if path.suffix in (".pt", ".safetensors")]
-    [size], taken = foreseen, sum(path.stat().st_size for path in weights)
-    assert 0.98 * taken < size <= taken
-
-
 def test_another_model_does_not_take_over_the_weights_in_a_folder(tiny_model, tmp_path, capsys):
     main.run(compose(*short_run(tiny_model, tmp_path / "run", *TWO_STEPS)))
     other = shutil.copytree(tiny_model, tmp_path / "other")
     before = tree_of(tmp_path / "run")
     said = refusal(capsys, *short_run(other, tmp_path / "run", *TWO_STEPS))
-    assert f"actor_rollout_ref.model.path={other}: " in said and f"trains another model, {tiny_model}" in said
-    assert "trainer.experiment_name=NAME" in said and "trainer.resume_mode=disable" in said
+    assert f"actor_rollout_ref.model.path={other}: " in said and str(tiny_model) in said
     assert {**tree_of(tmp_path / "run"), ".": 0, "run.lock": 0} == {**before, ".": 0, "run.lock": 0}
     named = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_2"
     fork = short_run(other, tmp_path / "fork", *TWO_STEPS, *named, "trainer.total_training_steps=3")
     said = refusal(capsys, *fork, "actor_rollout_ref.model.lora_rank=2")
-    assert "has LoRA's matrices alone" in said and f"Those are {tiny_model}: set actor_rollout_ref.model.path" in said
+    assert f"actor_rollout_ref.model.path={other}: " in said and str(tiny_model) in said
     main.run(compose(*fork))
     assert list(learning_metrics(tmp_path / "fork")) == [2, 3]
 

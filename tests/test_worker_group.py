@@ -20,7 +20,7 @@ from data.seeding import derive_seed, forked_rng
 from main import run
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
-from training.model_shards import read_weights
+from training.model_shards import Shards
 from workers import worker_group
 from workers.group import LocalGroup, distinct_groups
 from workers.hf.rollout import HFRollout
@@ -149,7 +149,9 @@ def test_ray_and_this_process_give_the_same_numbers(tiny_model: Path, tmp_path: 
     assert local[5]["own/scale"] == 2.0 and local[5]["own/ratio"] != 1.0
     assert "critic/vf_loss" in local[5], "the estimator asks for values, so there is a critic"
     for role in ("actor", "critic"):
-        one, other = (read_weights(tmp_path / executor / "global_step_5" / role)[1] for executor in ("local", "ray"))
+        one, other = (
+            Shards(tmp_path / executor / "global_step_5" / role / "model").whole() for executor in ("local", "ray")
+        )
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -179,7 +181,7 @@ def test_two_workers_learn_what_one_learns(cluster: None, tiny_model: Path, rewa
     group = RayWorkerGroup(Resources.from_config(two.trainer), InspectedWorker, two, 5, ["actor"])
     try:
         group.submit("actor", "load", [(saved / "actor",)] * 2).result()
-        saved_sum = weight_sum(read_weights(saved / "actor")[1])
+        saved_sum = weight_sum(Shards(saved / "actor/model").whole())
         assert group.submit("inspector", "weight_sum", [()] * 2).result() == [saved_sum] * 2
     finally:
         group.close()

@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +28,9 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from yaml import YAMLError
 
-from configs.errors import ConfigError, first_line, notice
+from configs.errors import ConfigError, first_line
 from configs.schema import Config
-from data.files import DISK_FULL, replacing
+from data.files import replacing
 
 POLL_SECONDS = 0.05  # between two looks whether a checkpoint is whole
 LATEST = "latest_checkpointed_iteration.txt"
@@ -42,18 +42,11 @@ FILE_ERRORS = (  # what writing or reading a part of a checkpoint may raise, a p
     *(*WRITE_ERRORS, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError),
     *(pickle.PickleError, YAMLError),
 )
-DISK_FULL_WORDS = (  # of torch, of safetensors, and of Python behind Ray
-    *("inline_container", "PytorchStreamWriter"),
-    *(f"{says} {number}{ends}" for number in DISK_FULL for says, ends in (("os error", ")"), ("[Errno", "]"))),
-)
 PLAIN = [  # what a file without code may hold beside tensors
     *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-START_AFRESH = (
-    "Resume from another folder with trainer.resume_mode=resume_path trainer.resume_from_path=…/global_step_N, "
-    "or start afresh with trainer.resume_mode=disable."
-)
+START_AFRESH = "Set trainer.resume_mode=resume_path and trainer.resume_from_path to another, or resume_mode=disable."
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +56,8 @@ class Saver:
 
     Args:
         root: the run's folder.
-        write: `write(folder, contents)` fills a checkpoint with the parts in `contents`, and with all that is small; it
-            may go on in the background, until `written()`.
-        contents: what a checkpoint holds.
+        write: `write(folder)` fills a checkpoint; it may go on in the background, until `written()`.
         keep: that many of the newest stay; None: all.
-        trusted: whether a run that resumes reads Python objects.
         written: says whether what `write` began is whole; raises what went wrong with it.
 
     Attributes:
@@ -77,56 +67,14 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        write: Callable[[Path, Sequence[str]], None],
-        contents: Sequence[str],
+        write: Callable[[Path], None],
         keep: int | None = None,
-        trusted: bool = False,
         written: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.root, self.write, self.written, self.contents = root, write, written, contents
-        self.keep, self.trusted = keep, trusted
+        self.root, self.write, self.written, self.keep = root, write, written, keep
         self.newest = 0
         self.unnamed: int | None = None  # the step of the checkpoint that is being written
         self.error: Exception | None = None  # of the last save
-
-    def check_room(self, size: int, saves: int, way_out: str = "") -> None:
-        """Holds the `size` of a checkpoint, in bytes, against the free disk; notes where not all of `saves` fit.
-
-        Raises:
-            ConfigError: not even one fits.
-        """
-        room = shutil.disk_usage(self.root).free
-        fact = f"a checkpoint takes {size / 1e9:.3g} GB, and trainer.default_local_dir={self.root} has {room / 1e9:.3g}"
-        if size > room:
-            raise ConfigError(
-                f"{fact} GB free: the disk would be full at the first save. Make room, name another folder, or leave "
-                f"parts out (checkpoint.save_contents){way_out}."
-            )
-        kept = min(saves, self.keep + 1) if self.keep else saves  # the oldest goes when the newest is there
-        if size * kept > room:
-            notice(f"{fact} GB free, which is not enough for {kept} of them: trainer.max_ckpt_to_keep=N keeps N.")
-
-    def try_out(self, way_out: str = "") -> None:
-        """Writes a checkpoint without weights and deletes it, so that what cannot be saved, or not be read again, is
-        known before training.
-
-        Raises:
-            ConfigError: it cannot; names the cause, and `way_out`.
-        """
-        folder = self.root / f"{WRITING}global_step_trial"
-        clear_leftovers(self.root)
-        try:
-            folder.mkdir(parents=True)
-            self.write(folder, [])
-            for path in [] if self.trusted else folder.glob("*.pt"):
-                check_holds_no_code(path)
-        except FILE_ERRORS as error:
-            raise ConfigError(
-                "what is trained could not be saved: a checkpoint, tried before training in trainer.default_local_dir="
-                f"{self.root}, raises {type(error).__name__}: {error}. Mend that{way_out}."
-            ) from error
-        finally:
-            clear_leftovers(self.root)
 
     def save(self, step: int) -> dict[str, float]:
         """Writes the checkpoint of `step`, when the one before it is whole; returns metrics. What goes on in the
@@ -134,7 +82,7 @@ class Saver:
         metrics = self.finish()
         self.error = None
         try:
-            write_checkpoint(self.root, step, lambda folder: self.write(folder, self.contents))
+            write_checkpoint(self.root, step, self.write)
         except WRITE_ERRORS as error:
             return metrics | self._failed(step, error)
         self.unnamed = step
@@ -163,7 +111,7 @@ class Saver:
     def _failed(self, step: int, error: Exception) -> dict[str, float]:
         self.unnamed, self.error = None, error
         clear_leftovers(self.root)
-        logger.warning("step %d was not saved, the older checkpoints are untouched: %s", step, reason_of(error))
+        logger.warning("step %d was not saved, older checkpoints are untouched: %s", step, first_line(error))
         return {"training/failed_saves": 1.0}
 
     def check(self, step: int) -> None:
@@ -171,31 +119,17 @@ class Saver:
         if self.error:
             newest = find_checkpoint(self.root, "auto", None)
             raise RuntimeError(
-                f"step {step}, the last, could not be saved: {reason_of(self.error)}. The newest checkpoint in "
-                f"{self.root} is {newest.name if newest else 'none'}. Make room, and start the run again."
+                f"step {step}, the last, could not be saved ({first_line(self.error)}). The newest checkpoint in "
+                f"{self.root} is {newest.name if newest else 'none'}: start the run again."
             ) from self.error
 
 
-def reason_of(error: Exception) -> str:
-    """Says why a save failed: "the disk is full", whoever noticed it, or what the error says."""
-    text = str(error)
-    full = isinstance(error, OSError) and error.errno in DISK_FULL
-    full = full or any(words in text for words in DISK_FULL_WORDS)
-    return f"the disk is full ({first_line(error)})" if full else text
-
-
-def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int | None) -> None:
-    """Writes the checkpoint of `step` by `write(folder)`; the newest `keep` up to it stay (None: all).
+def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> None:
+    """Writes the checkpoint of `step` by `write(folder)`, aside.
 
     Raises:
         WRITE_ERRORS: the disk is full or unwritable; older checkpoints are untouched.
     """
-    write_checkpoint(root, step, write)
-    name_checkpoint(root, step, keep)
-
-
-def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Writes the checkpoint of `step` by `write(folder)`, aside."""
     clear_leftovers(root)
     temporary = root / f"{WRITING}global_step_{step}"
     with ExitStack() as undone:
@@ -258,24 +192,17 @@ def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) 
     if resume_mode == "disable":
         return None
     if resume_mode == "resume_path":
-        named = Path(resume_from_path or "")
-        folder = find_whole(named) if re.fullmatch(r"global_step_\d+", named.name) else None
-        if folder is None:
-            raise ValueError(
-                f"trainer.resume_from_path={resume_from_path}: trainer.resume_mode=resume_path needs an existing "
-                f"folder named global_step_N. {root} holds those of steps {saved_steps(root)}."
-            )
-        return folder
-    tracker = root / LATEST
-    if not tracker.exists():
+        folder = Path(resume_from_path or "")
+        key, whole = f"trainer.resume_from_path={folder}", find_whole(folder)
+        whole = whole if re.fullmatch(r"global_step_\d+", folder.name) else None
+    elif (root / LATEST).exists():
+        folder = root / f"global_step_{(root / LATEST).read_text().strip()}"
+        key, whole = f"{root / LATEST} names {folder.name}", find_whole(folder)
+    else:
         return None
-    named = root / f"global_step_{tracker.read_text().strip()}"
-    folder = find_whole(named)
-    if folder is None:
-        raise ValueError(
-            f"{tracker} names {named.name}, which is not there (steps there: {saved_steps(root)}). {START_AFRESH}"
-        )
-    return folder
+    if whole is None:
+        raise ValueError(f"{key}: there is no such global_step_N; {root} has steps {saved_steps(root)}. {START_AFRESH}")
+    return whole
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
@@ -286,25 +213,27 @@ def checkpoint_to_resume(config: Config) -> Path | None:
         ConfigError: the newest checkpoint is of another model than the run is to train; or a named one has LoRA's
             matrices of another.
     """
-    trainer, model = config.trainer, config.policy_model
+    trainer, key = config.trainer, config.model_key
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
-    named, with_lora = trainer.resume_mode == "resume_path", model.adapter != "none"
-    if folder is None or (named and not with_lora) or not (folder / CONFIG_FILE).exists():  # verl's has no such file
+    if folder is None:
+        return None
+    if not (folder / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{folder} lacks {CONFIG_FILE}, so no run wrote it here. Make a model of verl's by python -m extras.merge, "
+            f"name it as {key}, and set trainer.resume_mode=disable."
+        )
+    named, has_adapter = trainer.resume_mode == "resume_path", config.policy_model.adapter != "none"
+    if named and not has_adapter:
         return folder
     before, now = settings_of(folder / CONFIG_FILE), dict(flatten(asdict(config)))
-    key = config.model_key
     if key in before and os.path.abspath(before[key]) != os.path.abspath(now[key]):
-        if named:
-            raise ConfigError(
-                f"{key}={now[key]}: {folder} has LoRA's matrices alone, without the weights that they were trained "
-                f"beside. Those are {before[key]}: set {key} to it."
-            )
-        raise ConfigError(
-            f"{key}={now[key]}: the run in trainer.default_local_dir={trainer.default_local_dir} trains another model, "
-            f"{before[key]}, and would go on from its {folder.name}. Give this run a folder of its own "
-            "(trainer.experiment_name=NAME), or start afresh in that one (trainer.resume_mode=disable). To go on from "
-            f"those weights all the same: trainer.resume_mode=resume_path trainer.resume_from_path={folder}."
+        remedy = (
+            f"its {config.policy_model.adapter} matrices need those weights"
+            if named
+            else "set trainer.experiment_name=NAME or trainer.resume_mode=disable, or to go on from its weights all "
+            f"the same trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
+        raise ConfigError(f"{key}={now[key]}: {folder} is of another model, {before[key]}; {remedy}.")
     return folder
 
 
@@ -336,8 +265,8 @@ def check_holds_no_code(path: Path) -> None:
         objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if objects:
         raise ValueError(
-            f"{path.name} holds Python objects ({', '.join(sorted(objects))}), and to read them is to run their code. "
-            "Keep plain values in state_dict; files that you trust are read with trainer.trust_checkpoint=true"
+            f"{path.name} holds Python objects ({', '.join(sorted(objects))}), and to read them runs their code: "
+            "keep plain values, or set trainer.trust_checkpoint=true"
         )
 
 

@@ -1,18 +1,15 @@
 """Reads and writes the tensors of a model in a checkpoint, of any number of workers, without running code.
 
 `model/` and `optim/` are written by torch.distributed.checkpoint as safetensors: each file has one worker's shards, and
-their places in the whole. Older checkpoints of ours, and verl's, have files by torch.save: model_world_size_N_rank_i.pt
-and optim_world_size_N_rank_i.pt, whose tensors are whole (ours, N = 1) or DTensors (verl's FSDP2).
+their places in the whole.
 """
 
 import json
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor, Shard
 
-from training.checkpoint import FILE_ERRORS, read_part, unreadable
+from training.checkpoint import FILE_ERRORS, unreadable
 
-MODEL, MOMENTS = "model", "optim"  # the folders, and the beginnings of the older files' names
+MODEL, MOMENTS = "model", "optim"  # folders
 FILE_BYTES = 2 << 30  # of a worker's shards in one file, which is put together in memory
 PRETRAINED_BYTES = 5 * 10**9  # of a file for from_pretrained
 SHOWN = 3  # names in an error
@@ -144,63 +140,6 @@ def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
     """Raises ValueError where a tensor is of another shape than that of the run."""
     if tuple(found) != tuple(wanted):
         raise ValueError(f"{name} is of shape {tuple(found)} there, and of {tuple(wanted)} in this run")
-
-
-def rank_files(folder: Path, part: str) -> list[Path]:
-    """Lists the files by torch.save that the ranks of a run wrote of a `part`, by rank; [] where there are none."""
-    names = (re.fullmatch(rf"{part}_world_size_(\d+)_rank_\d+\.pt", path.name) for path in folder.glob(f"{part}_*.pt"))
-    size = max((int(name[1]) for name in names if name), default=0)
-    return [folder / f"{part}_world_size_{size}_rank_{place}.pt" for place in range(size)]
-
-
-def read_ranks(folder: Path, part: str) -> tuple[Path, list[Any]]:
-    """Reads the files of `rank_files`; also returns the first one's path, for errors.
-
-    Raises:
-        ValueError: there are none, or one is missing or unreadable; names it and the remedy.
-    """
-    files, states = rank_files(folder, part), []
-    if not files:
-        missing = FileNotFoundError(f"there is neither this folder nor {part}_world_size_N_rank_0.pt")
-        raise unreadable(folder / part, missing) from None
-    for file in files:
-        read_part(file, states.append, mapped=True)
-    return files[0], states
-
-
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Puts a tensor together from what each rank, in their order, has of it; neighbours have its neighbouring parts."""
-    first = parts[0]
-    if not isinstance(first, DTensor):
-        return first
-    cuts = [placement for placement in first._spec.placements if not placement.is_replicate()]
-    if not cuts:
-        return first._local_tensor
-    if len(cuts) > 1 or type(cuts[0]) is not Shard:
-        raise ValueError(f"a tensor is cut as {first._spec.placements}: only those of one cut can be put together")
-    held, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
-    for part in parts:
-        if left > 0:  # else the ranks of another replica are left
-            held.append(part._local_tensor)
-            left -= part._local_tensor.shape[dim]
-    if left:
-        raise ValueError(f"the parts of a tensor of shape {tuple(first.shape)} do not make it up")
-    return torch.cat(held, dim)
-
-
-def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Reads the whole weights of a checkpoint's model, of any layout, and the path that an error would name.
-
-    Raises:
-        ValueError: they cannot be read; names the file.
-    """
-    if (folder / MODEL).is_dir():
-        return folder / MODEL, Shards(folder / MODEL).whole()
-    path, states = read_ranks(folder, MODEL)
-    try:
-        return path, {name: join([state[name] for state in states]) for name in states[0]}
-    except FILE_ERRORS as error:
-        raise unreadable(path, error) from error
 
 
 def write_pretrained(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:

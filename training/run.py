@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import events, notice
+from configs.errors import events
 from configs.process import Requests, end_by, in_words
 from configs.schema import Config
 from data.files import rewrite
@@ -82,9 +82,8 @@ class Run:
         self.metrics: Metrics = {}
         self.validation: Metrics = {}
         self.folder = Path(config.trainer.default_local_dir)
-        trusted, keep = config.trainer.trust_checkpoint, config.trainer.max_ckpt_to_keep
-        self.saver = Saver(self.folder, self.write_state, contents, keep, trusted, self.is_written)
-        self.in_background = in_background
+        self.saver = Saver(self.folder, self.write_state, config.trainer.max_ckpt_to_keep, self.is_written)
+        self.contents, self.in_background = contents, in_background
         self.watches: list[Watch] = []
         self.timing: dict[str, float] = {}
         self.start = Start()
@@ -119,7 +118,6 @@ class Run:
             print(nothing_left(self.global_step, self.total_steps, self.validation))
         else:
             rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
-            self.try_saving()
         with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
             self.timing["start"] = self.start.seconds()
             if self.can_validate and settings.val_before_train and self.global_step == 0:
@@ -145,17 +143,6 @@ class Run:
             print(ended_early(settings.resume_mode, in_words(ending), *steps))
             end_by(ending)
         return self.validation
-
-    def try_saving(self) -> None:
-        """Raises ConfigError if the run is to save checkpoints, and they cannot be written or read, or do not fit."""
-        often = self.config.trainer.save_freq
-        if often <= 0 and not self.acts_after_last_step:
-            return
-        way_out = "" if self.acts_after_last_step else ", or train without checkpoints: trainer.save_freq=-1"
-        self.saver.try_out(way_out)
-        size = sum(model.all("checkpoint_bytes", self.saver.contents)[0] for model in self.models.values())
-        saves = -(-(self.total_steps - self.global_step) // often) if often > 0 else 1
-        self.saver.check_room(size, saves, way_out)
 
     def train(self, tracking: Tracking) -> int | None:
         """Runs the steps that are left; returns the signal that ended them early, if one did.
@@ -212,10 +199,10 @@ class Run:
         """Writes the checkpoint of this step; returns its metrics."""
         return self.saver.save(self.global_step)
 
-    def write_state(self, folder: Path, contents: Sequence[str]) -> None:
+    def write_state(self, folder: Path) -> None:
         """Fills a checkpoint: the parts of each model that are named in `contents`, and the rest, which is small."""
         for name, model in self.models.items():
-            model.all("save", folder.resolve() / name, contents, self.in_background)
+            model.all("save", folder.resolve() / name, self.contents, self.in_background)
             self.tokenizer.save_pretrained(folder / name / "huggingface")
         torch.save(self.train_loader.state_dict(), folder / "data.pt")
         state = {"global_step": self.global_step, "metrics": self.metrics, "rng": rng_state(), **self.state()}
@@ -232,18 +219,13 @@ class Run:
         if folder is None:
             return
         print(f"resuming from {folder}: training goes on from its weights, not from those of {self.config.model_key}")
-        trusted, state = self.config.trainer.trust_checkpoint, folder / "trainer_state.pt"
-        of_verl = not state.exists() and not (folder / CONFIG_FILE).exists()
-        for line in [] if of_verl else config_drift(folder / CONFIG_FILE, self.config):
+        for line in config_drift(folder / CONFIG_FILE, self.config):
             print(f"  config changed since: {line}")
         for name, model in self.models.items():
             model.all("load", folder.resolve() / name)
-        if of_verl:
-            self.global_step = int(folder.name.rpartition("_")[2])
-            notice(f"{folder} is verl's: its models and its step are taken over, and the data begins anew.")
-        else:
-            read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
-            read_part(state, self.restore, trusted)
+        trusted = self.config.trainer.trust_checkpoint
+        read_part(folder / "data.pt", self.train_loader.load_state_dict, trusted)
+        read_part(folder / "trainer_state.pt", self.restore, trusted)
         self.saver.newest = self.global_step
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -162,10 +162,6 @@ class TrainEngine:
         """`ModelCheckpoint.is_saved`."""
         return self.checkpoint.is_saved()
 
-    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """`ModelCheckpoint.bytes`."""
-        return self.checkpoint.bytes(contents, getattr(torch, self.optim.moments_dtype))
-
     def load(self, folder: Path) -> None:
         """`ModelCheckpoint.load`."""
         with self.at_work():  # moments go where the weights are
@@ -191,10 +187,6 @@ class TrainedModel:
     def is_saved(self) -> bool:
         """`TrainEngine.is_saved`."""
         return self.engine.is_saved()
-
-    def checkpoint_bytes(self, contents: Sequence[str]) -> int:
-        """`TrainEngine.checkpoint_bytes`."""
-        return self.engine.checkpoint_bytes(contents)
 
     def load(self, folder: Path) -> None:
         """`TrainEngine.load`."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,8 @@ from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
 from data.seeding import rng_state, set_rng_state
-from training.checkpoint import FILE_ERRORS, read_part, unreadable
-from training.model_shards import (
-    MODEL,
-    MOMENTS,
-    Shards,
-    check_names,
-    check_shape,
-    join,
-    once,
-    rank_files,
-    read_ranks,
-    save_shards,
-    write_pretrained,
-)
+from training.checkpoint import read_part
+from training.model_shards import MODEL, MOMENTS, Shards, once, save_shards, write_pretrained
 from workers.collectives import group_size, new_group, rank
 
 GENERATORS = "extra_state"
@@ -111,68 +98,24 @@ class ModelCheckpoint:
             if rank() == 0 and name not in tied:
                 yield name, weight
 
-    def bytes(self, contents: Sequence[str], moments: torch.dtype) -> int:
-        """Returns the size of what `save` writes of `contents`, AdamW's moments after a step included."""
-        trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
-        model = sum(weight.nbytes for weight in weights_of(self.module).values())
-        is_own = self.module.adapter.is_own
-        adapter = sum(weight.nbytes for name, weight in once(self.module).items() if is_own(name))
-        plain = sum(weight.nbytes for name, weight in once(self.module).items() if not is_own(name))
-        sizes = {"model": model, "hf_model": plain, "optimizer": 2 * trained * moments.itemsize}
-        return adapter + sum(sizes.get(part, 0) for part in contents)
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, or the code before it, or verl's FSDP2.
+        """Restores what `save` wrote.
 
         Raises:
             ValueError: a part is missing, unreadable or of another model; names the file and the remedy.
         """
-        if (folder / MODEL).is_dir():
-            Shards(folder / MODEL).fill(weights_of(self.module))
-            self._load_moments(Shards(folder / MOMENTS))
-        else:
-            self._load_whole_weights(folder)
-            self._load_whole_moments(folder)
-        files = rank_files(folder, GENERATORS)
-        read_part(files[rank() % len(files)] if files else folder / f"{GENERATORS}_world_size_1_rank_0.pt", restore)
+        Shards(folder / MODEL).fill(weights_of(self.module))
+        self._load_moments(Shards(folder / MOMENTS))
+        writers = max(1, len([*folder.glob(f"{GENERATORS}_world_size_*.pt")]))
+        file = folder / f"{GENERATORS}_world_size_{writers}_rank_{rank() % writers}.pt"
+        read_part(file, set_rng_state)
 
     def _load_moments(self, shards: Shards) -> None:
         names = {name.rpartition(".")[0] for name in shards.shapes}
         weights = dict(self.module.named_parameters())
         self._make_moments([weight for name, weight in weights.items() if name in names])
         shards.fill(moments_of(self.module, self.optimizer))
-
-    def _load_whole_weights(self, folder: Path) -> None:
-        path, states = read_ranks(folder, MODEL)
-        try:
-            wanted = weights_of(self.module)
-            check_names(states[0], wanted, self.module.state_dict())
-            for name, target in wanted.items():
-                value = join([state[name] for state in states])
-                check_shape(name, value.shape, target.shape)
-                target.copy_(self.module.parallel.part(value, target))
-        except FILE_ERRORS as error:
-            raise unreadable(path, error) from error
-
-    def _load_whole_moments(self, folder: Path) -> None:
-        path, states = read_ranks(folder, MOMENTS)
-        try:
-            saved = [place for group in states[0]["param_groups"] for place in group["params"]]
-            everything = [*self.module.parameters()]
-            trained = [weight for weight in everything if weight.requires_grad]
-            order = trained if len(saved) == len(trained) else everything  # once frozen ones were numbered as well
-            if len(saved) != len(order):
-                raise ValueError(f"it numbers {len(saved)} weights, and the run's model has {len(order)}")
-            moments = states[0]["state"]
-            self._make_moments([order[place] for place in moments])
-            for place in moments:
-                for name, target in self.optimizer.state[order[place]].items():
-                    value = join([state["state"][place][name] for state in states])
-                    check_shape(f"{name} of weight {place}", value.shape, target.shape)
-                    target.copy_(self.module.parallel.part(value, target))
-        except FILE_ERRORS as error:
-            raise unreadable(path, error) from error
 
     def _make_moments(self, weights: Sequence[nn.Parameter]) -> None:
         """Has the optimiser make moments of `weights` alone: by a step of zeros, at a learning rate of zero."""
@@ -213,9 +156,3 @@ def moments_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Maps WEIGHT.MOMENT to the state of the optimiser, as far as there is any."""
     weights = [(name, weight) for name, weight in module.named_parameters() if weight in optimizer.state]
     return {f"{name}.{key}": value for name, weight in weights for key, value in optimizer.state[weight].items()}
-
-
-def restore(state: dict[str, Any]) -> None:
-    """Puts the generators into a state of `rng_state`; verl's, which are of other draws, are left alone."""
-    if "rng" not in state:
-        set_rng_state(state)

@@ -1,58 +1,44 @@
-"""Makes a folder for from_pretrained of a checkpoint's shards:
+"""Makes a folder for from_pretrained of a checkpoint's shards, ours or those that verl's FSDP2 wrote.
 
     python -m extras.merge merge --backend fsdp --local_dir outputs/NAME/global_step_N/actor --target_dir MODEL
 
-Reads the shards of any number of workers, ours or verl's FSDP2. Weights keep the precision that they were trained in.
+Any number of workers may have written them. Weights keep the precision that they were trained in.
 """
 
 from configs.errors import refusals  # isort: skip
 
 import argparse
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
 
-from training.checkpoint import FILE_ERRORS, unreadable
-from training.model_shards import MODEL, check_names, check_shape, once, rank_files, read_weights, write_pretrained
+from training.checkpoint import FILE_ERRORS, read_part, unreadable
+from training.model_shards import MODEL, Shards, check_names, once
 
 HUGGINGFACE = "huggingface"
-NO_MEGATRON = (
-    "--backend megatron: Megatron-LM's checkpoints have a format of their own, which megatron-core reads on a GPU. "
-    "Merge them with verl: python -m verl.model_merger merge --backend megatron …"
-)
+NO_MEGATRON = "--backend megatron: verl reads those shards: python -m verl.model_merger merge --backend megatron …"
 
 
 def merge(local_dir: Path, target_dir: Path) -> None:
     """Writes the model whose checkpoint is in `local_dir`, an actor's or critic's folder, into `target_dir`.
 
     Raises:
-        ValueError: a folder is not as it has to be, or a file cannot be read; names it and the remedy.
+        ValueError: a folder is not as it has to be, or a file cannot be read; names it.
     """
     source = local_dir / HUGGINGFACE
-    if not (local_dir / MODEL).is_dir() and not rank_files(local_dir, MODEL):
-        within = [path.name for path in sorted(local_dir.glob("*")) if (path / HUGGINGFACE).is_dir()]
-        remedy = (
-            f"Name one of its folders: {', '.join(within)}" if within else "Name the folder actor of a global_step_N"
-        )
-        raise ValueError(
-            f"--local_dir {local_dir} has no weights, neither {MODEL}/ nor model_world_size_N_rank_0.pt. {remedy}."
-        )
     if not (source / "config.json").is_file():
-        raise ValueError(
-            f"--local_dir {local_dir} lacks {HUGGINGFACE}/config.json, which says what the weights are of."
-        )
+        raise ValueError(f"--local_dir {local_dir} lacks {HUGGINGFACE}/config.json: name actor/ of a global_step_N.")
     if any(target_dir.glob("*.safetensors")):
         raise ValueError(f"--target_dir {target_dir} holds weights already: name another folder.")
-    path, weights = read_weights(local_dir)
+    weights = Shards(local_dir / MODEL).whole() if (local_dir / MODEL).is_dir() else read_ranks(local_dir)
     if any(".lora_" in name for name in weights):
-        raise ValueError(
-            f"{path} holds LoRA's matrices alone: peft loads {local_dir}/lora_adapter beside the model that was "
-            "trained, and checkpoint.save_contents with hf_model writes both as one."
-        )
+        raise ValueError(f"{local_dir} holds LoRA's matrices alone, for peft: its weights are in {HUGGINGFACE}/.")
     config = AutoConfig.from_pretrained(source)
     kind = (config.architectures or ["none"])[0]
     if kind not in dir(transformers):
@@ -60,15 +46,51 @@ def merge(local_dir: Path, target_dir: Path) -> None:
     try:
         with torch.device("meta"):
             model = getattr(transformers, kind)(config)
-        wanted = once(model)
-        check_names(weights, wanted, model.state_dict())
-        for name, weight in wanted.items():
-            check_shape(name, weights[name].shape, weight.shape)
+        check_names(weights, once(model), model.state_dict())
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+    except FILE_ERRORS as error:
+        raise unreadable(local_dir, error) from error
+    model.save_pretrained(target_dir)
+    shutil.copytree(source, target_dir, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+
+
+def read_ranks(folder: Path) -> dict[str, Tensor]:
+    """Reads the weights that the ranks of a run of verl's wrote: model_world_size_N_rank_i.pt.
+
+    Raises:
+        ValueError: there are none, or one is missing or unreadable; names it.
+    """
+    files = [*folder.glob("model_world_size_*_rank_*.pt")]
+    size = max((int(path.stem.split("_")[3]) for path in files), default=1)
+    states: list[dict[str, Tensor]] = []
+    for place in range(size):
+        path = folder / f"model_world_size_{size}_rank_{place}.pt"
+        read_part(path, states.append, mapped=True)
+    try:
+        return {name: join([state[name] for state in states]) for name in states[0]}
     except FILE_ERRORS as error:
         raise unreadable(path, error) from error
-    shutil.copytree(source, target_dir, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
-    plain = revert_weight_conversion(model, {name: weights[name] for name in wanted})
-    write_pretrained(target_dir, iter(plain.items()))
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Puts a tensor together from what each rank, in their order, has of it; neighbours have its neighbouring parts."""
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        return first
+    cuts = [placement for placement in first._spec.placements if not placement.is_replicate()]
+    if not cuts:
+        return first._local_tensor
+    if len(cuts) > 1 or type(cuts[0]) is not Shard:
+        raise ValueError(f"a tensor is cut as {first._spec.placements}: only those of one cut can be put together")
+    held, left, dim = [], first.shape[cuts[0].dim], cuts[0].dim
+    for part in parts:
+        if left > 0:  # else the ranks of another replica are left
+            held.append(part._local_tensor)
+            left -= part._local_tensor.shape[dim]
+    if left:
+        raise ValueError(f"the parts of a tensor of shape {tuple(first.shape)} do not make it up")
+    return torch.cat(held, dim)
 
 
 def main(argv: list[str] | None = None) -> None:
