@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import main
 from configs.errors import ConfigError, events, notice
-from data.files import read_metrics, sole_run
+from data.files import sole_run
 from extras.report.run_info import Start, git_state, machine
 from scripts import quickstart
 from tests.forked import python
 from tests.runs import ROOT, compose, endings, files_of_at_most, learning_metrics, short_run, tree_of
 from training.checkpoint import config_drift
 from training.preparation import prepare
-from training.ray_trainer import RayPPOTrainer
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -335,23 +334,6 @@ def test_a_model_whose_generation_config_cannot_be_saved_is_mended(sampling_mode
     assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.95)
 
 
-SAMPLER = """
-from data.sampler import SequentialSampler
-
-class Streaming(SequentialSampler):
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.rows = iter(range(len(self)))
-
-    def __iter__(self):
-        return self.rows
-
-    def state_dict(self):
-        return {"rows": (row for row in self.rows)}
-
-    def load_state_dict(self, state):
-        self.rows = state["rows"]
-"""
 OBJECTS = """
 from data.sampler import SequentialSampler
 from pathlib import Path
@@ -363,30 +345,11 @@ class Remembering(SequentialSampler):
     def load_state_dict(self, state):
         assert state == self.state_dict()
 """
-UNSAVABLE = {
-    "a sampler's state": ["data.sampler.class_path={}/sampler.py", "data.sampler.class_name=Streaming"],
-    "a sampler's objects": ["data.sampler.class_path={}/objects.py", "data.sampler.class_name=Remembering"],
-    "the model's config": ["actor_rollout_ref.model.override_config={{temperature: 0.5}}"],
-}
-
-
-@pytest.mark.parametrize("what", UNSAVABLE)
-def test_what_cannot_be_saved_ends_the_run_in_one_line_before_training(tiny_model, tmp_path, capsys, monkeypatch, what):
-    monkeypatch.setattr(RayPPOTrainer, "step", lambda _: pytest.fail("it trained"))
-    (tmp_path / "sampler.py").write_text(SAMPLER)
-    (tmp_path / "objects.py").write_text(OBJECTS)
-    overrides = [override.format(tmp_path) for override in UNSAVABLE[what]]
-    said = refusal(capsys, *short_run(tiny_model, tmp_path / "run", *TWO_STEPS, *overrides))
-    assert "what is trained could not be saved" in said and said.endswith(
-        "without checkpoints: trainer.save_freq=-1.\n"
-    )
-    assert read_metrics(tmp_path / "run/metrics.jsonl") == []
-    assert not list((tmp_path / "run").glob("*global_step_*"))
 
 
 def test_objects_in_a_checkpoint_are_read_by_who_trusts_it(tiny_model, tmp_path, capsys):
     (tmp_path / "objects.py").write_text(OBJECTS)
-    keys = [key.format(tmp_path) for key in UNSAVABLE["a sampler's objects"]]
+    keys = [f"data.sampler.class_path={tmp_path}/objects.py", "data.sampler.class_name=Remembering"]
     command = short_run(tiny_model, tmp_path / "run", *TWO_STEPS, *keys)
     main.run(compose(*command, "trainer.trust_checkpoint=true"))
     with pytest.raises(ValueError, match=r"data.pt holds Python objects \(pathlib.*trainer.trust_checkpoint=true"):

@@ -46,7 +46,9 @@ PLAIN = [  # what a file without code may hold beside tensors
     *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-START_AFRESH = "Set trainer.resume_mode=resume_path and trainer.resume_from_path to another, or resume_mode=disable."
+START_AFRESH = (
+    "Set trainer.resume_mode=resume_path and trainer.resume_from_path to another, or trainer.resume_mode=disable."
+)
 
 logger = logging.getLogger(__name__)
 
