@@ -46,9 +46,7 @@ PLAIN = [  # what a file without code may hold beside tensors
     *(multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype),
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-START_AFRESH = (
-    "Set trainer.resume_mode=resume_path and trainer.resume_from_path to another, or trainer.resume_mode=disable."
-)
+START_AFRESH = "Set trainer.resume_mode=resume_path with trainer.resume_from_path, or trainer.resume_mode=disable."
 
 logger = logging.getLogger(__name__)
 
