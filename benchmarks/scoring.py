@@ -1,6 +1,6 @@
 """Measures what scoring in processes costs, and what it saves: python -m benchmarks.scoring [--rows N] [--seconds S]
 
-Two functions, each in this process and in processes (training/scorers): one that is done at once, whose difference
+Two functions, each in this process and in processes (extras/scorers): one that is done at once, whose difference
 is the cost of a row, and one that waits S seconds (0.05), as a judge behind a network does. Times are of calls alone,
 once the processes run; the slow one's of the serial time beside.
 """
@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs.schema import ScoringConfig
+from configs.schema import RewardFunctionConfig, ScoringConfig
 from extras.scorers.pool import Scorers
 
 FUNCTIONS = """
@@ -41,11 +41,11 @@ def measure(rows: int, seconds: float) -> dict[str, float]:
         exec(compile(FUNCTIONS, str(file), "exec"), here)
         quick = {"solution_str": TEXT, "ground_truth": "4"}
         in_process = timed(lambda: [here["compute_score"](**quick) for _ in range(rows)])
-        pool = Scorers(str(file), "compute_score", {}, False, ScoringConfig())
+        pool = Scorers(here["compute_score"], RewardFunctionConfig(str(file)), ScoringConfig())
         pool.submit(quick).result()
         in_processes = timed(lambda: [one.result() for one in [pool.submit(quick) for _ in range(rows)]])
         pool.close()
-        slow = Scorers(str(file), "waits", {"seconds": seconds}, False, ScoringConfig())
+        slow = Scorers(here["waits"], RewardFunctionConfig(str(file), "waits", {"seconds": seconds}), ScoringConfig())
         waited = timed(lambda: [one.result() for one in [slow.submit({"solution_str": TEXT}) for _ in range(rows)]])
         slow.close()
     return {

@@ -21,7 +21,6 @@ from configs.schema import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    ScoringConfig,
 )
 from configs.settings import with_settings
 from configs.threads import worker_threads
@@ -241,11 +240,6 @@ def check_rewards(config: Config) -> None:
         raise ConfigError(
             f"algorithm.filter_groups.enable=true with {ROLLOUT}.n={rollout.n}: one sample cannot differ from itself."
         )
-    check_functions(config.reward)
-    if config.reward.reward_model.enable and env.id and env.history == "turns":
-        raise ConfigError(
-            "reward_model.enable with env.history=turns: a reward model scores whole responses: env.history=transcript."
-        )
     source, manager = config.reward.source(), config.reward.reward_manager
     if manager != type(manager)() and ((env.id and source) or config.reward.functions):
         raise ConfigError(
@@ -258,20 +252,6 @@ def check_rewards(config: Config) -> None:
             f"{key}.overlong_buffer_cfg.len={buffer.len} is above {key}.max_resp_len={shaping.max_resp_len}: "
             "leave it null for a fifth of that."
         )
-
-
-def check_functions(reward: ScoringConfig) -> None:
-    """Raises ConfigError for an entry of reward.functions without a file, and for functions in two places."""
-    path = reward.custom_reward_function.path
-    if reward.functions and path:
-        raise ConfigError(f"{reward.source()} and reward.custom_reward_function.path={path}: set one of the two.")
-    if reward.in_process and (reward.max_rpm or reward.max_tpm):
-        raise ConfigError(
-            "reward.max_rpm, max_tpm: calls in this process are not counted by the minute. Set reward.in_process=false."
-        )
-    for place, entry in enumerate(reward.functions):
-        if not entry.path:
-            raise ConfigError(f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function.")
 
 
 def batch_arithmetic(config: Config) -> str:

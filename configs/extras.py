@@ -30,12 +30,38 @@ TABLE: dict[str, dict[str, str]] = {
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
     },
+    "reward": {  # load(settings, RewardRun) -> what scores a reward_view
+        "manager": "training.reward_manager:load",
+        "functions": "training.reward_function:load",
+        "environment": "training.reward:load_environment",
+        "model": "training.reward:load_model",
+        "rules": "extras.rules.reward:load",
+    },
+    "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
 }
-PAIRS: tuple[tuple[str, str], ...] = (("sglang", "openai"),)  # (an extra, another that it imports): deleted together
+PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
+    ("gym", "processes"),
+    ("rules", "processes"),
+    ("rules", "sandbox"),
+    ("scorers", "processes"),
+    ("sglang", "openai"),
+    ("tools", "sandbox"),
+    ("verl", "sandbox"),
+)
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),
+    "reward_model": ("reward.reward_model",),
+    "rules": ("reward.sandbox_fusion",),
+    "sandbox": ("reward.sandbox",),
+    "scorers": (
+        *("reward.num_workers", "reward.memory_limit_mb", "reward.in_process", "reward.max_rpm", "reward.max_tpm"),
+        "reward.estimated_tokens_per_request",
+    ),
 }
-MOVED: dict[str, str] = {}  # by its old name, the new one of a module that users run or name
+MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
+    "training.reward": "python -m extras.try_reward",
+    "training.judge": "extras.judge.judge",
+}
 
 
 def find(kind: str, name: str, key: str = "") -> Any:

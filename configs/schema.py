@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from omegaconf import II
 
+from configs.errors import ConfigError
 from configs.extras import section
 from configs.settings import Frozen, Open, group, setting
 from extras.rollout_correction.settings import RolloutCorrectionConfig
@@ -528,13 +529,6 @@ class RewardKwargsConfig(Frozen):
 
 
 @dataclass
-class SandboxFusionConfig(Frozen):
-    url: str | None = setting(None, "A sandbox-fusion server's /run_code; null: code runs in a sandbox of our own.")
-    max_concurrent: int = setting(64, "Requests to it under way at once, of each process that scores.", ge=1)
-    memory_limit_mb: int = setting(1024, "MiB that a program may take there.", ge=1)
-
-
-@dataclass
 class WeightedFunctionConfig(RewardFunctionConfig):
     name: str = setting("compute_score", "Function in that file; the part of the score is logged as reward/NAME/….")
     weight: float = setting(1.0, "By which what it returns counts in the score.")
@@ -542,7 +536,7 @@ class WeightedFunctionConfig(RewardFunctionConfig):
 
 
 @dataclass
-class ScoringConfig(Frozen):
+class FunctionsConfig(Frozen):
     custom_reward_function: RewardFunctionConfig = group(RewardFunctionConfig, "A reward function of yours.")
     max_concurrent: int = setting(64, "Calls of an async reward function under way at once; more wait.", ge=1)
     timeout: float | None = setting(
@@ -551,18 +545,6 @@ class ScoringConfig(Frozen):
     functions: list[WeightedFunctionConfig] = setting(
         [],
         "Several reward functions, each {path, name, weight, reward_kwargs, data_sources}: their weighted sum scores.",
-    )
-    num_workers: int = setting(16, "Processes that call a reward function, at most; slow functions get them.", ge=1)
-    memory_limit_mb: int | None = setting(
-        2048, "MiB of memory that such a process may take beyond what loading your file takes; null: any.", ge=1
-    )
-    sandbox: str = setting(
-        "available",
-        "Fences around programs that a policy writes: those that the system has, or no run where they do not suffice.",
-        choices=("available", "required"),
-    )
-    in_process: bool = setting(
-        False, "Call reward functions in the run's own process, for breakpoints: none is killed, and an error ends it."
     )
     on_failure: str = setting(
         "mask",
@@ -573,9 +555,16 @@ class ScoringConfig(Frozen):
     max_failed_fraction: float = setting(
         0.5, "The run ends when more than this share of the responses cannot be scored; 0: at the first.", ge=0, le=1
     )
-    max_rpm: int | None = setting(None, "Calls of a reward function a minute, at most; null: any.", ge=1)
-    max_tpm: int | None = setting(None, "Tokens a minute that they may take together, by the estimate.", ge=1)
-    estimated_tokens_per_request: int = setting(2000, "Tokens that a call is counted as for max_tpm.", ge=1)
+
+    @property
+    def caller(self) -> str:
+        """Names who calls a function, among the callers of configs/extras.py; here: this process."""
+        return "here"
+
+    @property
+    def fallback(self) -> str:
+        """Names the reward that scores where nothing else is named, among the rewards of configs/extras.py."""
+        return "rules"
 
     def source(self) -> str | None:
         """Returns the setting that names reward functions, with its value; None if nothing names one."""
@@ -584,36 +573,29 @@ class ScoringConfig(Frozen):
         path = self.custom_reward_function.path
         return f"reward.custom_reward_function.path={path}" if path else None
 
-
-@dataclass
-class RewardModelConfig(Frozen):
-    enable: bool = setting(False, "Score responses by a learned reward model.")
-    model: PretrainedModelConfig = group(
-        PretrainedModelConfig, "The reward model: transformers has it as a sequence classifier with one output."
-    )
-    micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences a forward pass; null: as many as forward_max_token_len_per_gpu allows.", ge=1
-    )
-    forward_max_token_len_per_gpu: int = setting(16384, "Tokens a forward pass may hold, padding included.", ge=1)
-    max_length: int | None = setting(
-        None, "Tokens that it is shown, of longer conversations the last; null: as many as it has positions.", ge=1
-    )
-    fsdp_config: FSDPConfig = group(FSDPConfig, "Precision and offloading.")
-    function_weight: float = setting(
-        0.0, "What the score of a reward function or an environment counts beside the model's; 0: it is only logged."
-    )
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        path = self.custom_reward_function.path
+        if self.functions and path:
+            raise ConfigError(f"{self.source()} and reward.custom_reward_function.path={path}: set one of the two.")
+        for place, entry in enumerate(self.functions):
+            if not entry.path:
+                raise ConfigError(
+                    f"reward.functions[{place}] ({entry.name}) has no path: name the file of the function."
+                )
 
 
 @dataclass
-class RewardConfig(ScoringConfig):
+class ScoringConfig(section("sandbox"), section("scorers"), FunctionsConfig):
+    pass
+
+
+@dataclass
+class RewardConfig(section("rules"), section("reward_model"), ScoringConfig):
     reward_manager: RewardManagerConfig = group(
         RewardManagerConfig, "A reward manager of yours; an environment has one."
     )
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig, "What is taken off the scores in training.")
-    sandbox_fusion: SandboxFusionConfig = group(
-        SandboxFusionConfig, "Where the default reward runs code (data sources codecontests, apps, codeforces, taco)."
-    )
-    reward_model: RewardModelConfig = group(RewardModelConfig, "A learned reward model; it scores training alone.")
 
 
 @dataclass

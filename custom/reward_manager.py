@@ -10,7 +10,7 @@ Try it without a model:
 from configs.errors import users_line
 from custom.env_wrapper import EnvState, TextEnv
 from data.protocol import DataProto
-from extras.scorers import NotScored
+from data.types import NotScored
 
 
 class CustomRewardManager:

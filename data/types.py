@@ -31,6 +31,15 @@ END_REASON_OF = {"stop": "terminated", "length": "max_tokens", "aborted": "abort
 
 
 @dataclass(frozen=True)
+class NotScored:
+    """A reward's result for a row that it could not score: `outcome` is timeout or error, `said` why."""
+
+    outcome: str
+    said: str
+    trace: str = ""
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """The settings by which tokens are drawn; spelt out, never inherited from a model's generation_config."""
 

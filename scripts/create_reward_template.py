@@ -3,7 +3,7 @@
 Writes FILE, which runs as it is, and test_FILE beside it. Edit both, then try the reward without a model:
 
     python -m pytest test_FILE
-    python -m training.reward FILE --data rows.jsonl --audit
+    python -m extras.try_reward FILE --data rows.jsonl --audit
 """
 
 import argparse
@@ -13,7 +13,7 @@ MATH = (
     '''"""Reward of MODULE.py: the number that a response boxes is the right one.
 
 Train with it: reward.custom_reward_function.path=MODULE.py
-Try it: python -m training.reward MODULE.py --data rows.jsonl
+Try it: python -m extras.try_reward MODULE.py --data rows.jsonl
 """
 
 import re
@@ -69,13 +69,13 @@ CODE = (
 
 A row's ground_truth is {"inputs": ["1 2"], "outputs": ["3"]}, or that as JSON: what the program reads and has to print.
 Train with it: reward.custom_reward_function.path=MODULE.py
-Try it: python -m training.reward MODULE.py --data rows.jsonl
+Try it: python -m extras.try_reward MODULE.py --data rows.jsonl
 """
 
 import json
 
 from extras.rules.prime_code import python_block
-from extras.sandbox import run_python
+from extras.sandbox.run import run_python
 
 SECONDS = 5.0  # of computing, for each case
 
@@ -127,7 +127,7 @@ QA = (
 
 A row's ground_truth is a text, or a list of texts of which any is right.
 Train with it: reward.custom_reward_function.path=MODULE.py
-Try it: python -m training.reward MODULE.py --data rows.jsonl
+Try it: python -m extras.try_reward MODULE.py --data rows.jsonl
 """
 
 import re

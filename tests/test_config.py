@@ -547,7 +547,6 @@ REFUSED_ALGORITHMS = [
             r"reward.functions=\[f\] and reward.custom_reward_function.path=a.py: set one of the two",
         ),
         (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
-        (["reward.in_process=true", "reward.max_rpm=60"], "not counted by the minute. Set reward.in_process=false"),
         (["trainer.default_local_dir=Makefile/run"], r"cannot be written to \(Not a directory\): name another folder"),
         (["trainer.default_local_dir=/proc/run"], "cannot be written to .*: name another folder"),
         (["trainer.rollout_data_dir=/proc/run"], "trainer.rollout_data_dir=/proc/run cannot be written to"),

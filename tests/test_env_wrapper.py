@@ -22,8 +22,8 @@ from custom.gym.planning import best_actions, shortest_paths
 from custom.gym.text_env import is_success, success_rule
 from custom.reward_manager import CustomRewardManager
 from data.protocol import DataProto
+from data.types import NotScored
 from extras.gym.space_text import last_mention, mark_ansi
-from extras.scorers import NotScored
 from tests.runs import compose
 from training.environment import build_environment
 

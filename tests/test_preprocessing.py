@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from data.rows import read_rows
-from extras.rules import default_compute_score
 from extras.rules.countdown import compute_score, evaluate
+from extras.rules.default import default_compute_score
 from scripts import competition_math, countdown
 
 PROBLEM = {

@@ -15,18 +15,17 @@ import pytest
 import torch
 
 from configs.errors import ConfigError
+from configs.extras import has
 from configs.schema import (
     RewardConfig,
     RewardFunctionConfig,
     RewardManagerConfig,
-    SandboxFusionConfig,
     ScoringConfig,
     WeightedFunctionConfig,
 )
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
-from extras.rules import default_compute_score
-from extras.scorers.pool import AsyncTokenBucket
+from data.types import NotScored
 from training.reward import (
     add_scores,
     compute_reward,
@@ -35,10 +34,11 @@ from training.reward import (
     reward_metrics,
     reward_view,
 )
-from training.reward_function import FunctionReward, check_columns
+from training.reward_function import FunctionReward
 from training.reward_manager import get_reward_manager_cls, register
 
 TOKENIZER = build_tokenizer()
+HERE = {"in_process": True} if has("caller", "scorers") else {}  # functions are called in this process
 ALONE = DataProto.from_single_dict({"responses": ["answer: 42", "no idea"], "ground_truths": ["42", "42"]})
 
 PER_SAMPLE = """
@@ -81,11 +81,11 @@ FILES = {
 }
 
 
-def load(folder: Path, text: str, name: str, in_process: bool = True, **reward_kwargs) -> FunctionReward:
+def load(folder: Path, text: str, name: str, **reward_kwargs) -> FunctionReward:
     file = folder / "my_reward.py"
     file.write_text(text)
     function = RewardFunctionConfig(str(file), name, reward_kwargs)
-    return load_reward_manager(RewardConfig(function, in_process=in_process), TOKENIZER, None)
+    return load_reward_manager(RewardConfig(function, **HERE), TOKENIZER, None)
 
 
 def rollout(*responses: str, width: int = 8, **columns: list) -> DataProto:
@@ -110,11 +110,10 @@ def score(result, batch: DataProto) -> tuple[torch.Tensor, dict]:
     return compute_reward(batch, lambda data: result, TOKENIZER, ScoringConfig())[:2]
 
 
-@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("form", FILES)
-def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, form, in_process):
+def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, form):
     name, text = FILES[form]
-    reward = load(tmp_path, text, name, in_process, weight=0.5)
+    reward = load(tmp_path, text, name, weight=0.5)
     alone = [result["score"] if isinstance(result, dict) else float(result) for result in reward(ALONE)]
     assert alone == [0.5, 0.0]
     labels = [{"style": "rule", "ground_truth": "4"}] * 2
@@ -277,15 +276,19 @@ def test_the_limits_of_async_rewards_are_the_configs(tmp_path):
     file = tmp_path / "my_reward.py"
     file.write_text(PER_SAMPLE_ASYNC)
     function = RewardFunctionConfig(str(file), "compute_score")
-    reward = load_reward_manager(RewardConfig(function, max_concurrent=3, timeout=2.5), TOKENIZER, None)
-    assert (reward.max_concurrent, reward.timeout) == (3, 2.5)
+    reward = load_reward_manager(RewardConfig(function, max_concurrent=3, timeout=2.5, **HERE), TOKENIZER, None)
+    assert (reward.caller.max_concurrent, reward.caller.timeout) == (3, 2.5)
 
 
 @pytest.mark.parametrize(
     ("function", "reward_kwargs", "message"),
     [
         (lambda text: 1.0, {}, "none of the known forms.*compute_score"),
-        (lambda solution_str, reward_router_address: 1.0, {}, "Here you serve it.*reward_router_address=HOST:PORT"),
+        (
+            lambda solution_str, reward_router_address: 1.0,
+            {},
+            "serve a judge yourself.*reward_router_address=HOST:PORT",
+        ),
         (lambda response: 1.0, {"wight": 0.5}, "got an unexpected keyword argument 'wight'.*reward_kwargs"),
     ],
 )
@@ -307,12 +310,11 @@ def needy(solution_str, level, colour): return 1.0
 """
 
 
-@pytest.mark.parametrize("in_process", [True, False])
 @pytest.mark.parametrize("name", ["one", "all_at_once"])
-def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path, name, in_process):
+def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path, name):
     batch = rollout("4", "57[x]", "0", level=[1, 2, 3], hint=["a", "b", "c"], most=[1, 2, 3])
     batch.non_tensor_batch |= {"uid": object_array([0, 0, 1]), "end_reason": object_array(["terminated"] * 3)}
-    reward = load(tmp_path, COLUMNS, name, in_process)
+    reward = load(tmp_path, COLUMNS, name)
     scores, extra, _ = compute_reward(batch, reward, TOKENIZER, ScoringConfig())
     assert scores.sum(1).tolist() == [1, 2, 3] and extra["ids"].tolist() == [1, 2, 1]
     assert extra["end"].tolist() == ["terminated"] * 3 and extra["best"].tolist() == ["57", "57", "0"]
@@ -322,7 +324,7 @@ def test_a_function_names_columns_of_the_data_and_facts_of_the_rollout(tmp_path,
 def test_a_column_that_a_function_needs_and_the_data_lacks_is_named_before_the_first_step_and_at_a_call(tmp_path):
     reward = load(tmp_path, COLUMNS, "needy")
     with pytest.raises(ConfigError, match=r"needy .* needs colour, .* its columns are level, prompt"):
-        check_columns([reward], [{"level": 1, "prompt": "x"}])
+        reward.check({0: {"level": 1, "prompt": "x"}})
     with pytest.raises(ValueError, match=r"there is no column 'colour'\. It may name data_source"):
         reward(DataProto.from_single_dict({"responses": ["4"], "prompts": ["x"], "level": [1]}))
 
@@ -336,23 +338,11 @@ def test_of_several_functions_one_scores_the_rows_of_its_data_sources(tmp_path):
         WeightedFunctionConfig(f"{tmp_path}/parts.py", "right"),
         WeightedFunctionConfig(f"{tmp_path}/parts.py", "short", weight=0.5, data_sources=["essays", "poems"]),
     ]
-    config = RewardConfig(functions=entries, in_process=True)
+    config = RewardConfig(functions=entries, **HERE)
     batch = rollout("4", "4", "57", data_source=["sums", "essays", "poems"], reward_model=[{"ground_truth": "4"}] * 3)
     batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
     assert batch.token_level_scores.sum(1).tolist() == [1.0, 1.5, 0.0]
     assert batch.short.tolist() == [None, 1.0, 0.0]
-
-
-def test_without_any_reward_the_rules_of_public_data_sets_score():
-    """…and where programs are run is set in the config."""
-    config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
-    reward = load_reward_manager(config, TOKENIZER, None)
-    limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}
-    limits["timeout"] = 60.0
-    assert reward.function is default_compute_score and reward.reward_kwargs == limits
-    sources = ["openai/gsm8k", "lighteval/MATH"]
-    columns = {"responses": ["#### 5", r"\boxed{5}"], "ground_truths": ["5", "6"], "data_source": sources}
-    assert reward(DataProto.from_single_dict(columns)) == [1.0, 0.0]
 
 
 def test_the_score_lands_on_the_last_token_of_the_policy_and_nowhere_in_failed_rows():
@@ -475,17 +465,15 @@ def test_a_number_beside_dicts_is_a_score_that_says_nothing_more():
     assert [*joined.pred] == ["a", None, None] and joined.meta_info["reward_extra_keys"] == ["acc", "pred"]
 
 
-@pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronous, in_process):
+def test_a_reward_that_raises_is_located_in_the_users_file(tmp_path, asynchronous):
     text = "import json\ndef compute_score(solution_str):\n    value = json.loads(solution_str)\n    return value"
     name = "compute_score"
-    reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name, in_process=in_process)
+    reward = load(tmp_path, text.replace("def ", "async def ") if asynchronous else text, name)
     message = rf"compute_score \({tmp_path}/my_reward.py\) raised JSONDecodeError: .*\(at {tmp_path}/my_reward.py:3\)"
     with pytest.raises(RuntimeError, match=message) as caught:
         compute_reward(rollout("a"), reward, TOKENIZER, ScoringConfig())
-    trace = caught.value.__notes__[0] if not in_process else str(type(caught.value.__cause__))
-    assert "JSONDecodeError" in trace
+    assert "JSONDecodeError" in str(type(caught.value.__cause__))
 
 
 def test_errors_name_partials_and_objects_too():
@@ -546,28 +534,21 @@ def test_a_signature_says_whether_there_must_be_a_ground_truth(tmp_path, signatu
 
 # Rows that could not be scored
 
-FAILS = """
-import time
-def compute_score(solution_str):
-    if solution_str == "slow":
-        time.sleep(3600)
-    if solution_str == "bad":
-        raise KeyError("lost")
-    return {"score": 1.0, "pred": solution_str, "size": len(solution_str)}
-"""
+RESULTS = {
+    "good": {"score": 1.0, "pred": "good", "size": 4},
+    "bad": NotScored("error", "KeyError: 'lost' (at mine.py:7)", "its traceback"),
+    "slow": NotScored("timeout", "it was not done"),
+}
 
 
-def fails(folder: Path, **settings) -> tuple[FunctionReward, RewardConfig]:
-    (folder / "my_reward.py").write_text(FAILS)
-    function = RewardFunctionConfig(str(folder / "my_reward.py"))
-    config = RewardConfig(function, **{"timeout": 0.5} | settings)
-    return load_reward_manager(config, TOKENIZER, None), config
+def fails(data: DataProto) -> list:
+    return [RESULTS[response] for response in data.responses]
 
 
-def test_rows_that_could_not_be_scored_are_masked_out_counted_and_said(tmp_path, caplog):
-    reward, config = fails(tmp_path, max_failed_fraction=0.7)
+def test_rows_that_could_not_be_scored_are_masked_out_counted_and_said(caplog):
+    config = ScoringConfig(max_failed_fraction=0.7)
     batch = rollout("good", "bad", "slow", end_reason=["terminated"] * 3)
-    batch = add_scores(batch, reward, TOKENIZER, config)
+    batch = add_scores(batch, fails, TOKENIZER, config)
     assert batch.batch["response_mask"].sum(1).tolist() == [4, 0, 0]
     assert batch.token_level_scores.sum(1).tolist() == [1.0, 0.0, 0.0]
     assert [*batch.end_reason] == ["terminated", "reward_error", "reward_timeout"]
@@ -578,9 +559,9 @@ def test_rows_that_could_not_be_scored_are_masked_out_counted_and_said(tmp_path,
     assert "2 of 3 responses could not be scored (1 error, 1 timeout), and are left out: " in said
 
 
-def test_they_may_get_a_score_instead(tmp_path):
-    reward, config = fails(tmp_path, max_failed_fraction=0.7, on_failure="score", failure_score=-0.5)
-    batch = add_scores(rollout("good", "bad", end_reason=["terminated"] * 2), reward, TOKENIZER, config)
+def test_they_may_get_a_score_instead():
+    config = ScoringConfig(max_failed_fraction=0.7, on_failure="score", failure_score=-0.5)
+    batch = add_scores(rollout("good", "bad", end_reason=["terminated"] * 2), fails, TOKENIZER, config)
     assert batch.token_level_scores.sum(1).tolist() == [1.0, -0.5]
     assert batch.batch["response_mask"].any(1).all() and [*batch.end_reason] == ["terminated"] * 2
     assert reward_metrics(batch)["reward/error"] == 1
@@ -589,27 +570,12 @@ def test_they_may_get_a_score_instead(tmp_path):
 @pytest.mark.parametrize(("answers", "limit", "counts"), [
     (["bad", "good"], 0.0, "1 of 2 .*1 error"), (["bad", "good", "bad", "bad"], 0.5, "3 of 4 .*3 error"),
 ])  # fmt: skip
-def test_too_many_of_them_end_the_run_at_the_users_line(tmp_path, answers, limit, counts):
-    reward, config = fails(tmp_path, max_failed_fraction=limit)
+def test_too_many_of_them_end_the_run_at_the_users_line(answers, limit, counts):
+    config = ScoringConfig(max_failed_fraction=limit)
     said = f"{counts}), more than reward.max_failed_fraction={limit:g}".replace(")", r"\)")
-    message = rf"raised KeyError: 'lost' \(at {tmp_path}/my_reward.py:7\)\. {said}"
+    message = rf"raised KeyError: 'lost' \(at mine.py:7\)\. {said}"
     with pytest.raises(RuntimeError, match=message):
-        compute_reward(rollout(*answers), reward, TOKENIZER, config)
-
-
-def test_a_batch_reward_of_lists_has_the_time_of_all_its_rows(tmp_path):
-    text = """
-import time
-def compute_score(solution_strs):
-    time.sleep(float(solution_strs[0]))
-    return [1.0] * len(solution_strs)
-"""
-    (tmp_path / "my_reward.py").write_text(text)
-    config = RewardConfig(RewardFunctionConfig(str(tmp_path / "my_reward.py")), timeout=0.4)
-    reward = load_reward_manager(config, TOKENIZER, None)
-    assert reward(DataProto.from_single_dict({"responses": ["0.6"] * 100})) == [1.0] * 100
-    results = reward(DataProto.from_single_dict({"responses": ["60"] * 2}))
-    assert [result.outcome for result in results] == ["timeout"] * 2 and "each of 2 responses" in results[0].said
+        compute_reward(rollout(*answers), fails, TOKENIZER, config)
 
 
 # Several functions
@@ -635,13 +601,12 @@ def words(response):
 def functions(folder: Path, *entries: dict, **settings) -> RewardConfig:
     (folder / "parts.py").write_text(PARTS)
     entries = [WeightedFunctionConfig(**{"path": str(folder / "parts.py")} | entry) for entry in entries]
-    return RewardConfig(functions=entries, **settings)
+    return RewardConfig(functions=entries, **HERE | settings)
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path, in_process):
+def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path):
     entries = [{"name": "correct", "weight": 2.0}, {"name": "brevity", "weight": -0.5, "reward_kwargs": {"most": 8}}]
-    config = functions(tmp_path, *entries, in_process=in_process)
+    config = functions(tmp_path, *entries)
     reward = load_reward_manager(config, TOKENIZER, None)
     batch = rollout("42", "no", reward_model=[{"ground_truth": "42"}] * 2)
     batch = add_scores(batch, reward, TOKENIZER, config)
@@ -649,7 +614,6 @@ def test_several_functions_are_summed_by_weight_and_logged_by_name(tmp_path, in_
     metrics = reward_metrics(batch)
     assert metrics["reward/correct/mean"] == 0.5 and metrics["reward/brevity/mean"] == 0.75
     assert [*batch.get("correct/pred")] == ["42", "no"]
-    assert [function.form.needs_ground_truth for function in reward.functions] == [True, False]
 
 
 @pytest.mark.parametrize("names", [("score", "brevity"), ("brevity", "score")])
@@ -663,28 +627,19 @@ def test_a_part_that_is_called_score_is_not_the_score(tmp_path, names):
     assert metrics["reward/parts.score/mean"] == 1 and metrics["reward/brevity/mean"] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path, in_process):
+def test_a_function_that_returns_none_has_no_part_in_a_response(tmp_path):
     entries = [{"name": "maths", "weight": 2.0}, {"name": "words"}, {"name": "correct", "weight": 0.0}]
-    config = functions(tmp_path, *entries, in_process=in_process)
+    config = functions(tmp_path, *entries)
     batch = rollout("42", "no", "6", reward_model=[{"ground_truth": "42"}] * 3)
     batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
     assert batch.token_level_scores.sum(1).tolist() == [2.0, 0.5, 2.0] and set(batch.reward_outcome) == {"ok"}
     assert [*batch.maths] == [1.0, None, 1.0] and [*batch.words] == [None, 0.5, None]
     assert reward_metrics(batch)["reward/maths/digits/mean"] == 1.5
 
-    config = functions(tmp_path, *entries[:2], in_process=in_process)
+    config = functions(tmp_path, *entries[:2])
     batch = rollout("42", "no", "6!", end_reason=["terminated"] * 3)
     batch = add_scores(batch, load_reward_manager(config, TOKENIZER, None), TOKENIZER, config)
     assert [*batch.reward_outcome] == ["ok", "ok", "error"], "nobody scores the last"
-
-
-def test_a_row_that_one_of_them_cannot_score_is_not_scored_and_the_message_names_it(tmp_path):
-    config = functions(tmp_path, {"name": "brevity"}, {"name": "broken"})
-    reward = load_reward_manager(config, TOKENIZER, None)
-    message = rf"reward.functions \(brevity, broken\) raised KeyError: 'lost' \(at {tmp_path}/parts.py:7\), in broken"
-    with pytest.raises(RuntimeError, match=message):
-        compute_reward(rollout("a", "b"), reward, TOKENIZER, config)
 
 
 @pytest.mark.parametrize(
@@ -767,32 +722,3 @@ def test_an_unknown_manager_and_a_name_used_twice_are_refused():
     assert get_reward_manager_cls("one of the tests") is One
     with pytest.raises(ValueError, match="One already"):
         register("one of the tests")(type("Two", (), {}))
-
-
-def test_a_token_bucket_grants_what_piled_up_at_once_and_the_rest_in_time():
-    waits = []
-
-    class Asyncio:
-        async def sleep(seconds):
-            waits.append(round(seconds, 3))
-
-    class Time:
-        def monotonic():
-            return next(clock)
-
-    async def ask(bucket, *amounts):
-        for amount in amounts:
-            await bucket.acquire(amount)
-
-    clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 100.0, 100.0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("extras.scorers.pool.asyncio", Asyncio)
-        patch.setattr("extras.scorers.pool.time", Time)
-        bucket = AsyncTokenBucket(2.0, max_tokens=3.0)
-        assert bucket.last_update is None
-        asyncio.run(ask(bucket, 3, 1, 1))  # full, then 1 and 2 owed
-        assert waits == [0.5, 1.0]
-        asyncio.run(ask(bucket, 1, 1))  # 2 came in the second that went by
-        assert waits[2:] == [0.5, 1.0]
-        asyncio.run(ask(bucket, 3, 7))  # no more than 3 pile up; more than that may be asked for
-        assert waits[4:] == [3.5]

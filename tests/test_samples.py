@@ -26,7 +26,7 @@ from extras.report.transcripts import (
     span_of_versions,
     token_texts_of,
 )
-from extras.try_reward.try_reward import load_reward, read_views, score_rows
+from extras.try_reward.__main__ import load_reward, read_views, score_rows
 from tests.batches import Turn, assert_records_are_the_batch, episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most
 from training.advantage import add_columns, compute_advantage

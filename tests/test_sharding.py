@@ -40,7 +40,6 @@ from configs.schema import (
     OptimConfig,
     PolicyLossConfig,
     PretrainedModelConfig,
-    RewardModelConfig,
     RolloutConfig,
 )
 from custom.tiny_model import build_tokenizer
@@ -50,6 +49,7 @@ from data.types import Request, SamplingParams
 from extras.certificate.certificate import WeightSync
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.reward_model.model import LearnedReward
+from extras.reward_model.settings import RewardModelConfig
 from extras.sharding.fsdp2 import (
     Sharding,
     gather_weights,

@@ -26,7 +26,7 @@ from extras.tools.calculator import as_text, calculate
 from extras.tools.files import load_tools
 from extras.tools.sandbox import PythonSandbox
 from extras.tools.search import Index
-from extras.try_reward.try_reward import read_views, score_rows
+from extras.try_reward.__main__ import read_views, score_rows
 from extras.verl.compat import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 from tests.engines import Playing, Scripted
 from tests.runs import compose

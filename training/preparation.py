@@ -14,9 +14,9 @@ from configs.errors import ConfigError, did_you_mean, events, notice
 from configs.extras import find
 from configs.import_utils import accepts, load_modules, load_subclass, split_object
 from configs.loader import options
-from configs.schema import Config, DataConfig, MultiTurnConfig, RewardConfig, RolloutConfig
+from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
 from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
-from data.data_report import filled_columns, report_overlap
+from data.data_report import report_overlap
 from data.pretrained import (
     check_has_value_head,
     check_is_decoder,
@@ -38,9 +38,6 @@ from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sam
 from data.seeding import seed_everything
 from data.tool_parsers import ToolParser
 from extras.interactions.base import interaction_of, load_interactions
-from extras.rules import KNOWN, default_compute_score, has_rule, runs_programs
-from extras.rules.sandbox_fusion import try_server
-from extras.sandbox import check_fences
 from extras.tools.files import load_tools
 from extras.verl.agents import known_names, load_agents
 from training.advantage import estimator_needs
@@ -68,8 +65,7 @@ from training.environment import (
 from training.policy_loss import TENSOR_ARGS, bind_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager, load_reward_manager
-from training.reward_function import FORMS, FunctionReward, check_columns
-from training.reward_results import OfFunctions, reward_name
+from training.reward_results import ChecksRows
 from training.roles import OF_POLICY, TEACHER_KEY, loss_reads, needed_roles
 from training.tracking import check_loggers
 
@@ -117,12 +113,11 @@ def prepare(config: Config) -> Parts:
     val_loader = build_val_loader(config, data, tokenizer, environment)
     if val_loader and (environment or config.data.train_files):
         report_overlap(prompts_read(train_loader.dataset), prompts_read(val_loader.dataset), tokenizer)
-    sources: set[Any] = set()
     for loader in filter(None, (train_loader, val_loader)):
-        check_ground_truths(reward, loader)
-        sources |= check_data_sources(reward, loader)
-        check_rows(config.actor_rollout_ref.rollout, loader, rows_looked_at(loader))
-    check_sandbox(config.reward, runs_programs=any(map(runs_programs, sources)))
+        positions = rows_looked_at(loader)
+        if isinstance(reward, ChecksRows):
+            reward.check({position: loader.row(position) for position in positions})
+        check_rows(config.actor_rollout_ref.rollout, loader, positions)
     total_steps = config.trainer.total_training_steps or len(train_loader) * config.trainer.total_epochs
     check_warmup(config, total_steps)
     return Parts(
@@ -151,53 +146,6 @@ def check_warmup(config: Config, total_steps: int) -> None:
             f"trainer.critic_warmup={warmup}: the policy learns from that step on, and the run has {total_steps}: "
             f"it would never learn. Set it below {total_steps}, or raise trainer.total_training_steps."
         )
-
-
-def check_ground_truths(reward: RewardManager, loader: PromptLoader) -> None:
-    """Raises ConfigError if a reward function cannot do without ground_truth, or a column, and no row has it."""
-    functions = reward.functions if isinstance(reward, OfFunctions) else []
-    functions = [one for one in functions if one.form.needs_ground_truth or one.form.needed]
-    rows = [loader.row(position) for position in rows_looked_at(loader)] if functions else []
-    check_columns(functions, rows)
-    truths = [row["reward_model"].get("ground_truth") for row in rows if isinstance(row.get("reward_model"), dict)]
-    if any(one.form.needs_ground_truth for one in functions) and all(truth is None for truth in truths):
-        raise ConfigError(
-            f"the reward {reward_name(reward)} needs ground_truth, and none of {len(rows)} rows has one; the first "
-            f"fills the columns {filled_columns(rows[0])}. Put it into reward_model.ground_truth, or into a column "
-            "ground_truth; or, if the reward does without, give the argument a default: ground_truth=None."
-        )
-
-
-def check_data_sources(reward: RewardManager, loader: PromptLoader) -> set[Any]:
-    """Returns the data sources of the rows looked at, by which the default reward scores; of another reward, none.
-
-    Raises:
-        ConfigError: there is no rule for one.
-    """
-    if not isinstance(reward, FunctionReward) or reward.function is not default_compute_score:
-        return set()
-    sources = [(position, loader.row(position).get("data_source")) for position in rows_looked_at(loader)]
-    for position, source in sources:
-        if not has_rule(source):
-            raise ConfigError(
-                "nothing scores the responses: set reward.custom_reward_function.path (and .name) to a function of "
-                f"yours, {FORMS}; or set env.id to train on an environment. Without either a row's data_source names "
-                f"its rule, one of {', '.join(KNOWN)}; that of row {position} is {source!r}."
-            )
-    return {source for _, source in sources}
-
-
-def check_sandbox(config: RewardConfig, runs_programs: bool) -> None:
-    """Says which fences hold programs of the policy, or tries the server that runs them.
-
-    Raises:
-        ValueError: the fences do not suffice, with reward.sandbox=required, or the server runs no programs.
-    """
-    server, required = config.sandbox_fusion.url, config.sandbox == "required"
-    if runs_programs and server:
-        try_server(server)
-    if required or (runs_programs and not server):
-        notice(check_fences(required))
 
 
 def rows_looked_at(loader: PromptLoader) -> list[int]:

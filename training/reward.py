@@ -2,16 +2,10 @@
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
 row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
-plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss. With a learned
-reward model, a response's score in training is the model's, plus reward.reward_model.function_weight times the
-manager's; validation is scored by the manager alone, if there is one, and shows what a policy gains that only pleases
-the model. `python -m training.reward FILE --data ROWS` tries a function without a model (extras/try_reward).
+plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss.
 """
 
-from configs.errors import users_line  # isort: skip
-
 import inspect
-import logging
 import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.errors import users_line
+from configs.extras import find, moved
 from configs.import_utils import bind, load_extern_object
-from configs.schema import (
-    Config,
-    RewardConfig,
-    RewardManagerConfig,
-    ScoringConfig,
-)
+from configs.schema import Config, RewardConfig, RewardManagerConfig, ScoringConfig
 from data.chat import parse_prompt
 from data.data_report import prompt_text
 from data.padding import last_token
@@ -51,49 +42,36 @@ class RewardRun:
     whole: Config | None = None
 
 
-@dataclass(frozen=True)
-class Source:
-    """A place where a reward comes from: `named` says whether the settings ask for it, `load`, "module:function", makes
-    the reward of (settings, run)."""
-
-    named: Callable[[RewardConfig, RewardRun], bool]
-    load: str
-
-
-SOURCES = {  # the first that is named scores; configs/checks.py refuses two that are named together
-    "manager": Source(
-        lambda settings, run: run.environment is None and settings.reward_manager != RewardManagerConfig(),
-        "training.reward_manager:of_manager",
-    ),
-    "functions": Source(lambda settings, run: settings.source() is not None, "training.reward_function:of_functions"),
-    "environment": Source(lambda settings, run: run.environment is not None, "training.reward:of_environment"),
-    "model": Source(lambda settings, run: settings.reward_model.enable, "training.reward:of_model"),
-    "rules": Source(lambda settings, run: True, "training.reward_function:of_rules"),
-}
-
-
 def load_reward_manager(
     config: RewardConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     environment: Any | None,
     whole: Config | None = None,
 ) -> RewardManager:
-    """Loads the run's reward by the first of `SOURCES` that the settings name.
+    """Loads the run's reward: of the kind "reward" of configs/extras.py, the one that the settings name.
 
     Raises:
         ValueError: the function has an unknown form.
     """
-    run = RewardRun(tokenizer, environment, whole)
-    name, source = next((name, source) for name, source in SOURCES.items() if source.named(config, run))
-    if name != "manager" and (own := config.reward_kwargs.extras):
+    name = reward_of(config, environment)
+    if name != "manager" and (unread := config.reward_kwargs.extras):
         raise ValueError(
-            f"reward.reward_kwargs has {', '.join(own)}, which only a reward manager of yours reads "
-            "(reward.reward_manager.name); a function has reward.custom_reward_function.reward_kwargs."
+            f"reward.reward_kwargs has {', '.join(unread)}, which only a reward manager of yours reads (reward."
+            "reward_manager.name); a function has reward.custom_reward_function.reward_kwargs."
         )
-    return load_extern_object(*source.load.split(":"))(config, run)
+    return find("reward", name)(config, RewardRun(tokenizer, environment, whole))
 
 
-def of_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
+def reward_of(config: RewardConfig, environment: Any | None) -> str:
+    """Names the reward that scores; configs/checks.py refuses two that are named together."""
+    if environment is None and config.reward_manager != RewardManagerConfig():
+        return "manager"
+    if config.source() is not None:
+        return "functions"
+    return config.fallback if environment is None else "environment"
+
+
+def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     """Loads the manager of custom/reward_manager.py, or of the user's file, around the environment."""
     manager = load_extern_object(settings.reward_manager.path, settings.reward_manager.name)
     named = inspect.signature(manager).parameters  # one that hands **kwargs on to ours is given none
@@ -101,7 +79,7 @@ def of_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     return bind(manager, offered, positional={"environment": run.environment}, key="reward.reward_manager")()
 
 
-def of_model(settings: RewardConfig, run: RewardRun) -> RewardManager:
+def load_model(settings: RewardConfig, run: RewardRun) -> RewardManager:
     """A learned model scores alone."""
     return zero_reward
 
@@ -301,7 +279,4 @@ def score_batch(
 
 
 if __name__ == "__main__":
-    from extras.try_reward.try_reward import main
-
-    logging.getLogger("training.reward").setLevel(logging.ERROR)  # failed rows stand in the table
-    raise SystemExit(main())
+    raise SystemExit(moved(__spec__.name))

@@ -7,37 +7,25 @@ A function's form is read from its signature, and it is given the arguments that
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError
+from configs.extras import find
 from configs.import_utils import bind, callable_name, is_setting, load_extern_object, required_arguments
-from configs.schema import (
-    RewardConfig,
-    RewardFunctionConfig,
-    SandboxFusionConfig,
-    ScoringConfig,
-    WeightedFunctionConfig,
-)
-from configs.threads import available_cores
+from configs.schema import RewardConfig, RewardFunctionConfig, ScoringConfig, WeightedFunctionConfig
 from data.chat import as_messages
 from data.concurrency import run_all
 from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
-from data.types import Row
-from extras.sandbox import check_fences
-from extras.scorers import NotScored
-from extras.scorers.pool import Scorers
-from extras.scorers.program import is_async
+from data.types import NotScored, Row
 from training.reward_results import parse_scores
 
-RULES = "extras.rules", "default_compute_score"  # what scores where nothing is named: file and function
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos) for a whole batch in lists, "
@@ -102,8 +90,29 @@ class Form:
         self.needs_ground_truth = ground_truth not in reward_kwargs and requires(signature, ground_truth)
 
 
+class Caller(Protocol):
+    """Makes the calls of a function, in this process or elsewhere."""
+
+    def begin(self, calls: list[dict[str, Any]], rows: int) -> Callable[[], list[Any]]:
+        """Starts calls by their arguments, of so many rows each; returns a function that waits for the results."""
+
+
+class Here:
+    """Calls a function in this process, an async one for several rows side by side; what it raises is raised."""
+
+    def __init__(self, function: Callable, reward_kwargs: dict, max_concurrent: int, timeout: float | None) -> None:
+        self.function, self.reward_kwargs = function, reward_kwargs
+        self.max_concurrent, self.timeout = max_concurrent, timeout
+
+    def begin(self, calls: list[dict[str, Any]], rows: int) -> Callable[[], list[Any]]:
+        results = [self.function(**call | self.reward_kwargs) for call in calls]
+        if results and inspect.isawaitable(results[0]):
+            results = run_all(results, self.max_concurrent, self.timeout)
+        return lambda: results
+
+
 class FunctionReward:
-    """A reward manager from a function, sync or async; its `form` is read from its signature.
+    """A reward from a function, sync or async; its `form` is read from its signature.
 
     A function of one response is given exactly what it names among `ARGUMENTS`, `FACTS` and the columns of the data
     set; one of lists, each with an element for every response, among `LISTS`, `FACTS` and those columns. With **kwargs
@@ -113,7 +122,6 @@ class FunctionReward:
         function: in one of the four `FORMS`.
         reward_kwargs: passed on to every call; they win over what the caller passes.
         max_concurrent, timeout: limits of an async function that is called in this process.
-        scorers: processes that call it; None: it is called here, and what it raises is raised.
         key: the setting that names it.
         data_sources: of which responses are scored; the others' results are None. Empty: of all.
 
@@ -129,20 +137,18 @@ class FunctionReward:
         *,
         max_concurrent: int = ScoringConfig.max_concurrent,
         timeout: float | None = None,
-        scorers: Scorers | None = None,
         key: str = "reward.custom_reward_function",
         data_sources: Sequence[str] = (),
     ) -> None:
         self.function, self.tokenizer, self.reward_kwargs = function, tokenizer, reward_kwargs or {}
-        self.max_concurrent, self.timeout, self.scorers = max_concurrent, timeout, scorers
+        self.caller: Caller = Here(function, self.reward_kwargs, max_concurrent, timeout)
         self.data_sources = frozenset(data_sources)
         self.form = Form(function, self.reward_kwargs)
         settings = f"{key}.reward_kwargs"
         if missing := [name for name in SERVED if name in self.form.needed]:
             raise ValueError(
-                f"{key}: {callable_name(function)} needs {' and '.join(missing)}, which verl gives where it serves a "
-                "judge. Here you serve it (python -m extras.server) with reward.reward_model.enable=false: set "
-                f"{settings}.reward_router_address=HOST:PORT, and load its tokenizer in your file."
+                f"{key}: {callable_name(function)} needs {' and '.join(missing)}: serve a judge yourself (python -m "
+                f"extras.server), and set {settings}.reward_router_address=HOST:PORT."
             )
         wanted = dict.fromkeys(sorted(self.form.wanted))
         bind(function, wanted, self.reward_kwargs, "the reward function", settings=settings)
@@ -150,10 +156,6 @@ class FunctionReward:
     @property
     def title(self) -> str:
         return callable_name(self.function)
-
-    @property
-    def functions(self) -> "list[FunctionReward]":
-        return [self]
 
     def __call__(self, data: DataProto) -> Any:
         """Returns the function's results, a list or one for all; NotScored for a row that could not be scored."""
@@ -167,26 +169,27 @@ class FunctionReward:
             return lambda: spread(wait(), places, len(data))
         return self._begin(data)
 
+    def check(self, rows: Mapping[int, Row]) -> None:
+        """Raises ConfigError if the function needs ground_truth, or a column, that none of the rows has."""
+        columns = {name for row in rows.values() for name in row}
+        if missing := sorted(self.form.needed - columns):
+            raise ConfigError(
+                f"the reward {self.title} needs {', '.join(missing)}, which the data does not have; its columns are "
+                f"{', '.join(sorted(columns))}. Name one of them, or give the argument a default."
+            )
+        labels = [row["reward_model"] for row in rows.values() if isinstance(row.get("reward_model"), dict)]
+        if self.form.needs_ground_truth and all(label.get("ground_truth") is None for label in labels):
+            raise ConfigError(
+                f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: fill reward_model."
+                "ground_truth or a column ground_truth, or give the argument a default."
+            )
+
     def _begin(self, data: DataProto) -> Callable[[], Any]:
-        calls = self._calls(data)
-        if self.scorers is None:
-            results = self._called_here(calls)
-            return lambda: results
         rows = 1 if self.form.takes_one_response else len(data)
-        return partial(self._joined, [self.scorers.submit(call, rows) for call in calls], len(data))
+        return partial(self._results, self.caller.begin(self._calls(data), rows), len(data))
 
-    def _called_here(self, calls: list[dict[str, Any]]) -> Any:
-        results = [self.function(**call | self.reward_kwargs) for call in calls]
-        if results and inspect.isawaitable(results[0]):
-            results = run_all(results, self.max_concurrent, self.timeout)
-        return results if self.form.takes_one_response else results[0]
-
-    def _joined(self, futures: list[Future], rows: int) -> Any:
-        try:
-            results = [future.result() for future in futures]
-        finally:
-            for future in futures:  # those that wait, if one has failed
-                future.cancel()
+    def _results(self, wait: Callable[[], list[Any]], rows: int) -> Any:
+        results = wait()
         if self.form.takes_one_response:
             return results
         [result] = results
@@ -232,17 +235,6 @@ def conversations(data: DataProto) -> list[list[dict[str, Any]]]:
     ]
 
 
-def check_columns(functions: Sequence[FunctionReward], rows: Sequence[Row]) -> None:
-    """Raises ConfigError if one of the functions names what is no column of any of the rows."""
-    there = {name for row in rows for name in row}
-    for function in functions:
-        if missing := sorted(function.form.needed - there):
-            raise ConfigError(
-                f"the reward {callable_name(function.function)} needs {', '.join(missing)}, which the data does not "
-                f"have; its columns are {', '.join(sorted(there))}. Name one of them, or give the argument a default."
-            )
-
-
 def spread(results: Any, places: list[int], rows: int) -> list[Any]:
     """Puts results of the responses at `places` among `rows`; those between them are None."""
     by_place = dict(zip(places, results, strict=True))
@@ -262,10 +254,14 @@ def load_function(
     config: ScoringConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     key: str = "reward.custom_reward_function",
+    *,
+    kind: type[FunctionReward] = FunctionReward,
+    computes: bool = False,
 ) -> FunctionReward:
     """Loads the function that `entry` names under the setting `key`, to be called by the limits of `config`.
 
-    One that takes a DataProto is called in this process: its rows cannot be scored one by one.
+    One that takes a DataProto is called in this process: its rows cannot be scored one by one. `computes`: each call
+    takes a core.
 
     Raises:
         ValueError: it has none of the forms; and whatever loading the file raises.
@@ -274,9 +270,9 @@ def load_function(
     limits = {"max_concurrent": config.max_concurrent, "timeout": config.timeout, "key": key}
     if isinstance(entry, WeightedFunctionConfig):
         limits["data_sources"] = entry.data_sources
-    reward = FunctionReward(function, tokenizer, entry.reward_kwargs, **limits)
-    if reward.form.columns and not config.in_process:
-        reward.scorers = Scorers(entry.path, entry.name, reward.reward_kwargs, is_async(function), config)
+    reward = kind(function, tokenizer, entry.reward_kwargs, **limits)
+    if reward.form.columns and config.caller != "here":
+        reward.caller = find("caller", config.caller)(function, entry, config, computes)
     return reward
 
 
@@ -304,9 +300,10 @@ class WeightedReward:
     def title(self) -> str:
         return f"reward.functions ({', '.join(part.label for part in self.parts)})"
 
-    @property
-    def functions(self) -> list[FunctionReward]:
-        return [part.function for part in self.parts]
+    def check(self, rows: Mapping[int, Row]) -> None:
+        """As `FunctionReward.check`, of each."""
+        for part in self.parts:
+            part.function.check(rows)
 
     def __call__(self, data: DataProto) -> list[Any]:
         waits = [part.function.begin(data) for part in self.parts]
@@ -387,29 +384,6 @@ def load_functions(
     return None
 
 
-def of_functions(settings: RewardConfig, run: Any) -> FunctionReward | WeightedReward:
-    """As a source of training/reward.py."""
+def load(settings: RewardConfig, run: Any) -> FunctionReward | WeightedReward:
+    """Loads the functions of a run (the entry of the table)."""
     return load_functions(settings, run.tokenizer)
-
-
-def of_rules(settings: RewardConfig, run: Any) -> FunctionReward:
-    """As a source of training/reward.py."""
-    return load_default(settings, settings.sandbox_fusion, run.tokenizer)
-
-
-def load_default(
-    config: ScoringConfig, server: SandboxFusionConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> FunctionReward:
-    """Loads the rules of public data sets; if `server` has a url, they run programs there, else in processes that are
-    at most the cores."""
-    kwargs = {
-        "sandbox_fusion_url": server.url,
-        "concurrent_semaphore": server.max_concurrent,
-        "memory_limit_mb": server.memory_limit_mb,
-        "timeout": config.timeout,
-    }
-    if server.url is None:  # programs run here, and compute
-        if config.sandbox == "required":
-            check_fences(required=True)
-        config = replace(config, num_workers=min(config.num_workers, available_cores()[0]))
-    return load_function(RewardFunctionConfig(*RULES, kwargs), config, tokenizer)

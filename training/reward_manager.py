@@ -24,12 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.extras import find
 from configs.import_utils import bind, load_extern_object, load_module
 from configs.schema import Config, RewardConfig, RewardManagerConfig
 from data.concurrency import run_all
 from data.padding import last_token
 from data.protocol import DataProto
-from training.reward_function import FunctionReward, load_default
+from training.reward_function import FunctionReward
 from training.reward_results import parse_scores
 
 REWARD_MANAGER_REGISTRY: dict[str, type] = {}
@@ -211,14 +212,14 @@ class UsersManager:
         return [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
 
 
-def of_manager(settings: RewardConfig, run: Any) -> UsersManager:
-    """As a source of training/reward.py: loads the manager that reward.reward_manager names, and gives it the function
+def load(settings: RewardConfig, run: Any) -> UsersManager:
+    """Loads the manager that reward.reward_manager names, and gives it the function
     of the run, or the rules of public data sets."""
     function = settings.custom_reward_function
     if function.path:
         scores, kwargs = load_extern_object(function.path, function.name), function.reward_kwargs
     else:
-        rules = load_default(settings, settings.sandbox_fusion, run.tokenizer)
+        rules = find("reward", "rules")(settings, run)
         scores, kwargs = rules.function, rules.reward_kwargs
     manager_class = load_manager_class(settings.reward_manager)
     return UsersManager(manager_class, settings, run.tokenizer, partial(scores, **kwargs), run.whole)

@@ -9,7 +9,7 @@ import math
 import numbers
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,7 +20,7 @@ from configs.import_utils import callable_name
 from configs.schema import ScoringConfig
 from data.padding import last_token
 from data.protocol import DataProto, object_array
-from extras.scorers import NotScored
+from data.types import NotScored, Row
 
 logger = logging.getLogger("training.reward")
 Columns = dict[str, np.ndarray]
@@ -29,16 +29,18 @@ TOO_LARGE = 1e18  # from here on the squares of a batch of scores are no longer 
 
 
 @runtime_checkable
-class OfFunctions(Protocol):
-    """A reward that calls functions of the user's; `title` is what messages call it."""
+class ChecksRows(Protocol):
+    """A reward that looks at rows before the run; `title` is what messages call it."""
 
     title: str
-    functions: list[Any]
+
+    def check(self, rows: Mapping[int, Row]) -> None:
+        """Raises ConfigError where rows, by their position in the data set, lack what it needs."""
 
 
 def reward_name(reward: Callable) -> str:
     """Returns what messages call a reward: its own `title`, or the name of a function or a class."""
-    return reward.title if isinstance(reward, OfFunctions) else callable_name(reward)
+    return reward.title if isinstance(reward, ChecksRows) else callable_name(reward)
 
 
 def validate_result(
@@ -173,10 +175,8 @@ def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: s
                        len(failures), rows, counts, becomes, what, times)  # fmt: skip
         return
     error = RuntimeError(
-        f"{what}. {len(failures)} of {rows} responses could not be scored ({counts}), more than "
-        f"reward.max_failed_fraction={config.max_failed_fraction:g} allows. "
-        "`python -m training.reward FILE --data ROWS` tries a function alone; with reward.in_process=true breakpoints "
-        "work in it."
+        f"{what}. {len(failures)} of {rows} responses could not be scored ({counts}), more than reward."
+        f"max_failed_fraction={config.max_failed_fraction:g} allows; python -m extras.try_reward tries it alone."
     )
     if example.trace:
         error.add_note(f"in the process of the reward function:\n{example.trace}")

@@ -23,15 +23,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from configs.errors import ConfigError, refusals
-from configs.schema import SandboxFusionConfig, ScoringConfig
+from configs.errors import refusals
+from configs.extras import find
+from configs.schema import ScoringConfig
 from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
-from extras.rules import KNOWN, has_rule
 from training.metric_utils import Figures, Graded, compute_evaluation_metrics
-from training.reward import RewardManager, view_of_rows, view_scores
-from training.reward_function import load_default, load_functions
+from training.reward import RewardManager, RewardRun, view_of_rows, view_scores
+from training.reward_function import load_functions
 
 
 def report(config: EvaluationConfig) -> None:
@@ -49,18 +49,9 @@ def run(config: EvaluationConfig) -> dict[str, Figures]:
     rows = [standard_row(row, origin, config.data) for origin, row in read_rows(config.data.path)]
     reward = load_functions(config.reward)
     if reward is None:
-        check_rules(rows)
-        reward = load_default(config.reward, SandboxFusionConfig(), None)
+        reward = find("reward", "rules")(config.reward, RewardRun(None, None))
+        reward.check(dict(enumerate(rows)))
     return evaluate(grade(rows, reward, config.reward), config.data.pass_score)
-
-
-def check_rules(rows: Sequence[Row]) -> None:
-    """Raises ConfigError if there is no rule for the data source of a row."""
-    if unknown := sorted({str(row["data_source"]) for row in rows if not has_rule(row["data_source"])}):
-        raise ConfigError(
-            "reward.custom_reward_function.path is not set, and there is no rule for the data sources "
-            f"{', '.join(unknown)}: name the file of a reward function. Rules are there for {', '.join(KNOWN)}."
-        )
 
 
 def standard_row(row: Row, origin: Origin, data: EvaluationDataConfig) -> Row:

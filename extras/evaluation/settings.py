@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import II
 
-from configs.checks import check_functions, check_output_folder, check_sources, is_greedy
+from configs.checks import check_output_folder, check_sources, is_greedy
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, RolloutConfig, ScoringConfig
 from configs.settings import Frozen, group, setting
@@ -106,7 +106,6 @@ def check_evaluation(config: EvaluationConfig) -> None:
     """Raises ConfigError for settings that cannot work together."""
     data = config.data
     check_files(data.path, "rows with responses")
-    check_functions(config.reward)
     if data.output_path is not None:
         check_output_folder(str(Path(data.output_path).parent), "data.output_path")
 

@@ -20,7 +20,8 @@ import cloudpickle
 from configs.errors import users_line
 from configs.import_utils import load_module
 from custom.gym.text_env import EnvState, TextEnv, split_id
-from data.concurrency import START_SECONDS, Channel, Child, ProcessEnded, run_in_background
+from data.concurrency import run_in_background
+from extras.processes.child import START_SECONDS, Channel, Child, ProcessEnded
 
 READ = ("success", "action", "turns", "invalid", "return", "end_reason")  # of info; the rest stays in the process
 Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))

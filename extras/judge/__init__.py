@@ -1,1 +1,1 @@
-"""Scores responses by a language model that is asked for its judgement."""
+"""A reward by the judgement of a language model, which is asked over an OpenAI-compatible API."""

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from extras.sandbox import run_python
 from extras.sandbox.child import COMPILE_ERROR
+from extras.sandbox.run import run_python
 
 CPU_SECONDS, CPU_SECONDS_ALONE = 5.0, 10.0  # of computing, of a case among all, and of each of the first ten
 BUDGET = 45.0  # seconds on the clock for all cases of a response, where the caller has no limit of its own

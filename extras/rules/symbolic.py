@@ -12,7 +12,8 @@ import subprocess
 import threading
 from importlib.util import find_spec
 
-from data.concurrency import Channel, Child, ProcessEnded, run_in_background
+from data.concurrency import run_in_background
+from extras.processes.child import Channel, Child, ProcessEnded
 
 SECONDS = 10.0  # of computing, for one question
 MEMORY_MB = 4096

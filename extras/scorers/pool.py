@@ -12,16 +12,17 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from configs.schema import ScoringConfig
+from configs.schema import RewardFunctionConfig, ScoringConfig
 from configs.threads import available_cores
-from data.concurrency import Child, ProcessEnded, start_loop, stop_loop
-from extras.scorers import NotScored
-from extras.scorers.program import ScorerSpec, serve
+from data.concurrency import start_loop, stop_loop
+from data.types import NotScored
+from extras.processes.child import Child, ProcessEnded
+from extras.scorers.program import ScorerSpec, is_async, serve
 
 GRACE_SECONDS = 0.5  # for async calls to end themselves at their deadline, so that those beside them go on
 COMPUTING = 0.1  # of a core, above which a process computes and does not wait; a busy machine gives it little
@@ -84,14 +85,24 @@ class Scorers:
     A plain function is called by up to `num_workers` of them, one call each, and by no more than there are cores if it
     computes; another is started when calls wait for longer than a start takes. An async one is in one process, with up
     to `max_concurrent` calls under way.
+
+    Args:
+        function: as it was loaded in this process.
+        entry: names it.
+        computes: each of its calls takes a core.
     """
 
-    def __init__(self, path: str, name: str, reward_kwargs: dict, asynchronous: bool, config: ScoringConfig) -> None:
+    def __init__(
+        self, function: Callable, entry: RewardFunctionConfig, config: ScoringConfig, computes: bool = False
+    ) -> None:
+        asynchronous = is_async(function)
         soft = config.timeout if asynchronous else None
-        self.spec = ScorerSpec(path, name, reward_kwargs, config.memory_limit_mb, soft)
+        self.spec = ScorerSpec(entry.path, entry.name, entry.reward_kwargs, config.memory_limit_mb, soft)
         self.seconds, self.grace = config.timeout, GRACE_SECONDS if asynchronous else 0.0
         self.most, self.places = (1, config.max_concurrent) if asynchronous else (config.num_workers, 1)
         self.cores, _ = available_cores()
+        if computes:
+            self.most = min(self.most, self.cores)
         self.processes: list[ScorerProcess] = []
         self.free: asyncio.LifoQueue[ScorerProcess] = asyncio.LifoQueue()
         self.waiting, self.done = 0, 0  # calls
@@ -103,6 +114,10 @@ class Scorers:
         self.growing: asyncio.Task | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lock = threading.Lock()
+
+    def begin(self, calls: list[dict[str, Any]], rows: int) -> Callable[[], list[Any]]:
+        """Submits calls of so many rows each; returns a function that waits for the results."""
+        return partial(results_of, [self.submit(call, rows) for call in calls])
 
     def submit(self, arguments: dict[str, Any], rows: int = 1) -> Future:
         """Calls the function with `arguments`, of so many rows; the future has its result, or NotScored.
@@ -169,6 +184,14 @@ class Scorers:
             self.processes.append(process)
             for _ in range(self.places):
                 self.free.put_nowait(process)
+
+
+def results_of(futures: list[Future]) -> list[Any]:
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:  # those that wait, if one has failed
+            future.cancel()
 
 
 def end_all(loop: asyncio.AbstractEventLoop, thread: threading.Thread, processes: Iterable[ScorerProcess]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from configs.errors import notice_once, users_line
 from configs.import_utils import load_extern_object
-from data.concurrency import Channel, frame, read_frame
+from extras.processes.child import Channel, frame, read_frame
 
 PR_SET_DUMPABLE = 4
 MAX_MESSAGE = 4000  # characters of an exception and its traceback

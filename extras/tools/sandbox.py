@@ -1,4 +1,4 @@
-"""The tool that runs a program that a policy writes, in a sandbox (training/sandbox)."""
+"""The tool that runs a program that a policy writes, in a sandbox (extras/sandbox)."""
 
 import signal
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from configs.errors import notice_once
 from configs.threads import available_cores
 from data.tools import BaseTool, ToolResponse, ToolSchema, schema_of_text
-from extras.sandbox import check_fences, run_python
+from extras.sandbox.run import check_fences, run_python
 
 
 class PythonSandbox(BaseTool):

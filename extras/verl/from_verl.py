@@ -32,7 +32,8 @@ from configs.loader import Arguments
 from configs.schema import Config
 from configs.settings import defaults, known_keys, leaves
 from extras.evaluation.settings import EvaluationConfig, GenerationConfig, check_evaluation, check_generation
-from extras.sandbox import Call, check_fences, child, fences, run_shell
+from extras.sandbox import child
+from extras.sandbox.run import Call, check_fences, fences, run_shell
 from extras.sft.settings import SFTConfig, check_sft
 from extras.verl.keys import VerlKeys, judge
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from extras.sandbox import Call, child, fences, run_shell
+from extras.sandbox import child
+from extras.sandbox.run import Call, fences, run_shell
 from extras.verl import from_verl
 from extras.verl.from_verl import MISSING, NO_EFFECT, RENAMED, WORKS, Reading, in_lines, read_source, readings_of
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import extras.rules
+import extras.rules.gsm8k
 import training.core_algos
 import training.torch_functional
 from configs.import_utils import names_of_verl

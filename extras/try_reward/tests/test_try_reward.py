@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import ScoringConfig
-from extras.rules import default_compute_score, math_dapo, math_reward
+from extras.rules import math_dapo, math_reward
 from extras.rules import search_r1_like_qa_em as questions
-from extras.try_reward.try_reward import Finding, Outcome, audit, load_reward, main, read_views, score_rows
+from extras.rules.default import default_compute_score
+from extras.try_reward.__main__ import Finding, Outcome, audit, load_reward, main, read_views, score_rows
 from scripts import create_reward_template
 from tests.forked import python
 from training.reward_function import FunctionReward
@@ -247,7 +248,7 @@ def test_the_command_prints_a_table(write: Callable[[str, str], str], tmp_path: 
     score = "def compute_score(solution_str, ground_truth):\n    return {'score': float(solution_str == ground_truth), "
     write("mine.py", score + "'heavy': 'torch' in __import__('sys').modules}")
     files = [str(tmp_path / "mine.py"), "--data", str(tmp_path / "rows.jsonl")]
-    done = python("-m", "training.reward", *files)
+    done = python("-m", "extras.try_reward", *files)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["row", "response", "ground", "truth", "score", "heavy", "outcome", "ms"]

@@ -1,4 +1,4 @@
-"""Tries a reward without a model: python -m training.reward FILE --data ROWS [--name f] [--timeout S] [--audit]
+"""Tries a reward without a model: FILE --data ROWS [--name f] [--timeout S] [--audit]
 
 Scores the responses that the rows hold as training does, and prints a table; --audit scores cheap answers and right
 ones instead: does the reward pay for the right answers, and for nothing cheaper? Without a file the rules of public
@@ -24,14 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.errors import refusals
+from configs.extras import find
 from configs.import_utils import load_module
-from configs.schema import RewardFunctionConfig, SandboxFusionConfig, ScoringConfig
+from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels
-from data.types import Row
-from extras.scorers import NotScored
-from training.reward import call_manager, view_of_rows
-from training.reward_function import FunctionReward, load_default, load_function
+from data.types import NotScored, Row
+from training.reward import RewardRun, call_manager, view_of_rows
+from training.reward_function import FunctionReward, load_function
 from training.reward_results import validate_result
 
 NAMES = ("compute_score", "compute_reward")  # looked for without --name
@@ -75,7 +75,7 @@ class Finding:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "python -m training.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m extras.try_reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("reward", nargs="?", metavar="FILE", help="your reward (none: the rules of public data sets)")
     parser.add_argument("--data", required=True, metavar="ROWS", help=".jsonl, .json or .parquet, with responses")
@@ -107,7 +107,7 @@ def load_reward(path: str | None, name: str | None, config: ScoringConfig) -> Fu
         ValueError, AttributeError, FileNotFoundError, RuntimeError: there is none; says why.
     """
     if path is None:
-        return load_default(config, SandboxFusionConfig(), None)
+        return find("reward", "rules")(config, RewardRun(None, None))
     if name is None:
         found = vars(load_module(path))
         name = next((known for known in NAMES if known in found), NAMES[0])
@@ -343,3 +343,7 @@ def cheap_finding(kind: str, answers: list[tuple[str, Outcome]], least: float, m
 
 def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
-"""Programs that try to get out of the sandbox, and honest ones: `python -m tests.sandbox_escapes` prints what becomes
-of them as root and as another user, where there are namespaces and where there are none.
+"""Programs that try to get out of the sandbox, and honest ones; as a command, prints what becomes of them as root and
+as another user, where there are namespaces and where there are none.
 
-A program that gets out prints ESCAPED, or leaves a file beside `kept`, or a connection. tests/test_sandbox.py asserts
+A program that gets out prints ESCAPED, or leaves a file beside `kept`, or a connection. test_sandbox.py asserts
 that none does.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 OTHER = 54321  # a user who is nobody
 ROOMY = 60.0  # seconds, for programs that end by themselves, on a busy machine
 SECRET = b"what the parent keeps to itself"
@@ -256,7 +256,7 @@ def become(user: int) -> None:
 
 def try_all(folder: Path) -> dict[str, str]:
     """Runs all programs; returns what became of each, in a word, and beside it what it printed."""
-    from extras.sandbox import fences, run_python
+    from extras.sandbox.run import fences, run_python
 
     secret = ctypes.create_string_buffer(SECRET)
     given = f"FOLDER, PARENT, ADDRESS = {str(folder)!r}, {os.getpid()}, {ctypes.addressof(secret)}\n"
@@ -286,7 +286,7 @@ def run_all(user: int | None, mode: str) -> dict[str, str]:
     """Returns `try_all` of a process of its own: of that user (None: this one), without what `mode` takes away."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
-        command = [sys.executable, "-m", "tests.sandbox_escapes", "run", str(user or ""), mode, folder]
+        command = [sys.executable, "-m", "extras.sandbox.tests.sandbox_escapes", "run", str(user or ""), mode, folder]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"KEY": "secret"})
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from configs.errors import events
-from configs.schema import ScoringConfig
-from extras.scorers import NotScored
+from configs.schema import RewardFunctionConfig, ScoringConfig
+from data.types import NotScored
 from extras.scorers.pool import Scorers
 from tests.forked import python
 from tests.runs import ROOT
@@ -79,9 +79,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def plain(solution_str): ...
+
+
+async def waiting(solution_str): ...
+
+
+HOW = {False: plain, True: waiting}  # a function as the caller's process has loaded it
+
+
 def scorers(file: Path, asynchronous: bool = False, reward_kwargs: dict | None = None, **settings) -> Scorers:
     config = ScoringConfig(**{"timeout": LIMIT, "num_workers": 4} | settings)
-    return Scorers(str(file), "compute_score", reward_kwargs or {}, asynchronous, config)
+    return Scorers(HOW[asynchronous], RewardFunctionConfig(str(file), reward_kwargs=reward_kwargs or {}), config)
 
 
 def outcomes(file: Path, marker: Path) -> dict[str, tuple[str, str]]:
@@ -142,7 +151,7 @@ def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_pat
     if place == "process":
         call = f"outcomes(Path({str(file)!r}), Path({str(marker)!r}))"
         program = (
-            "import json; from pathlib import Path; from tests.test_scorers import outcomes; "
+            "import json; from pathlib import Path; from extras.scorers.tests.test_scorers import outcomes; "
             f"said = json.dumps({call}); Path({str(tmp_path / 'said')!r}).write_text(said)"
         )
         done = python("-c", program, check=True)
@@ -159,7 +168,7 @@ def test_hostile_scorers_end_in_time_are_counted_and_leave_nothing(file, tmp_pat
 def test_hostile_scorers_end_inside_a_ray_actor(file, tmp_path, cluster):
     import ray
 
-    from tests import test_scorers  # under a name that the actor can import
+    from extras.scorers.tests import test_scorers  # under a name that the actor can import
 
     marker = tmp_path / "pids"
     on_path = {"env_vars": {"PYTHONPATH": str(ROOT)}}
@@ -307,7 +316,7 @@ def test_a_function_that_uses_cuda_is_said_once_a_process_as_nobody_counts_its_m
         f"{prefix}def compute_score(solution_str):\n"
         "    sys.modules['torch'] = SimpleNamespace(cuda=cuda, manual_seed=int)\n    return 1.0\n"
     )
-    pool = Scorers(str(file), "compute_score", {}, bool(prefix), ScoringConfig())
+    pool = Scorers(HOW[bool(prefix)], RewardFunctionConfig(str(file)), ScoringConfig())
     events.kept.clear()
     try:
         assert [pool.submit({"solution_str": "a"}).result() for _ in range(2)] == [1.0, 1.0]
@@ -338,7 +347,7 @@ def test_scorers_end_with_their_parent_however_that_ends(file, tmp_path):
     marker = tmp_path / "pids"
     program = f"""
 from pathlib import Path
-from tests.test_scorers import scorers
+from extras.scorers.tests.test_scorers import scorers
 pool = scorers(Path({str(file)!r}), reward_kwargs={{"marker": {str(marker)!r}}}, timeout=None)
 pool.submit({{"solution_str": "regex"}}).result()
 """

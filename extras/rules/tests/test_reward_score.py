@@ -1,4 +1,4 @@
-"""The rules of public data sets pay what they say, case by case (tests/reward_cases.py), and rows find their rule."""
+"""The rules of public data sets pay what they say, case by case (reward_cases.py), and rows find their rule."""
 
 import itertools
 import re
@@ -10,16 +10,14 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
+from configs import errors
 from configs.errors import ConfigError
-from configs.schema import RewardConfig, SandboxFusionConfig, ScoringConfig
+from configs.schema import RewardConfig
 from data import http
-from extras import sandbox
+from data.protocol import DataProto
 from extras.rules import (
-    KNOWN,
-    default_compute_score,
     geo3k,
     gsm8k,
-    has_rule,
     math_dapo,
     math_reward,
     prime_code,
@@ -28,12 +26,15 @@ from extras.rules import (
     symbolic,
 )
 from extras.rules import search_r1_like_qa_em as questions
+from extras.rules.default import KNOWN, default_compute_score, find_rule
 from extras.rules.prime_code import first_block, python_block
-from extras.sandbox import Finished
-from tests import reward_cases as cases
+from extras.rules.reward import RuleReward, load
+from extras.rules.settings import SandboxFusionConfig
+from extras.rules.tests import reward_cases as cases
+from extras.sandbox import run as sandbox
+from extras.sandbox.run import Finished
 from tests.servers import answering
-from training.preparation import check_sandbox
-from training.reward_function import load_default
+from training.reward import RewardRun, load_reward_manager
 
 by_algebra = pytest.mark.skipif(find_spec("math_verify") is None, reason="needs the package math-verify")
 
@@ -248,11 +249,15 @@ def test_results_that_no_parser_reads_are_wrong(written):
     assert not prime_code.same_value(written, 5)
 
 
+def loaded(**settings) -> RuleReward:
+    return load(RewardConfig(**settings), RewardRun(None, None))
+
+
 def test_programs_run_in_no_more_processes_than_there_are_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("training.reward.available_cores", lambda: (6, "a test"))
-    config = ScoringConfig(num_workers=16)
-    assert load_default(config, SandboxFusionConfig(), None).scorers.most == 6
-    assert load_default(config, SandboxFusionConfig("http://none/run_code"), None).scorers.most == 16
+    pool = pytest.importorskip("extras.scorers.pool")
+    monkeypatch.setattr(pool, "available_cores", lambda: (6, "a test"))
+    assert loaded(num_workers=16).caller.most == 6
+    assert loaded(sandbox_fusion=SandboxFusionConfig("http://none/run_code"), num_workers=16).caller.most == 16
 
 
 UNREADABLE = [  # (data source, response, ground truth): each raised, or took seconds
@@ -303,14 +308,14 @@ def test_references_may_be_numbers(truth):
 @table(cases.ROUTES)
 def test_a_row_is_scored_by_the_rule_of_its_data_source(case):
     source, response, truth, score = case
-    assert has_rule(source)
+    assert find_rule(source) is not None
     found = default_compute_score(source, response, truth, {"index": 0}, more="ignored")
     assert found == score and type(found) is type(score)
 
 
 @pytest.mark.parametrize("source", ["my_data", "", None, "searchR1_x", "AIME"])
 def test_a_data_source_without_a_rule_is_refused_by_name(source):
-    assert not has_rule(source)
+    assert find_rule(source) is None
     with pytest.raises(NotImplementedError, match=f"not implemented for data_source={source!r}. .*{KNOWN[0]}"):
         default_compute_score(source, "5", "5")
 
@@ -393,9 +398,10 @@ def test_the_url_of_a_server_is_tried_at_the_start(answer, problem, monkeypatch:
     monkeypatch.setattr(http, "FIRST_WAIT", 0.0)
     right = {"status": "Success", "run_result": {"status": "Finished", "stdout": "42\n"}}
     with fusion_server((200, right)) as (url, asked):
-        check_sandbox(RewardConfig(sandbox_fusion=SandboxFusionConfig(url)), runs_programs=False)
+        reward = loaded(sandbox_fusion=SandboxFusionConfig(url))
+        reward.check(rows("openai/gsm8k"))
         assert not asked
-        check_sandbox(RewardConfig(sandbox_fusion=SandboxFusionConfig(url)), runs_programs=True)
+        reward.check(rows("apps"))
         assert asked[0]["code"] == "print(6 * 7)"
     with fusion_server(answer) as (url, asked), pytest.raises(ConfigError, match=rf"sandbox_fusion.url=.*{problem}"):
         sandbox_fusion.try_server(url)
@@ -415,18 +421,17 @@ def test_a_server_believes_only_programs_that_reach_the_end_of_their_asserts():
 
 def test_programs_are_held_or_it_is_said_and_required_fences_refuse_the_run(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sandbox, "fences", lambda: ("no capabilities",))
-    check_sandbox(RewardConfig(), runs_programs=False)
+    monkeypatch.setattr(errors, "noticed", set())
+    loaded().check(rows("openai/gsm8k"))
     assert not capsys.readouterr().err
-    check_sandbox(RewardConfig(), runs_programs=True)
-    assert (
-        "notice: the sandbox is open: on this machine programs are held by no capabilities" in capsys.readouterr().err
-    )
-    for refused in (
-        lambda config: check_sandbox(config, runs_programs=False),
-        lambda config: load_default(config, config.sandbox_fusion, None),
-    ):
-        with pytest.raises(ValueError, match=r"reward\.sandbox=required"):
-            refused(RewardConfig(sandbox="required"))
+    loaded().check(rows("openai/gsm8k", "apps"))
+    assert "the sandbox is open: on this machine programs are held by no capabilities" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"reward\.sandbox=required"):
+        RewardConfig(sandbox="required").check(None, "reward")
+
+
+def rows(*sources: str) -> dict[int, dict[str, str]]:
+    return {position: {"data_source": source} for position, source in enumerate(sources)}
 
 
 def test_a_program_that_does_not_compile_is_none_for_all_later_cases():
@@ -442,3 +447,15 @@ def test_a_function_is_called_by_lines_of_json():
         assert sandbox_fusion.compute_score(url, None, None, response, test_cases)[0] == 1.0
     [request] = asked
     assert request["stdin"] == "2" and "else square\n" in request["code"]
+
+
+def test_without_any_reward_the_rules_of_public_data_sets_score():
+    """…and where programs are run is set in the config."""
+    config = RewardConfig(sandbox_fusion=SandboxFusionConfig("http://none/run_code", 3, 128))
+    reward = load_reward_manager(config, None, None)
+    limits = {"sandbox_fusion_url": "http://none/run_code", "concurrent_semaphore": 3, "memory_limit_mb": 128}
+    limits["timeout"] = 60.0
+    assert reward.function is default_compute_score and reward.reward_kwargs == limits
+    sources = ["openai/gsm8k", "lighteval/MATH"]
+    columns = {"responses": ["#### 5", r"\boxed{5}"], "ground_truths": ["5", "6"], "data_source": sources}
+    assert reward(DataProto.from_single_dict(columns)) == [1.0, 0.0]

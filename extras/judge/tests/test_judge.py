@@ -15,13 +15,12 @@ from configs.errors import ConfigError
 from configs.schema import RewardConfig, RewardFunctionConfig
 from data import http
 from data.protocol import DataProto
+from data.types import NotScored
 from extras.judge import judge as module
 from extras.judge.judge import GRADE, REFERENCE, TEMPLATE, fill_template, judge, read_grade, read_template, recall
-from extras.scorers import NotScored
 from tests import servers
 from tests.runs import ROOT
 from training.reward import load_reward_manager
-from training.reward_function import check_columns
 
 Answer = tuple[int, dict | str]
 
@@ -193,7 +192,7 @@ def test_it_is_a_reward_function_whose_rows_without_a_grade_are_not_scored():
     assert [row["score"] for row in scores[:2]] == [0.5, 0.0]
     assert isinstance(scores[2], NotScored) and scores[2].outcome == "error" and "no grade" in scores[2].said
     with pytest.raises(ConfigError, match=r"judge .* needs base_url, which the data does not have"):
-        check_columns([manager(model="a")], [{"prompt": "1+1"}])
+        manager(model="a").check({0: {"prompt": "1+1"}})
 
 
 def test_a_server_that_hangs_costs_its_row_and_no_other():

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from extras import sandbox
-from extras.sandbox import Finished, child, run_python
+from extras.sandbox import child
+from extras.sandbox import run as sandbox
 from extras.sandbox.child import ARCHITECTURES
+from extras.sandbox.run import Finished, run_python
+from extras.sandbox.tests.sandbox_escapes import ESCAPES, HONEST, MODES, OTHER, READS, ROOMY, run_all
 from tests.runs import ROOT
-from tests.sandbox_escapes import ESCAPES, HONEST, MODES, OTHER, READS, ROOMY, run_all
 
 NO = "not permitted|is not allowed"  # by the kernel, or where it has no fence by the hook
 
@@ -124,7 +125,7 @@ def users() -> list[int | None]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("user", users())
 def test_no_program_gets_out_and_honest_ones_run(user: int | None, mode: str):
-    """`python -m tests.sandbox_escapes` prints this as a table."""
+    """`sandbox_escapes.py` prints this as a table."""
     found = run_all(user, mode)
     if not child.is_closed(found["fences"].split(", ")):
         pytest.skip(f"this system has no more than {found['fences']}")
@@ -136,8 +137,8 @@ def test_no_program_gets_out_and_honest_ones_run(user: int | None, mode: str):
 
 OPEN = """
 import json, sys
-from tests.sandbox_escapes import CALLS, refuse_calls
-from extras.sandbox import run_python
+from extras.sandbox.tests.sandbox_escapes import CALLS, refuse_calls
+from extras.sandbox.run import run_python
 
 refuse_calls([CALLS[name][sys.argv[1]] for name in ("landlock", sys.argv[3])])
 print(json.dumps([vars(run_python(program, seconds=seconds)) for program, seconds in json.loads(sys.argv[2])]))

@@ -11,11 +11,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import main
 from configs.checks import check_config
-from configs.schema import PretrainedModelConfig, RewardConfig, RewardModelConfig
+from configs.schema import PretrainedModelConfig, RewardConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from extras.reward_model.model import LearnedReward, load_reward_model
+from extras.reward_model.settings import RewardModelConfig
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run

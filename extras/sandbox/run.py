@@ -1,0 +1,223 @@
+"""A sandbox for Python that a policy writes: a process of its own, with limits and fences that the kernel keeps.
+
+Limits hold everywhere: of time, memory, threads, files and output. Fences are what the system has of the following, and
+`fences` says which: namespaces (no network, no process of others, every file read-only but those of a folder in
+memory), no rights of root, Landlock (nothing to write to but that folder, nothing to read but Python and the system's
+libraries, no signals), and a filter of system calls (no processes, no sockets, no signals, no mounts). With the filter
+and one of namespaces and Landlock it is closed. Otherwise a hook refuses what a program does by mistake: that is no
+fence. `run_python` is the door; open child.py to change a fence. Behind `run_shell` a script of the user's is read.
+"""
+
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from configs.errors import ConfigError
+from extras.sandbox import child
+
+START_SECONDS = 60.0  # for Python and the fences
+OF_THE_SHELL = ("PATH", "HOME", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")  # variables
+GRACE_SECONDS = 1  # of computing, for Python's own start
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a program.
+
+    `status`: its exit status; below 0, the signal that ended it; None: it took too long. `output`, `errors`: all
+    that it wrote until then. `fences`: those that held it.
+    """
+
+    status: int | None
+    output: str
+    errors: str
+    fences: tuple[str, ...] = ()
+
+
+def run_python(
+    code: str,
+    stdin: str = "",
+    *,
+    then: Sequence[str] = (),
+    seconds: float = 5.0,
+    cpu_seconds: float | None = None,
+    memory_mb: int = 512,
+    files_mb: int = 1,
+    readable: Sequence[str | Path] = (),
+    processes: bool = False,
+) -> Finished:
+    """Runs the program `code` in a process of its own, for at most `seconds` on the clock from its first line on.
+
+    When this returns, the process and all it started is gone, and so is its folder.
+
+    Args:
+        then: programs that run after it in its module; each is read when those before it have ended.
+        cpu_seconds: of computing; None: `seconds`. It is rounded up, and does not depend on what else the machine does.
+        files_mb: MiB that it may write to files, and as output.
+        readable: files and folders that it may read, beside Python and the system's libraries.
+        processes: whether it may start other programs, as a shell does; the same fences hold them.
+
+    Raises:
+        RuntimeError: the sandbox does not start.
+    """
+    with ExitStack() as opened:
+        folder = opened.enter_context(own_folder())
+        texts = [text.encode("utf-8", "replace") for text in (code, *then)]
+        sources, given, output, errors = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        fill(sources, b"".join(texts))
+        fill(given, stdin.encode("utf-8", "replace"))
+        started, ready = os.pipe()
+        opened.callback(os.close, started)
+        cpu_seconds = math.ceil(seconds if cpu_seconds is None else cpu_seconds) + GRACE_SECONDS
+        numbers = (sources.fileno(), ready, cpu_seconds, memory_mb, files_mb, int(processes), *map(len, texts))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", child.__file__, os.pathsep.join(map(str, readable)), *map(str, numbers)],
+            **{"stdin": given, "stdout": output, "stderr": errors},
+            pass_fds=[sources.fileno(), ready],
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a group of its own, to be killed as one
+        )
+        os.close(ready)
+        fences, status = wait_for_end(process, started, seconds)
+        if not fences:
+            raise RuntimeError(f"the sandbox did not start, status {process.returncode}: {read_back(errors)[-1000:]}")
+        return Finished(status, read_back(output), read_back(errors), fences[1:])
+
+
+class Call(NamedTuple):
+    """A command that a script gave, and the variables that it had exported until then."""
+
+    words: list[str]
+    variables: dict[str, str]
+
+
+def run_shell(
+    text: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    cwd: Path,
+    *,
+    readable: Sequence[Path],
+    seconds: float,
+) -> tuple[list[Call], Finished]:
+    """Runs a shell script in the sandbox, among commands that only note how they were called: none of them is run.
+
+    Args:
+        words: its name and its arguments.
+        cwd: it finds there what is in this folder, and may write beside it; the same for the user's home.
+
+    Raises:
+        RuntimeError: the sandbox does not start.
+    """
+    given = {name: value for name, value in variables.items() if not name.startswith(("BASH", "LD_"))}
+    folders = {kind: (str(path), sorted(os.listdir(path))) for kind, path in (("cwd", cwd), ("home", Path.home()))}
+    done = run_python(
+        Path(__file__).with_name("shell.py").read_text(),
+        json.dumps([text, words, given, folders]),
+        seconds=seconds,
+        files_mb=8,
+        readable=readable,
+        processes=True,
+    )
+    output, errors, here = done.output, done.errors, done.output.split("\0", 2)[1]
+    for kind, (path, _) in folders.items():
+        output, errors = (said.replace(f"{here}/{kind}", path) for said in (output, errors))
+    return list(calls_in(output.split("\0")[3:-1], given)), replace(done, output="", errors=errors)
+
+
+def calls_in(fields: list[str], given: Mapping[str, str]) -> Iterator[Call]:
+    """Yields the calls of shell.py's records, with the variables that are not as they were `given`."""
+    while fields:
+        middle = 1 + int(fields[0])
+        end = middle + 1 + int(fields[middle])
+        variables = dict(pair.partition("=")[::2] for pair in fields[middle + 1 : end])
+        new = {name: value for name, value in variables.items() if given.get(name) != value}
+        own = (*OF_THE_SHELL, *(name for name in new if name.startswith("BASH")))
+        yield Call(fields[1:middle], {name: value for name, value in new.items() if name not in own})
+        fields = fields[end:]
+
+
+def wait_for_end(process: subprocess.Popen, started: int, seconds: float) -> tuple[tuple[str, ...], int | None]:
+    """Waits for a process, and ends it with its group; returns what it sent through the pipe `started`, and its status,
+    None if it took too long."""
+    try:
+        fences = read_fences(started)  # the program begins
+        status = process.wait(seconds) if fences else None
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return fences, None if status == -signal.SIGKILL else status  # the kernel's, at the end of its computing
+
+
+@contextmanager
+def own_folder() -> Iterator[str]:
+    """Makes a folder, which is removed, however deep a program has nested others in it."""
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except RecursionError:
+            subprocess.run(["rm", "-rf", folder], check=False)
+
+
+def read_fences(started: int) -> tuple[str, ...]:
+    """Waits for the first word of a process, which is followed by the fences that it has set; (): it sends none."""
+    waiting = select.poll()
+    waiting.register(started, select.POLLIN)
+    waiting.poll(START_SECONDS * 1000)
+    os.set_blocking(started, False)
+    with suppress(BlockingIOError):
+        return tuple(filter(None, os.read(started, 1000).decode().split(", ")))
+    return ()
+
+
+def fill(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.seek(0)
+
+
+def read_back(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+@cache
+def fences() -> tuple[str, ...]:
+    """Returns the names of the fences that hold on this machine, for this user."""
+    return run_python("", seconds=START_SECONDS).fences
+
+
+def check_fences(required: bool) -> str:
+    """Returns a line that says which fences hold.
+
+    Raises:
+        ConfigError: the sandbox is `required`, and not closed.
+    """
+    closed, held = child.is_closed(fences()), ", ".join(fences()) or "no fence"
+    if closed:
+        return f"programs of the policy run in a sandbox: {held}."
+    lacks = (
+        f"the sandbox is open: on this machine programs are held by {held}, and it takes {child.SECCOMP} with "
+        f"{child.LANDLOCK} (Linux 5.13, and a container that allows it) or {child.NAMESPACES} (`unshare -rn true`)"
+    )
+    if required:
+        raise ConfigError(f"reward.sandbox=required: {lacks}. Run it there, or set reward.sandbox=available.")
+    return f"{lacks}; reward.sandbox=required would refuse to run."
