@@ -27,11 +27,11 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from extras.certificate.certificate import WeightSync
 from extras.server.tests.fixtures import vllm_server
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, load_rollout_class
 from workers.models import load_causal_lm
+from workers.weight_sync import weight_sync
 
 SHARED = "/dev/shm"  # as the openai engine has it
 LOOK_SECONDS = 0.005
@@ -79,7 +79,7 @@ def measure(name: str, arguments: argparse.Namespace, policy: TrainEngine) -> tu
         times, peaks = [], Peaks()
         for version in range(arguments.repeats + 1):
             times.append(watched(partial(engine.load_weights, policy.weights(), version), others, peaks))
-        WeightSync(engine, policy).update(version + 1)
+        weight_sync(engine, policy).update(version + 1)
         return times[1:], peaks
 
 

@@ -22,6 +22,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sglang": "extras.sglang.rollout:SGLangRollout",
         "openai": "extras.openai.rollout:OpenAIRollout",
     },
+    "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},

@@ -14,12 +14,12 @@ from configs.schema import Config, RolloutConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from extras.certificate.certificate import draw_probe, largest_distance, score_probe
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
 from workers.engine import TrainEngine
 from workers.hf.rollout import HFRollout
 from workers.rollout import Checksums, Rollout
+from workers.weight_sync import draw_probe, largest_distance, score_probe
 
 
 def probe_distance(engine: Rollout, policy: TrainEngine) -> float:

@@ -39,7 +39,6 @@ TO_BE_CUT = {  # what still imports an extra by its name: this list only gets sh
         "workers/agent_loop.py": "",
         "workers/agents/conversation.py": "",
         "workers/dp_actor.py": "",
-        "workers/model_worker.py": "",
     },
     "pairs": {
         "extras/dry_run/dry_run.py": "",
@@ -66,7 +65,6 @@ EXEMPT = {
     "cycles": {},
     "custom": {"extras/gym/process_env.py": "to be cut"},
     "size": {
-        "extras/certificate/certificate.py:update": "to be cut",
         "extras/sharding/fsdp2.py": "to be cut",
         "extras/verl/from_verl.py": "to be cut",
         "configs/schema.py": "every setting, once",

@@ -46,7 +46,6 @@ from custom.tiny_model import build_tokenizer
 from data.pretrained import ModelSize
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.certificate.certificate import WeightSync
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.reward_model.model import LearnedReward
 from extras.reward_model.settings import RewardModelConfig
@@ -76,6 +75,7 @@ from workers.memory_needs import Share
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
 from workers.parallel import Replicas
+from workers.weight_sync import weight_sync
 
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
@@ -618,9 +618,9 @@ def certify(path: Path, mesh: str) -> list[Any]:
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
     make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
     with gather_weights(module):
-        syncs = [WeightSync(make(module), policy)]
+        syncs = [weight_sync(make(module), policy)]
     copy = load_causal_lm(ModelConfig(path=str(path)))
-    syncs.append(WeightSync(CopyOf(make(copy), copy, leads=rank() % 2 == 0), policy))
+    syncs.append(weight_sync(CopyOf(make(copy), copy, leads=rank() % 2 == 0), policy))
     found = [sync.update(1) for sync in syncs]
     old = {name: whole(dict(module.named_parameters())[name]).clone()}
     with torch.no_grad():

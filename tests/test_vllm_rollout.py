@@ -21,7 +21,6 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.certificate.certificate import WeightSync
 from extras.lora.lora import adapter_weights, is_lora
 from tests.engines import probe_distance
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
@@ -31,6 +30,7 @@ from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
 from workers.vllm_rollout_spmd import config_folder, remove_left_behind, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
+from workers.weight_sync import weight_sync
 from workers.worker_group import WorkerError
 
 LENGTHS = {"prompt_length": 40, "response_length": 12}
@@ -168,7 +168,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.bfloat16)
     with policy.autocast():
         rollout = vLLMRollout(RolloutConfig(**LENGTHS), AutoTokenizer.from_pretrained(wide_headed_model), model)
-        sync = WeightSync(rollout, policy)
+        sync = weight_sync(rollout, policy)
         sync.update(0)
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(1.5)

@@ -18,7 +18,6 @@ from data.pretrained import load_tokenizer
 from data.protocol import DataProto
 from data.seeding import derive_seed, forked_rng
 from data.types import SamplingParams
-from extras.certificate.certificate import WeightSync, probes
 from training.environment import worker_env_setup
 from training.mini_batches import first_policy_step
 from training.roles import ROLES
@@ -32,6 +31,7 @@ from workers.memory_needs import memory_report
 from workers.models import MODEL_KEY, load_causal_lm, load_value_model, training_device
 from workers.parallel import layout_of
 from workers.rollout import Rollout
+from workers.weight_sync import weight_sync
 
 
 class ModelWorker:
@@ -112,7 +112,7 @@ class ColocatedRollout:
     policy: TrainEngine
 
     def __post_init__(self) -> None:
-        self.sync = WeightSync(self.engine, self.policy)
+        self.sync = weight_sync(self.engine, self.policy)
 
     @cached_property
     def agent_loop(self) -> AgentLoop:
@@ -129,8 +129,7 @@ class ColocatedRollout:
             if not self.engine.own_weights:
                 held.enter_context(self.policy.at_work())
                 held.enter_context(self.policy.parallel.whole(self.policy.module))
-            if self.sync.gathers:
-                self.sync.check_gathered()
+            self.sync.check_gathered()
             if self.engine.lost_weights:
                 self.update_weights(self.engine.weight_version)
             held.enter_context(self.policy.autocast())
@@ -158,10 +157,7 @@ class ColocatedRollout:
     def update_weights(self, version: int) -> dict[str, float]:
         """Has the engine sample from the policy's present weights, and certifies that it does."""
         with forked_rng(derive_seed(self.config.trainer.seed, "sync", version)):  # a resumed run syncs once more
-            if self.sync.gathers or probes(self.engine, version):
-                return self.sync.update(version)
-            self.engine.load_weights(self.policy.weights(), version)
-            return {"rollout/weight_version": float(version)}
+            return self.sync.update(version)
 
 
 def build_rollout(worker: ModelWorker) -> ColocatedRollout:

@@ -13,7 +13,6 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
-from extras.certificate.certificate import WeightSync
 from extras.openai import weight_transfer as transfers
 from extras.openai.settings import OpenAISettings, openai_settings
 from extras.openai.tests.fixtures import engine_for
@@ -32,6 +31,7 @@ from tests.servers import KEY, answering
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
 from workers.vllm_setup import vllm_process
+from workers.weight_sync import weight_sync
 from workers.worker_group import check_machine
 
 OWN = "actor_rollout_ref.rollout.engine_kwargs.openai"
@@ -311,7 +311,7 @@ def test_one_server_takes_weights_either_way(
         with torch.no_grad():
             policy.module.model.embed_tokens.weight.mul_(change)
         assert probe_distance(engine, policy) > 1e-3
-        WeightSync(engine, policy).update(1)
+        weight_sync(engine, policy).update(1)
         engine.close()
     engine = engine_for(vllm_address, wide_headed_model, **nccl)
     with pytest.raises(ValueError, match=r"does not take .* no module or parameter named .nowhere"):

@@ -1,0 +1,155 @@
+"""Brings the policy's weights to its engine after every step, and checks that the engine samples by them.
+
+A weight that never arrives breaks nothing: the run would learn from another policy than the one it trains. So an engine
+with a copy must have been handed every weight, and the log-probs of a probe, a few tokens that it draws, must be the
+trainer's. `TABLE["sync"]` names what adds to that: extras/certificate compares the bits.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from configs.extras import find, present
+from data.padding import collate
+from data.protocol import DataProto
+from data.types import Request, SamplingParams
+from workers.collectives import Peers, gather, rank
+from workers.engine import TrainEngine, empty_weights
+from workers.forward_check import trained_log_probs
+from workers.rollout import Rollout, sample_of
+
+PROMPT_TOKENS, TOKENS = 16, 8  # of a probe: at most
+PROBE_EVERY = 32  # versions, of an engine without a copy: nothing is sent, and a probe takes a tenth of a small step
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # largest |Δ log-prob|; what rounding does is far below
+LISTED = 5  # names in an error
+
+
+class WeightSync:
+    """Brings the weights of `policy` to `engine`; the base of what checks more.
+
+    Attributes:
+        gathers: whether it looks at what an engine without a copy samples by (`check_gathered`).
+    """
+
+    gathers = False
+
+    def __init__(self, engine: Rollout, policy: TrainEngine) -> None:
+        self.engine, self.policy = engine, policy
+        self.sent: dict[str, int] = {}  # bytes of each weight that was handed over in this sync
+
+    def update(self, version: int) -> dict[str, float]:
+        """Has the engine sample by the policy's present weights, called `version`. All ranks call this together.
+
+        Returns:
+            rollout/weight_version, and, if a probe was drawn, rollout/sync_max_logprob_diff: the largest distance of
+            the engine's log-probs from the trainer's, in nats.
+
+        Raises:
+            RuntimeError: the engine does not sample by these weights; says what it was handed.
+        """
+        engine, policy, metrics = self.engine, self.policy, {"rollout/weight_version": float(version)}
+        if not (engine.own_weights or self.gathers or probes(engine, version)):
+            engine.load_weights(policy.weights(), version)
+            return metrics
+        self.sent = {}
+        with policy.at_work():
+            problems = self.hand_over(version)
+        if probes(engine, version):
+            with ExitStack() as held:
+                if not engine.own_weights:
+                    held.enter_context(policy.at_work())
+                    held.enter_context(policy.parallel.whole(policy.module))
+                held.enter_context(policy.autocast())
+                drawn = draw_probe(engine, policy.module.config.get_text_config().vocab_size)
+            drawn, scored = score_probe(policy, drawn)
+            metrics["rollout/sync_max_logprob_diff"] = largest_distance(drawn, scored)
+            problems += self.compare_log_probs(drawn, scored)
+        if problems:
+            remedy = "Set actor_rollout_ref.rollout.name=hf, which samples from the actor itself, and report the model."
+            raise RuntimeError(
+                f"after the sync of weights {version}, {type(engine).__name__} does not sample by the actor's: "
+                f"{'; '.join(problems)}. {len(self.sent)} tensors of {sum(self.sent.values()) / 1e6:.1f} MB were "
+                f"handed over. {remedy if engine.own_weights else 'Report the model.'}"
+            )
+        return metrics
+
+    def hand_over(self, version: int) -> list[str]:
+        """Hands all weights over; says which of them the engine did not take."""
+        engine, module, adapter, expected = self.engine, self.policy.module, self.policy.adapter, set()
+        adds = engine.takes_adapter
+        if not adds or engine.lost_weights:
+            engine.load_weights(self.passing(self.policy.weights(merged=not adds)), version)
+            if engine.own_weights:
+                expected |= revert_weight_conversion(module, empty_weights(module)).keys()
+        if adds:
+            engine.load_adapter(self.passing(adapter.own_weights(module)), version)
+            expected |= {adapter.saved_name(name) for name, _ in module.named_parameters() if adapter.is_own(name)}
+        missing = sorted(expected.difference(self.sent))
+        return [f"it was never handed {in_short(missing)}"] if missing else []
+
+    def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the `weights`, each noted as it is taken."""
+        for name, tensor in weights:
+            self.sent[name] = tensor.nbytes
+            yield name, tensor
+
+    def compare_log_probs(self, drawn: DataProto, scored: Tensor) -> list[str]:
+        """Says whether the engine's log-probs of a probe are other ones than the policy's, which `scored` it."""
+        distance, limit = largest_distance(drawn, scored), TOLERANCES[self.policy.dtype]
+        says = f"the log-probs of a probe differ from the trainer's by up to {distance:.2g}, above {limit:g}"
+        return [] if distance < limit else [says]
+
+    def check_gathered(self) -> None:
+        """Checks what was gathered for an engine without a copy; called before it generates."""
+
+
+def weight_sync(engine: Rollout, policy: TrainEngine) -> WeightSync:
+    """Makes the last of `TABLE["sync"]` that this copy has."""
+    return find("sync", [*present("sync")][-1])(engine, policy)
+
+
+def probes(engine: Rollout, version: int) -> bool:
+    """Says whether `engine` draws a probe after this sync: always if it has a copy of the weights, else now and then
+    if it can stand it."""
+    return engine.own_weights or (engine.is_probed and version % PROBE_EVERY == 1)
+
+
+def draw_probe(engine: Rollout, vocab_size: int) -> DataProto | None:
+    """Has the engine answer a prompt that is no text, always by the same seed: a rollout of one row, in the rank that
+    leads it."""
+    config = engine.config
+    prompt = [7 * place % vocab_size for place in range(min(PROMPT_TOKENS, config.prompt_length))]
+    most = min(TOKENS, config.response_length)
+    request = Request(0, prompt, SamplingParams(True, 1.0, -1, 1.0, most), seed=0)
+    with engine.together() as asks:
+        if not asks:
+            return None
+        [done] = engine.generate([request])
+    return collate([sample_of(request, done)], len(prompt), most, engine.pad_token_id)
+
+
+def score_probe(policy: TrainEngine, drawn: DataProto | None) -> tuple[DataProto, Tensor]:
+    """Scores what this rank's engine has drawn by the policy; None: another rank leads that engine.
+
+    All ranks score, as a forward of shards takes all of them.
+
+    Returns:
+        the rollout of one row, and the trainer's log-probs of its response, [1, R].
+    """
+    first = rank() - rank() % Peers.size  # of those who compute together, and score the same
+    own = [each for each in gather(drawn)[: first + 1] if each is not None][-1]
+    with policy.autocast():  # where the weights are: beside an engine that is awake, a GPU may have no room for them
+        return own, trained_log_probs(policy.module, own)
+
+
+def largest_distance(drawn: DataProto, scored: Tensor) -> float:
+    """Returns the largest |Δ log-prob| of the tokens that were drawn, in nats."""
+    return ((drawn.batch["rollout_log_probs"] - scored) * drawn.batch["response_mask"]).abs().max().item()
+
+
+def in_short(names: list[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
