@@ -10,9 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.import_utils import load_extern_object, split_object
 from configs.paths import ROOT
-from configs.settings import Frozen
 
 FOLDER = ROOT / "extras"
 TABLE: dict[str, dict[str, str]] = {
@@ -27,6 +25,7 @@ TABLE: dict[str, dict[str, str]] = {
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "stage": {},
+    "imports": {"verl": "extras.verl.imports:StandIns"},
     "keys": {  # in the order in which they translate
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
@@ -63,6 +62,8 @@ MOVED: dict[str, str] = {  # by its old name, the new one of a module that users
     "training.reward": "python -m extras.try_reward",
     "training.judge": "extras.judge.judge",
 }
+    "training.from_verl": "extras.verl",
+    "training.verl_compat": "extras.verl.compat",
 
 
 def find(kind: str, name: str, key: str = "") -> Any:
@@ -74,7 +75,8 @@ def find(kind: str, name: str, key: str = "") -> Any:
         ConfigError: its extra is not in this copy; names `key`.
     """
     if name not in TABLE[kind]:
-        return load_extern_object(*split_object(name))
+        users = import_module("configs.import_utils")  # which imports this module
+        return users.load_extern_object(*users.split_object(name))
     check_present(kind, name, key)
     module, _, attribute = TABLE[kind][name].partition(":")
     return getattr(import_module(module), attribute)
@@ -112,6 +114,8 @@ def section(extra: str, name: str = "Settings") -> type:
     Without the extra there are none. Its settings.py imports neither torch nor what is built from the settings.
     """
     if not is_here(f"extras.{extra}"):
+        from configs.settings import Frozen  # processes that score do without
+
         return make_dataclass(f"Absent{name}", [], bases=(Frozen,))
     return getattr(import_module(f"extras.{extra}.settings"), name)
 

@@ -3,30 +3,26 @@
 A file is executed once, however often and from wherever it is named. A file that `import` can find is imported under
 that name, so `custom/my_env.py` in the config and `from custom.my_env import …` are one module; any other file gets a
 name made of its path. Either name is in sys.modules, and the same in every process, so the classes in it pickle. It may
-import the modules beside it, where nothing else has their names, and verl, where that is not installed.
+import the modules beside it, where nothing else has their names, and those of another project (`Imports`).
 """
 
 import hashlib
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from difflib import get_close_matches
-from functools import cache, partial
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from functools import partial
+from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-import yaml
-
 from configs.errors import is_users
-from configs.paths import ROOT, find_path
+from configs.extras import find, moved, present
+from configs.paths import find_path
 
 
 class Neighbours:
@@ -45,110 +41,24 @@ class Neighbours:
         return spec if is_users(spec.origin) else None  # custom/gym is no gym
 
 
-class StandIn(ModuleType):
-    """A module of verl, whose names are ours as extras/verl/names.yaml has them; a name is looked up when it is read.
-
-    A name that is not there is an AttributeError here, so that hasattr works, and then an ImportError of the finder.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if target := names_of_verl().get(self.__name__, {}).get(name):
-            module, _, attribute = target.partition(":")
-            return attrgetter(attribute)(importlib.import_module(module))
-        full = f"{self.__name__}.{name}"
-        if full in names_of_verl():
-            return importlib.import_module(full)
-        raise AttributeError(name if name.startswith("__") else why_not_here(full))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in names_of_verl()[self.__name__]:
-            raise AttributeError(
-                f"{self.__name__}.{name} cannot be replaced from outside: what calls it here would not notice. "
-                "Register a function or a class of yours (CONTRIBUTING.md)."
-            )
-        super().__setattr__(name, value)
-
-
-class StandIns:
-    """Finds verl's modules for a user's files where verl is not installed.
-
-    It asks all other finders first, so that an installed verl is found as ever, and takes a folder called verl without
-    an __init__.py, such as that of a clone, for no package. It stays as long as the process: functions import too.
-    """
+class Imports:
+    """Gives users' files another project's modules, where it is not installed; subclasses are of the kind `imports`."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        top = name.partition(".")[0]
-        if top != "verl" or not (cls.is_needed() if name == top else isinstance(sys.modules.get(top), StandIn)):
-            return None
-        if name not in names_of_verl():
-            raise ImportError(why_not_here(name), name=name)
-        return ModuleSpec(name, cls, is_package=True)
+    def install(cls) -> None:
+        """Adds its finder to sys.meta_path, if it is not there; it stays, as functions import too."""
 
     @classmethod
-    def is_needed(cls) -> bool:
-        specs = (finder.find_spec("verl", None, None) for finder in sys.meta_path if finder is not cls)
-        return not any(spec and spec.origin for spec in specs)
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> StandIn:
-        return StandIn(spec.name)
-
-    @staticmethod
-    def exec_module(module: StandIn) -> None:
-        module.__all__ = list(names_of_verl()[module.__name__])
-
-
-@cache
-def table_of_verl() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Reads extras/verl/names.yaml: {module of verl: {name: "module of ours:name"}}, and {module or name of verl, or
-    method of a class of ours, that is refused: what to use instead}."""
-    served: dict[str, dict[str, str]] = {}
-    refused: dict[str, str] = {}
-    for modules, entries in yaml.load((ROOT / "extras/verl/names.yaml").read_text(), yaml.CSafeLoader).items():
-        for module in (module for pattern in modules.split() for module in with_variants(pattern)):
-            if isinstance(entries, str):
-                refused[module] = entries
-                continue
-            for place in range(module.count(".") + 1):
-                served.setdefault(module.rsplit(".", place)[0], {})
-            for home, names in entries.items():
-                for verls, _, ours in (name.partition("=") for name in names.split()):
-                    if " " in home:
-                        refused[f"{module}.{verls}"] = home
-                    else:
-                        served[module][verls] = f"{home}:{ours or verls}"
-    return served, refused
-
-
-def with_variants(pattern: str) -> list[str]:
-    """["a", "a.b"] of "a{,.b}"; of several braces all combinations."""
-    first = re.search(r"\{(.*?)\}", pattern)
-    if first is None:
-        return [pattern]
-    before, after = pattern[: first.start()], pattern[first.end() :]
-    return [found for part in first[1].split(",") for found in with_variants(before + part + after)]
-
-
-def names_of_verl() -> dict[str, dict[str, str]]:
-    """Returns, for each of verl's modules that there is here, its names and where ours are."""
-    return table_of_verl()[0]
-
-
-def why_not_here(name: str) -> str:
-    """Says what to use in place of `name`, a module of verl or a name in one."""
-    served, refused = table_of_verl()
-    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
-    if reason := next((refused[parent] for parent in parents if parent in refused), None):
-        return f"{name} is not here: {reason}."
-    known = [*served, *(f"{module}.{one}" for module, names in served.items() for one in names)]
-    near = get_close_matches(name, known, 1, 0.8)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return f"{name} is not here.{meant} extras/verl/names.yaml lists the names of verl that are."
+    def uncalled(cls) -> Mapping[str, str]:
+        """Returns, by module.Class.method of ours, what to do instead of overriding it: here it is not called."""
+        return {}
 
 
 sys.meta_path.append(Neighbours)
-sys.meta_path.insert(0, StandIns)  # before the finder that would take any folder called verl
+
+
+def foreign_imports() -> list[type[Imports]]:
+    return [find("imports", name) for name in present("imports")]
 
 
 def load_module(path: str) -> ModuleType:
@@ -159,6 +69,8 @@ def load_module(path: str) -> ModuleType:
         ModuleNotFoundError: no such module.
         RuntimeError: executing it failed; the cause carries the user's file and line.
     """
+    for foreign in foreign_imports():
+        foreign.install()
     file = find_path(path.removeprefix("file://"))
     dotted = path.removeprefix("pkg://").replace("/", ".")
     is_file = not path.startswith("pkg://") and (file.suffix == ".py" or "/" in path or file.is_file())
@@ -173,7 +85,7 @@ def load_module(path: str) -> ModuleType:
     except Exception as error:
         if not is_file and _is_missing(dotted, error):
             raise ModuleNotFoundError(
-                f"{path}: neither a file in {Path.cwd()} nor a module that can be imported. "
+                f"{path}: neither a file in {Path.cwd()} nor a module that can be imported.{moved(dotted)} "
                 "Give the path of a .py file, or a module on PYTHONPATH."
             ) from None
         raise RuntimeError(f"Error loading module from {path}: {type(error).__name__}: {error}") from error
@@ -194,7 +106,7 @@ def load_extern_object(path: str, name: str | None) -> Any:
     if not name:
         raise ValueError(f"{path} is given without the name of the object in it: set the `name` that belongs to it.")
     module = load_module(path)
-    if name not in vars(module) and not isinstance(module, StandIn):
+    if name not in vars(module) and type(module) is ModuleType:  # others say themselves what they lack
         public = (key for key, value in vars(module).items() if key[0] != "_" and not isinstance(value, ModuleType))
         raise AttributeError(f"Object not found in module: {path} has no {name!r}; it has {', '.join(sorted(public))}.")
     return getattr(module, name)
@@ -205,13 +117,13 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
 
     Raises:
         TypeError: it is no subclass of `base`.
-        ValueError: it overrides a method of verl's that nothing calls here.
+        ValueError: it overrides a method of another project's that nothing calls here.
     """
     found = load_extern_object(path, name)
     if not isinstance(found, type) or not issubclass(found, base):
         needed = f"{base.__module__}.{base.__name__}"
         raise TypeError(f"{key}={name} in {path} is {found!r}; it must be a subclass of {needed}.")
-    uncalled = {} if found is base else table_of_verl()[1]
+    uncalled = {method: why for foreign in foreign_imports() for method, why in foreign.uncalled().items()}
     for depth, parent in enumerate(found.__mro__):
         for method in chain.from_iterable(map(vars, found.__mro__[:depth])):
             if reason := uncalled.get(f"{parent.__module__}.{parent.__name__}.{method}"):

@@ -49,7 +49,7 @@ TO_BE_CUT = {  # what still imports an extra by its name: this list only gets sh
         "extras/tools/gsm8k.py": "",
         "extras/verl/agents.py": "",
         "extras/verl/compat.py": "",
-        "extras/verl/from_verl.py": "",
+        "extras/verl/__main__.py": "",
         "extras/verl/sft.py": "",
         "extras/watch/health.py": "",
     },
@@ -66,7 +66,7 @@ EXEMPT = {
     "custom": {"extras/gym/process_env.py": "to be cut"},
     "size": {
         "extras/sharding/fsdp2.py": "to be cut",
-        "extras/verl/from_verl.py": "to be cut",
+        "extras/verl/__main__.py": "to be cut",
         "configs/schema.py": "every setting, once",
         "custom/gym/text_env.py": "one class, and its parts know each other's state",
         "training/core_algos.py": "a catalogue of algorithms",
@@ -106,7 +106,7 @@ EXEMPT = {
     "environment": {
         "configs/threads.py": "OMP_NUM_THREADS is the user's word on threads",
         "configs/process.py": "sets what torch reads when it is loaded, and reads Hydra's switch for tracebacks",
-        "extras/verl/from_verl.py": "a script for verl reads the variables of whoever starts it, and sets others",
+        "extras/verl/__main__.py": "a script for verl reads the variables of whoever starts it, and sets others",
         "extras/judge/judge.py": "reads the key to a server, which belongs in no config",
         "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",

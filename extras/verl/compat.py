@@ -1,7 +1,7 @@
 """Functions that code written for verl imports and that this project itself does not call.
 
 Names, arguments and results are verl's; the work is done by what the project uses instead. extras/verl/names.yaml
-says which module of verl has each, beside those names that the project itself uses; configs/import_utils.py finds them
+says which module of verl has each, beside those names that the project itself uses; extras/verl/imports.py finds them
 where a file imports verl. `python -m extras.verl.compat FILE ARGUMENTS` runs a script that does so.
 
 `DataProto` has further methods of verl's once this module is imported: `sample_level_repeat`, `unfold_column_chunks`,
@@ -43,6 +43,7 @@ from extras.interactions.base import BaseInteraction as BaseInteraction
 from extras.rollout_correction.correction import correct_log_probs
 from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold
 from extras.tools.files import load_tools
+from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
 from training.core_algos import (
@@ -413,5 +414,6 @@ if __name__ == "__main__":
     if not Path(*sys.argv[1:2]).is_file():
         raise SystemExit("usage: python -m extras.verl.compat SCRIPT.py [ARGUMENT …], SCRIPT.py being a file")
     sys.argv = sys.argv[1:]
+    StandIns.install()
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -265,7 +265,7 @@ def tell(found: Iterable[tuple[str, Any, Verdict]], file: str | None = None) -> 
         renamed = sum(map(len, told.values())) - idle
         notice(
             f"of the settings of {file}, {idle} have no effect here, and {renamed} are read by other names: "
-            f"python -m extras.verl.from_verl {file} lists them, with the reasons."
+            f"python -m extras.verl {file} lists them, with the reasons."
         )
         return
     for (why, kind), keys in told.items():

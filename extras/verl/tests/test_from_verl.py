@@ -8,8 +8,8 @@ import pytest
 
 from extras.sandbox import child
 from extras.sandbox.run import Call, fences, run_shell
-from extras.verl import from_verl
-from extras.verl.from_verl import MISSING, NO_EFFECT, RENAMED, WORKS, Reading, in_lines, read_source, readings_of
+from extras.verl import __main__ as from_verl
+from extras.verl.__main__ import MISSING, NO_EFFECT, RENAMED, WORKS, Reading, in_lines, read_source, readings_of
 
 pytestmark = pytest.mark.skipif(not child.is_closed(fences()), reason="scripts are read in a closed sandbox alone")
 PPO, HOME = "python3 -m verl.trainer.main_ppo", Path.home()
@@ -169,7 +169,7 @@ def test_a_scripts_own_flags_are_its_own(tmp_path: Path, capsys: pytest.CaptureF
 
 UNREADABLE = [
     ("run.sh", "echo hello; pip install verl", "no command of verl's: it ended with status 0, after: hello"),
-    ("run.sh", "set -u\nx=${MODEL:?name one}", "MODEL: name one.*NAME=value python -m extras.verl.from_verl"),
+    ("run.sh", "set -u\nx=${MODEL:?name one}", "MODEL: name one.*NAME=value python -m extras.verl"),
     ("run.sh", "read -p 'which model? ' x; while :; do :; done", "it ran for 1 seconds"),
     ("run.sh", "a\0b", "all of them text"),
     ("run.yml", "a: 1", "ends in .yaml"),

@@ -398,7 +398,7 @@ ray_kwargs: {ray_init: {num_cpus: null}}
     assert (config.critic.cliprange_value, config.trainer.total_epochs) == (0.2, 4)
     assert config.actor_rollout_ref.actor.optim.clip_grad == 1.0  # today's spelling, beside the old one
     [said] = capsys.readouterr().err.splitlines()
-    assert "have no effect here" in said and f"python -m extras.verl.from_verl {tmp_path}/ppo_trainer.yaml" in said
+    assert "have no effect here" in said and f"python -m extras.verl {tmp_path}/ppo_trainer.yaml" in said
 
 
 @pytest.mark.parametrize(

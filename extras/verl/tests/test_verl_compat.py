@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import extras.rules.gsm8k
 import training.core_algos
 import training.torch_functional
-from configs.import_utils import names_of_verl
 from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
 from extras.rollout_correction.correction import correct_log_probs
@@ -40,6 +39,7 @@ from extras.verl.compat import (
     postprocess_data,
     unpad_dataproto,
 )
+from extras.verl.imports import names_of_verl
 from tests.batches import aggregate, close
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from training.reward import load_reward_manager

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from configs.import_utils import load_extern_object, load_module, load_modules, load_subclass, table_of_verl
+from configs.import_utils import load_extern_object, load_module, load_modules, load_subclass
 from configs.loader import load_config, parse_arguments, yaml_folder
 from configs.schema import AlgorithmConfig, RolloutConfig
 from custom.tiny_model import build_tokenizer
@@ -30,6 +30,7 @@ from extras.sft.dataset import answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig
 from extras.tools import files as tool_files
 from extras.verl.compat import find_latest_ckpt_path
+from extras.verl.imports import table_of_verl
 from extras.verl.sft import MultiTurnSFTDataset, VerlSFTDataset
 from tests.engines import Scripted
 from tests.runs import compose

@@ -1,4 +1,4 @@
-"""Says what becomes of a command for verl here: python -m extras.verl.from_verl SCRIPT.sh [ARGUMENT …] [--run]
+"""Says what becomes of a command for verl here: python -m extras.verl SCRIPT.sh [ARGUMENT …] [--run]
 
 Reads a shell script of any version of verl's, a yaml (FILE.yaml) or a command (-- python3 -m verl.trainer.main_ppo …).
 Prints for each command of verl's in it what runs as it is, what has another name, what does nothing here, what is
@@ -45,7 +45,7 @@ HEADS = {WORKS: "runs as it is", RENAMED: "has another name", NO_EFFECT: "does n
 TOGETHER, NO_SUCH = "the settings together", "there is no such setting."
 NOT_HERE = re.compile("there is no such file|no file matches|no file in it|is not installed")
 END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
-REMEDY = "Arguments and variables are given so: NAME=value python -m extras.verl.from_verl {} ARGUMENT …"
+REMEDY = "Arguments and variables are given so: NAME=value python -m extras.verl {} ARGUMENT …"
 EARLY = "By itself it"
 FLAGS = dict.fromkeys(("--config-path", "--config-dir", "-cp", "-cd"), "--config-path")
 FLAGS |= dict.fromkeys(("--config-name", "-cn"), "--config-name")
@@ -95,7 +95,7 @@ class Reading(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     argv, raw = sys.argv[1:] if argv is None else argv, argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m extras.verl.from_verl", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser("python -m extras.verl", description=__doc__, formatter_class=raw)
     parser.add_argument("source", nargs="?", metavar="SCRIPT.sh|FILE.yaml")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="a script's own, or settings")
     parser.add_argument("--run", action="store_true", help="run what works here")
@@ -161,7 +161,7 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
     if not child.is_closed(fences()):
         raise ValueError(
             f"{path}: a script is run to be read, and on this machine nothing would keep it from doing what it says "
-            f"({check_fences(required=False)}). Give its command instead: python -m extras.verl.from_verl -- "
+            f"({check_fences(required=False)}). Give its command instead: python -m extras.verl -- "
             "python3 -m verl.trainer.main_ppo key=value …"
         )
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?(:-[^}]*)?\}|\$BASH_SOURCE\b", "$0", text)

@@ -1,0 +1,128 @@
+"""Serves verl's modules to users' files where verl is not installed, by the names of extras/verl/names.yaml."""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.machinery import ModuleSpec
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from configs.import_utils import Imports
+
+
+class StandIn(ModuleType):
+    """A module of verl, whose names are ours as extras/verl/names.yaml has them; a name is looked up when it is read.
+
+    A name that is not there is an AttributeError here, so that hasattr works, and then an ImportError of the finder.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if target := names_of_verl().get(self.__name__, {}).get(name):
+            module, _, attribute = target.partition(":")
+            return attrgetter(attribute)(importlib.import_module(module))
+        full = f"{self.__name__}.{name}"
+        if full in names_of_verl():
+            return importlib.import_module(full)
+        raise AttributeError(name if name.startswith("__") else why_not_here(full))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in names_of_verl()[self.__name__]:
+            raise AttributeError(
+                f"{self.__name__}.{name} cannot be replaced from outside: what calls it here would not notice. "
+                "Register a function or a class of yours (CONTRIBUTING.md)."
+            )
+        super().__setattr__(name, value)
+
+
+class StandIns(Imports):
+    """Finds verl's modules for a user's files where verl is not installed.
+
+    It asks all other finders first, so that an installed verl is found as ever, and takes a folder called verl without
+    an __init__.py, such as that of a clone, for no package. It stays as long as the process: functions import too.
+    """
+
+    @classmethod
+    def install(cls) -> None:
+        if cls not in sys.meta_path:
+            sys.meta_path.insert(0, cls)  # before the finder that would take any folder called verl
+
+    @classmethod
+    def uncalled(cls) -> dict[str, str]:
+        return table_of_verl()[1]
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        top = name.partition(".")[0]
+        if top != "verl" or not (cls.is_needed() if name == top else isinstance(sys.modules.get(top), StandIn)):
+            return None
+        if name not in names_of_verl():
+            raise ImportError(why_not_here(name), name=name)
+        return ModuleSpec(name, cls, is_package=True)
+
+    @classmethod
+    def is_needed(cls) -> bool:
+        specs = (finder.find_spec("verl", None, None) for finder in sys.meta_path if finder is not cls)
+        return not any(spec and spec.origin for spec in specs)
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> StandIn:
+        return StandIn(spec.name)
+
+    @staticmethod
+    def exec_module(module: StandIn) -> None:
+        module.__all__ = list(names_of_verl()[module.__name__])
+
+
+@cache
+def table_of_verl() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Reads extras/verl/names.yaml: {module of verl: {name: "module of ours:name"}}, and {module or name of verl, or
+    method of a class of ours, that is refused: what to use instead}."""
+    served: dict[str, dict[str, str]] = {}
+    refused: dict[str, str] = {}
+    for modules, entries in yaml.load(Path(__file__).with_name("names.yaml").read_text(), yaml.CSafeLoader).items():
+        for module in (module for pattern in modules.split() for module in with_variants(pattern)):
+            if isinstance(entries, str):
+                refused[module] = entries
+                continue
+            for place in range(module.count(".") + 1):
+                served.setdefault(module.rsplit(".", place)[0], {})
+            for home, names in entries.items():
+                for verls, _, ours in (name.partition("=") for name in names.split()):
+                    if " " in home:
+                        refused[f"{module}.{verls}"] = home
+                    else:
+                        served[module][verls] = f"{home}:{ours or verls}"
+    return served, refused
+
+
+def with_variants(pattern: str) -> list[str]:
+    """["a", "a.b"] of "a{,.b}"; of several braces all combinations."""
+    first = re.search(r"\{(.*?)\}", pattern)
+    if first is None:
+        return [pattern]
+    before, after = pattern[: first.start()], pattern[first.end() :]
+    return [found for part in first[1].split(",") for found in with_variants(before + part + after)]
+
+
+def names_of_verl() -> dict[str, dict[str, str]]:
+    """Returns, for each of verl's modules that there is here, its names and where ours are."""
+    return table_of_verl()[0]
+
+
+def why_not_here(name: str) -> str:
+    """Says what to use in place of `name`, a module of verl or a name in one."""
+    served, refused = table_of_verl()
+    parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
+    if reason := next((refused[parent] for parent in parents if parent in refused), None):
+        return f"{name} is not here: {reason}."
+    known = [*served, *(f"{module}.{one}" for module, names in served.items() for one in names)]
+    near = get_close_matches(name, known, 1, 0.8)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return f"{name} is not here.{meant} extras/verl/names.yaml lists the names of verl that are."
