@@ -49,7 +49,7 @@ class Imports:
         """Adds its finder to sys.meta_path, if it is not there; it stays, as functions import too."""
 
     @classmethod
-    def uncalled(cls) -> Mapping[str, str]:
+    def idle_methods(cls) -> Mapping[str, str]:
         """Returns, by module.Class.method of ours, what to do instead of overriding it: here it is not called."""
         return {}
 
@@ -123,7 +123,7 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
     if not isinstance(found, type) or not issubclass(found, base):
         needed = f"{base.__module__}.{base.__name__}"
         raise TypeError(f"{key}={name} in {path} is {found!r}; it must be a subclass of {needed}.")
-    uncalled = {method: why for foreign in foreign_imports() for method, why in foreign.uncalled().items()}
+    uncalled = {method: why for foreign in foreign_imports() for method, why in foreign.idle_methods().items()}
     for depth, parent in enumerate(found.__mro__):
         for method in chain.from_iterable(map(vars, found.__mro__[:depth])):
             if reason := uncalled.get(f"{parent.__module__}.{parent.__name__}.{method}"):

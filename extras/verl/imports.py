@@ -54,7 +54,7 @@ class StandIns(Imports):
             sys.meta_path.insert(0, cls)  # before the finder that would take any folder called verl
 
     @classmethod
-    def uncalled(cls) -> dict[str, str]:
+    def idle_methods(cls) -> dict[str, str]:
         return table_of_verl()[1]
 
     @classmethod
