@@ -61,9 +61,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
 MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
     "training.reward": "python -m extras.try_reward",
     "training.judge": "extras.judge.judge",
-}
     "training.from_verl": "extras.verl",
     "training.verl_compat": "extras.verl.compat",
+}
 
 
 def find(kind: str, name: str, key: str = "") -> Any:
