@@ -11,7 +11,7 @@ from configs.errors import ConfigError, notice
 from configs.extras import TABLE, check_present, present
 from configs.import_utils import split_object
 from configs.loader import workers_asked_for
-from configs.paths import find_path, is_named_source, source_files
+from configs.paths import find_path, source_files
 from configs.schema import (
     ActorConfig,
     AgentConfig,
@@ -62,7 +62,7 @@ def check_sources(key: str, files: str | list[str] | None) -> None:
     """Raises ConfigError if the setting `key` names a file, folder or glob without any data."""
     for file in [files] if isinstance(files, str) else files or []:
         try:
-            _ = is_named_source(file) or source_files(file)
+            _ = str(file).partition(":")[0] in TABLE["source"] or source_files(file)
         except FileNotFoundError as error:
             raise ConfigError(f"{key}={error}") from error
 

@@ -38,6 +38,10 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "extras.rules.reward:load",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
+    "source": {
+        "datasets": "extras.sources.packages:read_datasets",
+        "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
+    },
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("gym", "processes"),
@@ -59,6 +63,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     ),
 }
 MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
+    "training.sft_trainer": "python -m extras.sft",
+    "training.model_merger": "python -m extras.merge",
     "training.reward": "python -m extras.try_reward",
     "training.judge": "extras.judge.judge",
     "training.from_verl": "extras.verl",

@@ -5,7 +5,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".csv")
-SOURCE_SCHEMES = ("datasets", "reasoning_gym")
 
 
 def find_path(path: str | Path) -> Path:
@@ -50,8 +49,3 @@ def source_files(source: str | Path) -> list[Path]:
 
 def is_shown(path: Path) -> bool:
     return not any(part.startswith((".", "_")) for part in path.parts)
-
-
-def is_named_source(source: str | Path) -> bool:
-    """Whether an entry of data.train_files names data of a package instead of a file: datasets:…, reasoning_gym:…"""
-    return str(source).partition(":")[0] in SOURCE_SCHEMES

@@ -1,17 +1,10 @@
 """Reads the rows of all sources of a run, under one set of names.
 
-An entry of data.train_files or data.val_files is one of
-
-- a file, a folder or a glob (configs/paths.py: source_files; data/file_formats.py reads them),
-- `datasets:NAME?split=train&name=CONFIGURATION`, of the Hugging Face hub, or a folder that `save_to_disk` wrote,
-- `reasoning_gym:TASK?size=500&seed=0&…`, tasks made as they are asked for, each with a scorer of its own.
-
-Both packages are optional: they are imported when a source names them. The names of columns are brought to verl's
-where rows spell them differently; what a column holds is left to datasets. `Table` holds rows as verl's hooks read
-them.
+An entry of data.train_files or data.val_files is a file, a folder or a glob (configs/paths.py: source_files;
+data/file_formats.py reads them), or SOURCE:NAME?KEY=VALUE&… of an extra (kind `source` in configs/extras.py). Names of
+columns are brought to verl's where rows spell them differently. `Table` holds rows as verl's hooks read them.
 """
 
-import importlib
 import json
 import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -19,16 +12,15 @@ from contextlib import suppress
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
 
 import numpy as np
 import torch
-import yaml
 
 from configs.errors import notice_once
-from configs.paths import find_path, is_named_source, source_files
+from configs.extras import TABLE, find
+from configs.paths import find_path, source_files
 from data.file_formats import BadRow, Found, Origin, read_file
 from data.types import Row
 
@@ -44,7 +36,6 @@ RUN_COLUMNS = frozenset((
 ))  # fmt: skip
 NO_TEXT = ("images", "videos", "image", "video", "multi_modal_data")  # columns for which these stand in prompts:
 PLACEHOLDERS = ("<image>", "<video>")
-ANSWER_FORMAT = "Give the final answer between <answer> and </answer>."
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
 
 
@@ -189,81 +180,20 @@ def read_source(source: str | Path) -> Iterator[Found]:
 
     Raises:
         FileNotFoundError: no such file, folder or data set.
-        ValueError: a file that cannot be read, an unknown task, an optional package that is not installed.
+        ValueError: a file that cannot be read, or what a source refuses.
     """
-    if is_named_source(source):
-        scheme, _, rest = str(source).partition(":")
+    scheme, _, rest = str(source).partition(":")
+    if scheme in TABLE["source"]:
         name, _, query = rest.partition("?")
-        return READERS[scheme](str(source), name, dict(parse_qsl(query)))
+        return find("source", scheme, "data.train_files")(str(source), name, dict(parse_qsl(query)))
     folder = find_path(source)
     if any((folder / name).is_file() for name in SAVED_TO_DISK):
-        return read_datasets(str(source), str(folder), {})
+        return find("source", "datasets", "data.train_files")(str(source), str(folder), {})
     try:
         files = source_files(source)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data file {error} data.train_files and data.val_files name a run's.") from error
     return (found for file in files for found in read_file(file))
-
-
-def read_datasets(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
-    """The rows of a data set of the Hugging Face hub, or of a folder; of its split `split` (train)."""
-    datasets = optional_package("datasets", source)
-    settings = {"split": "train"} | settings
-    folder = find_path(name)
-    try:
-        if any((folder / file).is_file() for file in SAVED_TO_DISK):
-            found = datasets.load_from_disk(str(folder))
-            found = found[settings["split"]] if isinstance(found, datasets.DatasetDict) else found
-        else:
-            found = datasets.load_dataset(name, **settings)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{source} cannot be loaded: {type(error).__name__}: {error}. The form is datasets:NAME?split=train&"
-            "name=CONFIGURATION; without a network, save it by save_to_disk and name the folder."
-        ) from error
-    return ((Origin(source, number), dict(row)) for number, row in enumerate(found))
-
-
-def read_reasoning_gym(source: str, name: str, settings: dict[str, str]) -> Iterator[Found]:
-    """Tasks of reasoning-gym in verl's form; extras/rules/reasoning_gym.py scores them.
-
-    `settings`: `size` (tasks), `seed`, and whatever the task's own configuration has.
-    """
-    package = optional_package("reasoning_gym", source)
-    try:
-        tasks = package.create_dataset(name, **{key: yaml.safe_load(text) for key, text in settings.items()})
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"{source}: {error}. The form is reasoning_gym:TASK?size=500&seed=0&SETTING=…") from error
-    for number, entry in enumerate(tasks):
-        yield (
-            Origin(source, number),
-            {
-                "data_source": f"reasoning_gym/{name}",
-                "prompt": [{"role": "user", "content": f"{entry['question']}\n\n{ANSWER_FORMAT}"}],
-                "ability": "reasoning",
-                "reward_model": {"style": "rule", "ground_truth": dict(entry)},
-                "extra_info": {"index": number, "answer": entry["answer"]},
-            },
-        )
-
-
-def optional_package(name: str, source: str) -> ModuleType:
-    """Raises ValueError, with the command that installs it, where the package is missing."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ValueError(
-            f"{source} needs the package {name.replace('_', '-')}, which is not installed: "
-            "pip install -r requirements-sources.txt."
-        ) from error
-
-
-READERS: dict[str, Callable[[str, str, dict[str, str]], Iterator[Found]]] = {
-    "datasets": read_datasets,
-    "reasoning_gym": read_reasoning_gym,
-}
 
 
 # Options of the methods of `datasets.Dataset` that change no rows.

@@ -119,12 +119,3 @@ def test_tasks_of_reasoning_gym_are_rows_that_their_own_scorer_reads(gym):
     assert default_compute_score(rows[0]["data_source"], "so <answer> 2 </answer>", truth) == 1
     assert default_compute_score(rows[0]["data_source"], "2", truth) == 1
     assert default_compute_score(rows[0]["data_source"], "<answer>3</answer>", truth) == 0.25
-
-
-def test_an_unknown_task_and_a_missing_package_are_told(gym, monkeypatch):
-    with pytest.raises(ValueError, match=r"reasoning_gym:products: .*not registered.*The form is reasoning_gym:TASK"):
-        read_rows("reasoning_gym:products")
-    for name, package in (("reasoning_gym", "reasoning-gym"), ("datasets", "datasets")):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ValueError, match=rf"{name}:x needs the package {package}, .*requirements-sources\.txt"):
-            read_rows(f"{name}:x")
