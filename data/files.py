@@ -9,11 +9,10 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
 
 from configs.errors import ConfigError, notice
@@ -136,31 +135,6 @@ def lock(file: IO) -> bool:
 
 
 @contextmanager
-def passing_folder(place: str | PathLike, prefix: str) -> Iterator[Path]:
-    """Makes a folder in `place` for as long as the block lasts, and removes those that killed processes have left."""
-    alone = fcntl.LOCK_EX | fcntl.LOCK_NB
-    for left in Path(place).glob(f"{prefix}*"):
-        with suppress(OSError), open_folder(left) as descriptor:
-            if any(left.iterdir()):  # else it may be another process's, which has not locked it yet
-                fcntl.flock(descriptor, alone)  # raises where a process has it
-                shutil.rmtree(left)
-    with TemporaryDirectory(prefix=prefix, dir=place) as folder, open_folder(folder) as descriptor:
-        with suppress(OSError):  # a file system without locks: nothing is removed there either
-            fcntl.flock(descriptor, alone)
-        yield Path(folder)
-
-
-@contextmanager
-def open_folder(path: str | PathLike) -> Iterator[int]:
-    """Opens a folder, which can then be locked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def sole_run(folder: str | Path) -> Iterator[None]:
     """Keeps other runs out of `folder`, which is made. Its run.lock names the process that has it, or had it last.
 
@@ -181,71 +155,3 @@ def sole_run(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-class UnfinishedTable:
-    """The rows so far of a .jsonl or .parquet file, which does not exist yet; made by `unfinished_table`.
-
-    Values are what JSON can hold: others become their `str`, NaN and infinities null.
-    """
-
-    def __init__(self, path: Path, partial: Path, rows: int) -> None:
-        self.path, self.partial, self.rows = path, partial, rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds `rows`; they are on disk when this returns."""
-        append(self.partial, b"".join(map(json_line, rows)))
-        self.rows += len(rows)
-
-    def finish(self) -> None:
-        """Puts the table into its place, whole."""
-        lines = self.partial.read_bytes().split(b"\n")[1:-1]
-        with replacing(self.path) as file:
-            if self.path.suffix == ".parquet":
-                import pyarrow.parquet
-
-                rows = [json.loads(line) for line in lines]
-                columns = dict.fromkeys(name for row in rows for name in row)
-                table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
-                pyarrow.parquet.write_table(table, file)
-            else:
-                file.writelines(line + b"\n" for line in lines)
-        self.partial.unlink()
-
-
-@contextmanager
-def unfinished_table(path: str | Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedTable]:
-    """Opens the table that is to be at `path`, with the rows that an earlier process of the same `identity` wrote.
-
-    They lie in PATH.partial: the identity in its first line, then a row a line. A line that a kill tore is cut off.
-
-    Raises:
-        ConfigError: they are of another identity, whose differences it names, or another process is writing.
-    """
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("a+b") as file:
-        if not lock(file):
-            raise ConfigError(f"{partial} belongs to another process, which goes on: wait, or stop it.")
-        file.seek(0)
-        content = file.read()
-        whole, first = content[: content.rfind(b"\n") + 1], json_line(identity)
-        file.truncate(len(whole))
-        if not whole:
-            append(partial, first)
-        elif not whole.startswith(first):
-            changes = differences(json.loads(whole.partition(b"\n")[0]), json.loads(first))
-            raise ConfigError(
-                f"{partial} was begun with other settings ({'; '.join(changes)}): run it with those, or remove the "
-                "file to start afresh."
-            )
-        yield UnfinishedTable(path, partial, max(0, whole.count(b"\n") - 1))
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns `name: old → new` for every entry that differs."""
-    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
-    return [f"{name}: {json.dumps(before.get(name))} → {json.dumps(now.get(name))}" for name in names]

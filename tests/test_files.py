@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.files import append, dispensable, dump_jsonl, json_line, passing_folder, read_metrics, replacing, rewrite
-from tests.forked import python
+from data.files import append, dispensable, dump_jsonl, json_line, read_metrics, replacing, rewrite
 from tests.runs import files_of_at_most
 
 
@@ -117,22 +116,3 @@ def test_a_full_disk_costs_what_a_run_can_do_without_and_other_errors_are_raised
     (tmp_path / "file").touch()
     with pytest.raises(OSError), dispensable("step 4's rollouts"):
         dump_jsonl(tmp_path / "file" / "4.jsonl", [{}])
-
-
-def test_a_folder_that_a_killed_process_left_goes_and_those_of_live_ones_stay(tmp_path):
-    program = f"""
-import os, signal
-from data.files import passing_folder
-with passing_folder({str(tmp_path)!r}, "weights_") as folder:
-    (folder / "weight").write_text("x")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    python("-c", program)
-    [left] = tmp_path.iterdir()
-    (tmp_path / "weights_new").mkdir()  # which its process has not locked yet
-    with passing_folder(tmp_path, "weights_") as live:
-        assert not left.exists()
-        (live / "weight").write_text("x")
-        with passing_folder(tmp_path, "weights_"):
-            assert live.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["weights_new"]

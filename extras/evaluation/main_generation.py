@@ -31,11 +31,12 @@ from configs.checks import plural, sampling
 from configs.errors import refusals
 from configs.schema import DataConfig
 from data.chat import Prompt, as_messages, encode_prompt
-from data.files import json_line, unfinished_table
+from data.files import json_line
 from data.pretrained import load_tokenizer
 from data.protocol import DataProto, object_array
 from data.rl_dataset import RLHFDataset
 from data.types import Row, SamplingParams
+from extras.evaluation.table import unfinished_table
 from training.checkpoint import flatten
 from workers.load_rollout import StandaloneRollout, generate_batch
 

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.errors import ConfigError
-from data.files import passing_folder
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
+from extras.openai.passing_folder import passing_folder
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
 from workers.rollout import Checksums
