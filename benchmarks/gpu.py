@@ -39,10 +39,8 @@ from transformers import AutoConfig
 
 from benchmarks.floor import Shape, best_seconds, update_flops
 from benchmarks.models import save_model
-from benchmarks.ours_arm import config_of
 from benchmarks.vs_trl import ROOT, TRL_PYTHON, Arm, has_environment
 from benchmarks.workload import VOCABULARY, Workload, command
-from workers.memory_needs import GIB, memory_needs, model_sizes
 from workers.models import gpu_trouble
 
 FOLDER = ROOT / "outputs" / "gpu"
@@ -69,13 +67,11 @@ def main(argv: list[str] | None = None) -> None:
     deadline = time.monotonic() + arguments.seconds
     figures: dict[str, Any] = {"device": device_name(arguments.device), "versions": versions()}
     figures["tests"] = run_tests(TEST_SHARE * arguments.seconds)
-    workload, problem = workload_of(arguments), None
-    if arguments.device == "cuda":
-        problem = too_small(workload, arguments, torch.cuda.get_device_properties(0).total_memory)
+    workload = workload_of(arguments)
     figures |= {"arguments": vars(arguments) | {"json": str(arguments.json)}, "arms": {}}
     for name, part in arms_here(workload, arguments).items():
         seconds = deadline - time.monotonic()
-        figures["arms"][name] = {"missing": problem} if problem else arm_steps(name, part, workload, seconds)
+        figures["arms"][name] = arm_steps(name, part, workload, seconds)
     speed = product_flops(arguments.device)
     figures["product_tflops"] = speed and speed / 1e12
     for found in figures["arms"].values():
@@ -152,22 +148,6 @@ def trl_micro_batch(workload: Workload, tokens: int) -> int:
     """Responses a forward of TRL's, which holds all logits: as many as come to half of the `tokens`, and divide all."""
     most = tokens // (2 * workload.longest)
     return max(size for size in range(1, max(1, min(most, workload.rows)) + 1) if workload.rows % size == 0)
-
-
-def too_small(workload: Workload, arguments: argparse.Namespace, card: int) -> str | None:
-    """Says that a step needs more than a `card` of so many bytes has, and which flag to give; None: it should fit."""
-    tokens = arguments.micro_batch_tokens
-    needed = {tokens >> halvings: 0 for halvings in range(6) if tokens >> halvings >= workload.longest}
-    for size in needed:
-        config = config_of(workload, [*arguments.overrides, *micro_batch(size)])
-        needed[size] = memory_needs(config, *model_sizes(config), BFLOAT16, card).peak
-    if needed[tokens] <= card:
-        return None
-    fits = next((f"--micro-batch-tokens {size}" for size, peak in needed.items() if peak <= card), "a smaller --size")
-    return (
-        f"a step needs about {needed[tokens] / GIB:.1f} GiB, and this card has {card / GIB:.1f}: "
-        f'make gpu ARGS="{fits}" takes less'
-    )
 
 
 def run_tests(seconds: float) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from configs.schema import Config
 from configs.threads import worker_threads
 from data.protocol import DataProto, object_array
 from data.types import Completion, Request
-from extras.kernels.memory import start_process
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from workers.collectives import rank
+from workers.forward import forward_of
 from workers.group import Group, LocalGroup, roles_of
 from workers.model_worker import ModelWorker
 from workers.rollout import Rollout
@@ -100,7 +100,7 @@ def start_group(config: Config, total_steps: int) -> Group:
     roles = ["actor", "rollout"]
     if config.trainer.executor == "local":  # said: then Ray need not be installed
         threads = worker_threads(config.trainer.n_threads).number
-        start_process(threads, config.actor_rollout_ref.model.kernels)
+        forward_of(config.actor_rollout_ref.model).start_process()
         return LocalGroup(threads, MeteredWorker, config, total_steps, roles)
     from workers.worker_group import RayWorkerGroup, Resources, start_command, uses_ray
 

@@ -59,7 +59,8 @@ def main() -> None:
     workload = workload_of(arguments)
     shape = Shape.of(AutoConfig.from_pretrained(workload.model))
     threads = worker_threads(None).number
-    start_process(threads)
+    torch.set_num_threads(threads)
+    start_process()
     with ExitStack() as running:
         arms = start_arms(workload, arguments, running)
         agreement = compare_first_steps(arms, workload, arguments.warmup)

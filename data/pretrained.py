@@ -1,29 +1,17 @@
-"""Reads a model's config.json and its tokenizer, and checks them before its weights are loaded.
-
-`ModelSize` says what its parts take in memory: workers/memory_needs.py adds them up for a run. An update keeps what a
-micro-batch's forward leaves for its backward (the input of every matrix product and what is made of its output, and of
-every norm its float32 input and result), the weights that autocast casts, and what the backward of the head or a layer
-takes beside. `tests/fake_memory.py` counts what it really takes: within 5 % for the shapes of Qwen2.5,
-Qwen3, Llama, Phi-3 (fused projections), Mixtral and Qwen3-MoE (experts in one tensor).
-"""
+"""Reads a model's config.json and its tokenizer, and checks them before its weights are loaded."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -32,12 +20,6 @@ from configs.paths import find_path
 from configs.schema import PretrainedModelConfig
 
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # what a config calls the number of its positions
-FLOAT32 = 4  # bytes
-TILES = 7 << 27  # bytes, of the token head's tiles (extras/kernels/token_head.py), whatever the batch
-SCORED_TILES = 5 << 27  # without a backward
-LOGITS = 3 * FLOAT32  # without that head: the logits of a token, their softmax, and its gradient
-GATES = ("gate_proj.weight", "gate_up_proj.weight")  # of which another tensor is made before the next product
-FUSED = ("qkv_proj.weight", "gate_up_proj.weight")  # projections in one matrix
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -191,231 +173,3 @@ def template_terminator(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     ids = tokenizer.encode(tail, add_special_tokens=False)
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of all layers, those of one in a tensor each, which autocast does not cast: they compute in float32.
-
-    Args:
-        kept: numbers that a backward needs of them, a token.
-        outer, inner: numbers that go into the experts of a token in a layer, and that are between their products.
-        stack: numbers in their largest tensor.
-    """
-
-    kept: int = 0
-    outer: int = 0
-    inner: int = 0
-    stack: int = 0
-
-    @classmethod
-    def of(cls, weights: Mapping[str, torch.Tensor], hidden: int, chosen: int) -> "Experts":
-        """Reads the sizes off the `weights` of a decoder whose router has `chosen` experts for a token."""
-        stacks = {name: one.shape for name, one in weights.items() if one.ndim == 3 and "experts" in name}
-        if not stacks:
-            return cls()
-        # Of what the gates open another tensor is made before the next product.
-        opened = [shape[1:].numel() // hidden // 2 for name, shape in stacks.items() if name.endswith("gate_up_proj")]
-        kept = sum(sum(shape[1:]) for shape in stacks.values()) + sum(opened)
-        stack = max(shape.numel() for shape in stacks.values())
-        return cls(chosen * kept, chosen * hidden, chosen * max(opened, default=0), stack)
-
-    def backward_bytes(self, tokens: int) -> int:
-        """Counts what the backward of a layer's experts takes beside what it gives back: at its first product, at the
-        gradient of its last weight, or of its first."""
-        inner, stack = tokens * self.inner, self.stack
-        return FLOAT32 * max(3 * tokens * self.outer, stack // 2 + inner, stack - 2 * inner)
-
-
-def numbers_in_layers(model: PreTrainedModel) -> int:
-    """Counts the numbers in the weights of the decoder's layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer  # a second, and only needed here
-
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    return sum(weight.numel() for layer in layers for weight in layer.parameters())
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The sizes in a model that take memory. Bytes are for products in `width` bytes a number: 2 is bfloat16.
-
-    Args:
-        parameters: their number; shared ones count once.
-        trained: those that are learnt.
-        layers: of the decoder.
-        layered: numbers in the weights of all layers; the others are gathered with the root.
-        hidden: numbers in a token's hidden state.
-        multiplied: numbers in the matrices of all layers, without experts.
-        products: numbers that a backward needs of the matrix products of all layers, a token.
-        widest: numbers that the largest of those products has of a token.
-        norms: numbers that go through the norms of all layers, a token.
-        cached: numbers in the keys and values of a token, all layers.
-        sides: numbers that go into the matrices of all layers and that come out of them, a token.
-        vocabulary: numbers in a token's logits.
-        head: numbers in the head over the vocabulary; 0: there is none.
-        tied: whether the head is the embedding.
-        experts: those of all layers, if they are not matrices of their own.
-    """
-
-    parameters: int
-    trained: int
-    layers: int
-    layered: int
-    hidden: int
-    multiplied: int
-    products: int
-    widest: int
-    norms: int
-    cached: int
-    sides: int
-    vocabulary: int
-    head: int
-    tied: bool
-    experts: "Experts" = Experts()
-
-    @classmethod
-    def of(
-        cls, config: PretrainedConfig, auto_class: type = AutoModelForCausalLM, trust_remote_code: bool = False
-    ) -> "ModelSize":
-        """Reads the sizes off a model of this `config` whose weights are not in memory."""
-        with torch.device("meta"):
-            model = auto_class.from_config(config, trust_remote_code=trust_remote_code)
-        text = config.get_text_config()
-        values = text.to_dict()
-        head_size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
-        key_heads = values.get("num_key_value_heads") or text.num_attention_heads
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        named = [(name, weight) for name, weight in model.base_model.named_parameters() if weight is not table]
-        inner = {name: weight for name, weight in named if weight.ndim > 1}
-        plain = [(name, weight.shape) for name, weight in inner.items() if weight.ndim == 2]
-        # The sum of two outputs a layer and its hidden states is all that is kept of them, and counted as a norm's.
-        sides = sum(map(sum, dict(plain).values()))
-        products = sides - 2 * text.num_hidden_layers * text.hidden_size
-        gates = sum(shape[0] // (1 + ("up" in name)) for name, shape in plain if name.endswith(GATES))
-        # Queries and keys are made anew of a fused product, which the values, a view of it, keep whole; and what
-        # attention makes of them is there twice.
-        views = sum(shape[0] - key_heads * head_size + shape[1] for name, shape in plain if name.endswith(FUSED[0]))
-        heads = {"q_norm.weight": text.num_attention_heads, "k_norm.weight": key_heads}  # that share a norm
-
-        def times(name: str, norm: torch.Tensor) -> int:
-            shared = next((number for end, number in heads.items() if name.endswith(end)), 1)
-            return shared if norm.numel() == head_size else 1
-
-        parameters = sum(weight.numel() for weight in model.parameters())
-        return cls(
-            parameters=parameters,
-            trained=parameters,
-            layers=text.num_hidden_layers,
-            layered=numbers_in_layers(model),
-            hidden=text.hidden_size,
-            multiplied=sum(shape.numel() for _, shape in plain),
-            products=products + gates + views,
-            widest=max(max(shape[0] // (1 + name.endswith(FUSED)), shape[1]) for name, shape in plain),
-            norms=sum(
-                weight.numel() * times(name, weight)
-                for name, weight in named
-                if weight.ndim == 1 and name.endswith("weight")
-            ),
-            cached=2 * text.num_hidden_layers * key_heads * head_size,
-            sides=sides,
-            vocabulary=text.vocab_size,
-            head=0 if head is None else head.weight.numel(),
-            tied=head is not None and head.weight is table,
-            experts=Experts.of(inner, text.hidden_size, values.get("num_experts_per_tok") or 1),
-        )
-
-    def with_lora(self, rank: int) -> "ModelSize":
-        """Adds LoRA's matrices beside all of the layers', to be learnt alone; rank 0: none."""
-        added = rank * self.sides
-        return replace(
-            self, parameters=self.parameters + added, layered=self.layered + added, trained=added or self.trained
-        )
-
-    def split(self, parts: int) -> "ModelSize":
-        """Returns the size of what each of so many neighbours has whose layers are split, and a head that is no
-        embedding; activations are counted as whole, as those between layers are."""
-        head = self.head if self.tied else self.head // parts
-        rest, layered = self.parameters - self.layered - self.head + head, self.layered // parts
-        added = self.trained if self.trained < self.parameters else 0
-        return replace(
-            self,
-            parameters=rest + layered,
-            layered=layered,
-            trained=added // parts or rest + layered,
-            multiplied=self.multiplied // parts,
-            head=head,
-            cached=self.cached // parts,
-        )
-
-    @property
-    def learns_head(self) -> bool:
-        return self.trained == self.parameters
-
-    def activations(self, width: int) -> int:
-        """Counts bytes a token that a forward keeps for its backward."""
-        return self.products * width + (2 * self.norms + self.experts.kept) * FLOAT32
-
-    def copies(self, width: int) -> int:
-        """Counts bytes of the layers' weights as autocast casts them."""
-        return width * self.multiplied if width < FLOAT32 else 0
-
-    def frozen(self, width: int) -> int:
-        """Counts bytes of weights that only score: matrices are in the compute precision (workers/models.py)."""
-        cast = self.multiplied + (0 if self.tied else self.head)
-        return FLOAT32 * (self.parameters - cast) + width * cast
-
-    def gathered_bytes(self, reshards: bool, gathered: int) -> int:
-        """Counts bytes of weights that are whole while a sharded model computes, `gathered` a number: all that is in no
-        layer, and of the layers one at work and one to come; all, unless it `reshards` after their forward."""
-        layered = 2 * self.layered // self.layers if reshards else self.layered
-        return gathered * (self.parameters - self.layered + layered)
-
-    def update_bytes(
-        self, tokens: int, width: int, checkpointed: bool, by_tiles: bool, gathered: int = 0
-    ) -> dict[str, int]:
-        """Counts the bytes that a forward and backward of a micro-batch takes, with the gradients that it adds to.
-
-        Args:
-            checkpointed: the forward keeps hidden states, and the backward computes each layer once more.
-            by_tiles: the logits of all tokens are never in memory at once.
-            gathered: bytes of a number in the weights of a sharded model where they are whole, and in their gradients
-                until they are summed over ranks: a layer's while the next one's are computed, those of head and
-                embedding to the end, where no weights are whole and the sum takes float32 beside; 0: it is not sharded.
-        """
-        logits = TILES if by_tiles else LOGITS * self.vocabulary * tokens
-        gradient = FLOAT32 * self.head * self.learns_head  # of this micro-batch
-        head = (gradient + logits) if self.head else 0
-        # That of the embedding comes last; where it is the head, the head's has waited for it, and their sum is made.
-        # Of a gathered one in bfloat16 it is made in float32.
-        is_low = 0 < gathered < FLOAT32
-        embedding = FLOAT32 + (1 + self.tied) * gathered if is_low else FLOAT32 * (3 if self.tied else 1)
-        embedding *= self.vocabulary * self.hidden * self.learns_head
-        layer, cast = self.activations(width) // self.layers, 0 if is_low else self.copies(width)
-        experts = self.experts.backward_bytes(tokens)
-        waiting, of_layer, summed, ends = gradient * self.tied, 0, 0, embedding
-        if gathered:
-            numbers = min(self.layered, self.trained) // self.layers
-            waiting, of_layer, summed = gradient * gathered // FLOAT32, gathered * numbers, FLOAT32 * numbers
-            rest = (gathered + FLOAT32) * (self.trained - self.layered)
-            ends = max(embedding, rest - self.gathered_bytes(True, gathered))
-        if checkpointed:
-            kept, cast_now = tokens * (self.layers + 2) * self.hidden * FLOAT32, cast // self.layers
-            products = max(tokens * self.widest * width, experts)
-            again = tokens * layer + products + cast_now + waiting + of_layer + summed
-            cast, backward = 0, max(head, again, ends - kept)
-        else:
-            kept = tokens * layer * self.layers
-            backward = max(head, experts + (waiting + of_layer) * bool(gathered), ends - kept - cast)
-        return {
-            "gradients": FLOAT32 * self.trained,
-            "cast weights": cast,
-            "activations": kept,
-            "backward of a part": backward,
-        }
-
-    def scoring_bytes(self, tokens: int, width: int, by_tiles: bool) -> int:
-        """Counts the bytes that a forward of a micro-batch without a backward takes, beside cast weights."""
-        hidden = FLOAT32 * tokens * self.hidden
-        logits = SCORED_TILES if by_tiles else LOGITS * self.vocabulary * tokens
-        layer = tokens * max(3 * width * self.widest, 4 * FLOAT32 * self.experts.outer)
-        return max(hidden + (logits if self.head else 0), 4 * hidden + layer)

@@ -1,4 +1,4 @@
-"""FrozenLakes of several sizes in one environment, for a curriculum: scripts/curriculum.py trains on them.
+"""FrozenLakes of several sizes in one environment, for a curriculum: configs/curriculum.yaml trains on them.
 
     env.id=examples/lakes.py:FrozenLakes-v0
     'env.kwargs={random_maps: true, size: [2, 3, 4, 5], is_slippery: false}'

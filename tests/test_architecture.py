@@ -65,7 +65,6 @@ EXEMPT = {
     "cycles": {},
     "custom": {"extras/gym/process_env.py": "to be cut"},
     "size": {
-        "extras/sharding/fsdp2.py": "to be cut",
         "extras/verl/__main__.py": "to be cut",
         "configs/schema.py": "every setting, once",
         "custom/gym/text_env.py": "one class, and its parts know each other's state",
@@ -84,7 +83,6 @@ EXEMPT = {
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },
     "print": {
-        "extras/sharding/fsdp2.py": "says how models are spread",
         "configs/errors.py": "says on stderr why the run ended",
         "configs/loader.py": "--cfg job, and notices before logging exists",
         "custom/tiny_model.py": "a command",

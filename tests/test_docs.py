@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import multi_turn, rollout, scoring
 from benchmarks.step import measure
 from configs.loader import options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
-from scripts import algorithms, quickstart, rollout_drift, tutorials
+from scripts import algorithms, quickstart, tutorials
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
@@ -183,11 +182,6 @@ print(json.dumps([refusal(override) for override in sys.argv[1:]]))
     return json.loads(python("refusals.py", *overrides, cwd=copy, check=True).stdout.splitlines()[-1])
 
 
-def test_benchmark_of_scoring_has_the_cost_of_a_row_and_the_share_of_the_serial_time():
-    figures = scoring.measure(rows=20, seconds=0.01)
-    assert len(figures) == 4 and all(value > 0 for value in figures.values())
-
-
 def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     page = ROOT / "docs/algorithms.md"
     text = page.read_text()
@@ -201,8 +195,8 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     assert all(float(success) > 0.5 for _, *of_seeds in measured for success in of_seeds)
 
 
-def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """In little: two recipes and two runs of the drift, a few steps each."""
+def test_the_script_behind_the_algorithms_page_writes_what_it_shows(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """In little: two recipes, a few steps each."""
     monkeypatch.setattr(quickstart, "DEMONSTRATIONS", 256)
     short = ["trainer.total_training_steps=2", "trainer.test_freq=1"]
     small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "env.val_episodes=4"]
@@ -211,18 +205,6 @@ def test_the_scripts_behind_the_algorithms_page_write_what_it_shows(copy: Path, 
     rows = (copy / "outputs/algorithms/table.md").read_text().splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == ["| grpo", "| ppo"]
     assert (copy / "outputs/algorithms/curves.png").stat().st_size > 1000
-
-    arms = ("exact rollouts", "perturbed, bypass mode")
-    monkeypatch.setattr(rollout_drift, "RUNS", {name: rollout_drift.RUNS[name] for name in arms})
-    monkeypatch.setattr(rollout_drift, "ROWS", 256)
-    monkeypatch.setattr(sys, "argv", ["rollout_drift", "trainer.total_training_steps=11", "trainer.test_freq=11",
-                                      "data.train_batch_size=1", "actor_rollout_ref.rollout.n=2"])  # fmt: skip
-    rollout_drift.main()
-    folder = copy / "outputs/rollout_drift"
-    assert len((folder / "table.md").read_text().splitlines()) == 2 + len(rollout_drift.RUNS)
-    drift = {name: learning_metrics(folder / name)[11] for name in ("exact_rollouts", "perturbed_bypass_mode")}
-    assert "rollout_corr/kl" not in drift["exact_rollouts"]  # one update a step: no old log-probs to compare with
-    assert abs(drift["perturbed_bypass_mode"]["rollout_corr/kl"]) > 1e-3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -249,29 +231,3 @@ def test_benchmark_measures_every_phase_of_a_step():
     figures = measure(1, overrides)
     assert {"gen", "reward", "old_log_prob", "update_actor", "step"} <= set(figures["seconds"])
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / figures["seconds"]["step"])
-
-
-def test_benchmark_compares_engines_by_turns():
-    size = "--size 1m --rows 4 --samples 1 2 --responses 3 --prompt-tokens 5 --ragged"
-    figures = rollout.measure(rollout.read_arguments(f"{size} --repeats 2 --engines hf generate".split()))
-    assert [(case["rows"], case["samples"], case["response_tokens"]) for case in figures["cases"]] == [
-        (4, 1, 3),
-        (4, 2, 3),
-    ]
-    for case in figures["cases"]:
-        hf, generate = case["seconds"]["hf"], case["seconds"]["generate"]
-        assert case["tokens_per_second"]["hf"] == pytest.approx((12 / hf[0] + 12 / hf[1]) / 2)
-        assert case["hf_to"] == {"generate": pytest.approx((generate[0] / hf[0] + generate[1] / hf[1]) / 2)}
-        assert {"prompts", "steps", "sampling"} <= set(case["hf_phases"]) and sum(case["hf_phases"].values()) < sum(hf)
-    assert rollout.table(figures).splitlines()[0].endswith("| hf, tokens/s | generate, tokens/s | hf : generate |")
-
-
-def test_benchmark_of_turns_prefills_what_is_new():
-    """Of 4 episodes: prompts of 6, 11 and 16 tokens, or the first, and then twice 3 told and the last of an answer."""
-    sizes = "--episodes 4 --turns 3 --prompt-tokens 6 --answer 2 --told 3 --repeats 1"
-    arguments = multi_turn.read_arguments(sizes.split())
-    engine = multi_turn.start_engine(arguments)
-    for pauses in (1, 5):
-        seconds, prefilled = multi_turn.measure(engine, arguments, pauses)
-        assert prefilled == {False: 4 * (6 + 11 + 16), True: 4 * (6 + 2 * (3 + 1))}
-        assert [len(seconds[keeps]) for keeps in (False, True)] == [1, 1]

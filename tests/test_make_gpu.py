@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 import time
@@ -67,20 +66,6 @@ def test_the_figures_by_hand(tmp_path):
     }  # fmt: skip
     assert gpu.summary(workload, None, steps)["update_mfu"] is None
     assert gpu.trl_micro_batch(workload, 16384) == 4 and gpu.trl_micro_batch(workload, 3 * 24) == 2
-
-
-def test_a_card_that_is_too_small_is_told_the_flag(tmp_path, monkeypatch):
-    """A model of 1 M with 16 prompts of 8 samples, 512 tokens each."""
-    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
-    arguments = gpu.read_arguments(["--device", "cpu", "--size", "1m", "trainer.n_gpus_per_node=0"])
-    workload = gpu.workload_of(arguments)
-    assert gpu.too_small(workload, arguments, 80 << 30) is None
-    needed = re.search(r"about ([\d.]+) GiB, and this card has 0\.0: (.*)", gpu.too_small(workload, arguments, 1 << 20))
-    assert "a smaller --size" in needed[2]
-    small = int(0.95 * float(needed[1]) * 2**30)
-    assert re.search(
-        r'make gpu ARGS="--micro-batch-tokens (8192|4096|2048)"', gpu.too_small(workload, arguments, small)
-    )
 
 
 @pytest.mark.parametrize("built", [True, False])

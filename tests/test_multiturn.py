@@ -19,7 +19,7 @@ from training.environment import build_environment, data_settings, env_dataset, 
 
 GAMES = {
     name: lesson for name, task in multiturn.TASKS.items() for lesson in task.lessons if lesson.sft == "multiturn_sft"
-} | {"curriculum": curriculum.LESSONS[-1]}
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,20 @@
 """The packed forward against the padded one: the same log-probs, values and gradients, for all models and lengths."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -37,7 +42,6 @@ from extras.kernels.packed_attention import Packed, is_packed
 from extras.kernels.ragged import Ragged, in_a_row
 from tests.batches import padded as padded_columns
 from tests.batches import random_ids, relative_distance, update_of
-from tests.fake_memory import Counted
 from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
@@ -272,6 +276,33 @@ def test_a_block_mask_made_by_parts_is_torch_s(window, pairs, monkeypatch):
     assert mask.seq_lengths == (756, 756)
     for found, one in zip(mask.as_tuple(), wanted.as_tuple(), strict=True):
         assert torch.equal(found, one) if isinstance(found, torch.Tensor) else found == one
+
+
+class Counted(TorchDispatchMode):
+    """Adds up the storages that operations make, until they are freed. Attributes: live, peak, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor):
+                self.note(value.untyped_storage())
+        return output
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.free, key)
+
+    def free(self, key: int) -> None:
+        self.live -= self.sizes.pop(key, 0)
 
 
 def test_a_block_mask_of_128k_tokens_takes_less_than_a_gibibyte():

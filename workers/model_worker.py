@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.errors import warns_of_close
@@ -55,12 +56,12 @@ class ModelWorker:
         self.total_steps = total_steps
         self.device = training_device(config.trainer.n_gpus_per_node)
         self.dtype = compute_dtype(policy.actor.fsdp_config.dtype, self.device)
-        if "rollout" in roles and rank() == 0 and (memory := memory_report(config)):
-            print(memory)
         self.longest = config.data.max_prompt_length + policy.rollout.response_length
         self.tokenizer = load_tokenizer(policy.model)
         layout = layout_of(config, group_size())
         self.layouts = {role: layout(config, self.device, self.dtype, role) for role in ("policy", "ref", "rm")}
+        if self.device.type != "cpu" and "rollout" in roles and rank() == 0:
+            print(memory_report(config, self.layouts, torch.cuda.get_device_properties(self.device).total_memory))
         module = self.module = self.load_policy(policy.model, "policy")
         said = precision_notice(policy.actor.fsdp_config.dtype, self.device, module.num_parameters())
         if said:

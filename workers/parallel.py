@@ -42,6 +42,13 @@ class Replicas:
     def check(cls, config: Config, workers: int) -> None:
         """Raises ConfigError where `config` cannot be spread over so many workers; before any is started."""
 
+    def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
+        """Counts the bytes that a worker's device holds of a model of so many `numbers`: weights; of one that is
+        trained by `optim`, gradients and moments, too."""
+        if optim is None:
+            return 4 * numbers
+        return (8 + 2 * getattr(torch, optim.moments_dtype).itemsize) * numbers
+
     # A model is built.
 
     def build(

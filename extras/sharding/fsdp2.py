@@ -98,7 +98,6 @@ class Sharding(Replicas):
     offload: bool = False
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
-    announced: bool = False
     lockstep: ClassVar[bool] = True
 
     @property
@@ -114,9 +113,11 @@ class Sharding(Replicas):
         shard(made, self)
         materialize(made, self.device)
         fill(made, folder, read)
-        if self.announced and rank() == 0:
-            print(shard_summary(made, self))
         return made
+
+    def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
+        shards = self.mesh.shape[self.mesh.mesh_dim_names.index("shard")]
+        return 0 if self.offload else super().bytes_held(numbers, optim) // shards
 
     def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
         set_method(model, name, method)
@@ -282,49 +283,6 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
         [ids] = ctx.saved_tensors
         return torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.numbers), None, None
-
-
-def sent_bytes(
-    parameters: int,
-    layered: int,
-    trained: int,
-    shards: int,
-    replicas: int = 1,
-    reshards: bool = True,
-    *,
-    widths: tuple[int, int] = (4, 4),
-) -> dict[str, int]:
-    """Counts the bytes that reach a rank in the forward and backward of a micro-batch: weights that are gathered,
-    gradients that are summed over the shards, and their sums that are summed over the replicas.
-
-    Args:
-        parameters: numbers in the weights; `layered`: in those of the decoder layers; `trained`: that are learnt.
-        shards: ranks that hold the model together; `replicas`: as many such groups.
-        reshards: the layers are gathered once more for their backward.
-        widths: bytes of a weight that is gathered, and of a gradient that is summed.
-    """
-    gathered, summed = widths[0] * (parameters + (layered if reshards else 0)), widths[1] * trained
-    between = 2 * (summed // shards) * (replicas - 1) // replicas  # there and back
-    others = shards - 1
-    return {"gathered": others * gathered // shards, "reduced": others * summed // shards, "replicated": between}
-
-
-def shard_summary(model: PreTrainedModel, sharding: Sharding) -> str:
-    """Says in a line what each rank holds of `model`, and what a micro-batch sends."""
-    sizes = dict(zip(sharding.mesh.mesh_dim_names, sharding.mesh.shape, strict=True))
-    shards, here = sizes["shard"], {id(weight): weight.to_local().numel() for weight in model.parameters()}
-    held = sum(here.values())
-    layered = sum(here[id(weight)] for layer in decoder_layers(model) for weight in layer.parameters())
-    trained = sum(here[id(weight)] for weight in model.parameters() if weight.requires_grad)
-    numbers = (shards * number for number in (held, layered, trained))
-    widths = model.param_dtype.itemsize, sharding.reduce_dtype.itemsize
-    sent = sent_bytes(*numbers, shards, sizes.get("replicate", 1), sharding.reshard_after_forward, widths=widths)
-    parts = " + ".join(f"{name} {size / 1e6:.1f}" for name, size in sent.items() if size)
-    total = sum(weight.numel() for weight in model.parameters())
-    return (
-        f"the first worker holds {held / 1e6:.1f} of the policy's {total / 1e6:.1f} million weights, others about as "
-        f"many; forward and backward of a micro-batch bring it, in MB, {parts or 'nothing'}."
-    )
 
 
 def reshard(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ class Sharded:
             return Offloaded(asked)
         gathered = gather_dtype(fsdp.mixed_precision.param_dtype, dtype)
         reduced = getattr(torch, fsdp.mixed_precision.reduce_dtype)
-        return Sharding(mesh, fsdp.reshard_after_forward, asked.any, gathered, reduced, announced=role == "policy")
+        return Sharding(mesh, fsdp.reshard_after_forward, asked.any, gathered, reduced)
 
     @staticmethod
     def check(config: Config, workers: int) -> None:
@@ -71,6 +71,11 @@ class Offloaded(Replicas):
 
     def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
         return Residence(model, self.offload.module).at_work
+
+    def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
+        held = super().bytes_held(numbers, optim)
+        moments = held - super().bytes_held(numbers, None)
+        return held - 4 * numbers * self.offload.module - moments * (self.offload.moments and optim is not None)
 
     def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
         return make_optimizer(iter(weights), optim, self.offload.moments)
