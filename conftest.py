@@ -56,7 +56,10 @@ ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
     *("test_worker_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor"),
 )
-LONG = ("test_docs", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper", "test_resume")
+LONG = (
+    *("test_docs", "test_golden", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),
+    "test_resume",
+)
 
 
 @pytest.hookimpl(optionalhook=True)  # `make gpu` does without xdist
