@@ -31,7 +31,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rollout_correction": "extras.rollout_correction.settings:Presets",
     },
     "reward": {  # load(settings, RewardRun) -> what scores a reward_view
-        "manager": "training.reward_manager:load",
+        "manager": "extras.verl.managers:load",
         "functions": "training.reward_function:load",
         "environment": "training.reward:load_environment",
         "model": "training.reward:load_model",
@@ -68,6 +68,7 @@ MOVED: dict[str, str] = {  # by its old name, the new one of a module that users
     "training.reward": "python -m extras.try_reward",
     "training.judge": "extras.judge.judge",
     "training.from_verl": "extras.verl",
+    "training.reward_manager": "extras.verl.managers",
     "training.verl_compat": "extras.verl.compat",
 }
 

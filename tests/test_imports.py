@@ -55,7 +55,7 @@ NAMES = {
     "training.ray_trainer": ["RayPPOTrainer"],
     "extras.report.__main__": ["main"],
     "training.reward": ["compute_reward"],
-    "training.reward_manager": ["register"],
+    "extras.verl.managers": ["register"],
     "extras.rules.default": ["default_compute_score"],
     "extras.rollout_correction.correction": [],
     "extras.sandbox.run": ["run_python"],

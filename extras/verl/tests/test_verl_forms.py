@@ -31,6 +31,7 @@ from extras.sft.settings import SFTConfig
 from extras.tools import files as tool_files
 from extras.verl.compat import find_latest_ckpt_path
 from extras.verl.imports import table_of_verl
+from extras.verl.managers import move_to_policy
 from extras.verl.sft import MultiTurnSFTDataset, VerlSFTDataset
 from tests.engines import Scripted
 from tests.runs import compose
@@ -42,7 +43,6 @@ from training.preparation import build_train_loader, check_rows
 from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
-from training.reward_manager import move_to_policy
 from workers.agent_loop import AgentLoop
 from workers.agents.conversation import ToolEpisodes
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
@@ -145,7 +145,7 @@ def test_a_managers_score_goes_to_the_last_token_of_the_policy():
 
 
 def test_a_judge_that_verl_serves_says_how_it_is_served_here():
-    with pytest.raises(ValueError, match=r"Here you serve it.*reward_kwargs.reward_router_address=HOST:PORT"):
+    with pytest.raises(ValueError, match=r"needs reward_router_address and reward_model_tokenizer"):
         scored("09", f"{R}.path=FILE", f"{R}.name=compute_score_judged")
 
 

@@ -71,7 +71,7 @@ def get_reward_manager_cls(name: str) -> type:
         known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none"
         raise ValueError(
             f"Unknown reward manager: {name}. Registered are: {known}; one of yours stands under @register({name!r}) "
-            "(training/reward_manager.py) in a file that actor_rollout_ref.model.external_lib names, or is the class "
+            "(extras/verl/managers.py) in a file that actor_rollout_ref.model.external_lib names, or is the class "
             "of this name in the file reward.reward_manager.path. verl's naive, batch, dapo, prime, remote and "
             "rate_limited need no name here."
         )
