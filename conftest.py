@@ -54,7 +54,7 @@ def shipped_configs_read_once() -> Iterator[None]:
 # The longest first. What starts vLLM or Ray is one unit of work, in one process, so that each is started once.
 ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
-    *("test_worker_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor"),
+    *("test_ray_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor"),
 )
 LONG = (
     *("test_docs", "test_golden", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),

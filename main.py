@@ -20,7 +20,7 @@ from training.preparation import Parts, prepare
 from training.roles import needed_roles
 from training.validation import Validator
 from workers.group import distinct_groups, roles_of
-from workers.worker_group import Resources, check_machine, start_command, start_pools, worker_summary
+from workers.ray_group import Resources, check_machine, start_command, start_pools, worker_summary
 
 
 def start(config: Config) -> None:

@@ -22,7 +22,7 @@ from configs.loader import CONFIG_DIR, Arguments, load_config
 from configs.schema import Config
 from custom.tiny_model import save_tiny_model
 from data.files import read_metrics
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 
 def main() -> None:

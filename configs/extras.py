@@ -70,6 +70,11 @@ MOVED: dict[str, str] = {  # by its old name, the new one of a module that users
     "training.from_verl": "extras.verl",
     "training.reward_manager": "extras.verl.managers",
     "training.verl_compat": "extras.verl.compat",
+    "training.main_eval": "python -m extras.evaluation.main_eval",
+    "training.main_generation": "python -m extras.evaluation.main_generation",
+    "training.main_server": "python -m extras.server",
+    "configs.serving": "extras.evaluation.settings",
+    "workers.worker_group": "workers.ray_group",
 }
 
 

@@ -35,13 +35,8 @@ def may_pass(status: int) -> bool:
 async def open_session(
     api_key: str | None = None, timeout: float | None = None, connections: int = 100
 ) -> aiohttp.ClientSession:
-    """Opens connections to servers, for an `async with`; each request has its own: to drop it is to hang up.
-
-    Args:
-        api_key: sent along as a bearer token; None: none.
-        timeout: seconds without a byte of an answer; None: any.
-        connections: at once, beyond which requests wait, without a limit of time.
-    """
+    """Opens `connections` at once to servers, one a request: to drop it is to hang up. The `timeout` is of seconds
+    without a byte of an answer; None: any."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout)
     connector = aiohttp.TCPConnector(limit=max(connections, 1), force_close=True)
@@ -58,17 +53,13 @@ async def ask(
     may_pass: Callable[[int], bool] = may_pass,
     setting: str = "base_url",
 ) -> Json:
-    """Returns the JSON that the server answers.
-
-    Args:
-        retries: each after twice the time, or after the answer's Retry-After.
-        may_pass: whether a status is worth another try.
-        setting: named where `url` is no address.
+    """Returns the JSON that the server answers, after at most so many `retries`, each after twice the time or after
+    the answer's Retry-After.
 
     Raises:
-        RequestRefused: it answered another status above 399, or what is not JSON.
+        RequestRefused: it answered a status above 399 that is not worth another try, or what is not JSON.
         ServerError: it cannot be reached or fails each time, or gives no answer in time.
-        ValueError: `url` is no address.
+        ValueError: `url` is no address; names `setting`.
     """
     wait, tries = FIRST_WAIT, retries + 1
     for attempt in range(1, tries + 1):
@@ -82,9 +73,9 @@ async def ask(
         except aiohttp.ClientError as error:
             problem, later = f"{type(error).__name__}: {error}", ""
         else:
-            problem = f"status {status}: {text[:MAX_MESSAGE]}"
             if status < 400:
                 return parse(url, text)
+            problem = f"status {status}: {text[:MAX_MESSAGE]}"
             if not may_pass(status):
                 raise RequestRefused(f"{url} refused the request, {problem}", status)
         if attempt < tries:

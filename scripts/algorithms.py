@@ -26,7 +26,7 @@ from configs.schema import Config
 from data.files import sole_run
 from extras.report.lines import plot_curves, read_curve
 from scripts.quickstart import SUCCESS, new_run, script_parser, warm_start
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 FOLDER = Path("outputs/algorithms")
 

@@ -49,7 +49,7 @@ from scripts.quickstart import (
 )
 from training.environment import build_environment
 from training.preparation import prepare
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 CALCULATOR_ROWS = Path("outputs/calculator")
 DOWN, RIGHT = 1, 2  # FrozenLake's actions

@@ -40,7 +40,7 @@ from extras.sft import trainer as sft_trainer
 from extras.sft.settings import SFTConfig
 from training.environment import build_environment
 from training.preparation import prepare
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 SUCCESS = "val-core/FrozenLake-v1/acc/mean@1"
 DEMONSTRATIONS = 16000

@@ -41,7 +41,7 @@ from scripts.quickstart import SUCCESS, new_run, print_outcome, script_parser, w
 from training.environment import build_environment
 from training.preparation import prepare
 from training.torch_functional import cosine_schedule_multiplier
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 PAIRS, HELD_OUT = 16000, 500
 NO_MOVE = 0.1  # of the worse answers: the model's score of what it never saw is noise, which a policy finds and learns

@@ -34,7 +34,7 @@ from extras.report.lines import read_curve
 from scripts import smollm2_model
 from scripts.quickstart import new_run, print_outcome, script_parser, write_summary
 from training.preparation import prepare
-from workers.worker_group import start_command
+from workers.ray_group import start_command
 
 ROWS = Path("outputs/smollm2/rows")
 TRAIN_ROWS = 2048

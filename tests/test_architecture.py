@@ -109,7 +109,7 @@ EXEMPT = {
         "workers/vllm_setup.py": "vLLM takes settings from it, and its changes are put back",
         "workers/vllm_rollout_spmd.py": "sets what vLLM finds when it starts",
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
-        "workers/worker_group.py": "hands the environment on to worker processes",
+        "workers/ray_group.py": "hands the environment on to worker processes",
     },
     "introspection": {"custom/gym/text_env.py": "to be cut", "workers/parallel.py": "to be cut"},
 }
@@ -152,7 +152,7 @@ def pairs(trees: dict[str, ast.Module]) -> Iterator[Finding]:
 def quarantine(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """Ray is known to one file, vLLM to three, SGLang to one, so that everything else runs without them."""
     allowed = {
-        "ray": ["workers/worker_group.py"],
+        "ray": ["workers/ray_group.py"],
         "vllm": ["workers/vllm_rollout_spmd.py", "extras/openai/vllm_weights.py", "extras/openai/weight_transfer.py"],
         "sglang": ["extras/sglang/rollout.py"],
     }
@@ -322,7 +322,7 @@ ALLOWED = {
     "training/x.py": "from data.protocol import DataProto\nimport configs.schema\nimport training.advantage",
     "training/advantage.py": "import torch",
     "main.py": "from workers.engine import TrainEngine",
-    "workers/worker_group.py": "import ray",
+    "workers/ray_group.py": "import ray",
     "data/protocol.py": "def f(self, a, b, *, c, d, e, g, h):\n    return getattr(self, a)",
     "workers/x.py": "assert layer.__class__ is Linear",
     "extras/lora/x.py": "from extras.lora.y import z\nfrom workers.engine import TrainEngine",

@@ -35,7 +35,7 @@ from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.preparation import check_algorithm, prepare
 from training.roles import needs_critic, needs_reference
-from workers import vllm_rollout_spmd, worker_group
+from workers import ray_group, vllm_rollout_spmd
 from workers.load_rollout import load_rollout_class
 
 HOME = str(Path.home())
@@ -641,7 +641,7 @@ def test_entries_of_reward_functions_are_checked_as_settings_are():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize(("asked", "gpus"), [(["trainer.n_gpus_per_node=1"], 1), (["trainer.n_gpus_per_node=8"], 8)])
 def test_gpus_that_are_not_there_are_refused_before_anything_is_read(asked, gpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(worker_group, "joins_cluster", lambda: False)  # others may run one on this machine
+    monkeypatch.setattr(ray_group, "joins_cluster", lambda: False)  # others may run one on this machine
     command = ["--config-name", "frozenlake", *short_run(tmp_path / "no_model", tmp_path, *asked)]
     with pytest.raises(SystemExit) as stop:
         main.main(command)

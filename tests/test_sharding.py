@@ -89,7 +89,7 @@ CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Four, for replicas of shards; a run of two is in tests/test_worker_group.py."""
+    """Four, for replicas of shards; a run of two is in tests/test_ray_group.py."""
     ranks = Ranks(4)
     yield ranks
     ranks.pool.shutdown()

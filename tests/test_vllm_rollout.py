@@ -28,10 +28,10 @@ from workers import vllm_rollout_spmd
 from workers.engine import TrainEngine
 from workers.model_worker import ColocatedRollout
 from workers.models import load_causal_lm
+from workers.ray_group import WorkerError
 from workers.vllm_rollout_spmd import config_folder, remove_left_behind, vLLMRollout
 from workers.vllm_setup import cpu_cache_bytes, engine_settings
 from workers.weight_sync import weight_sync
-from workers.worker_group import WorkerError
 
 LENGTHS = {"prompt_length": 40, "response_length": 12}
 

@@ -41,7 +41,7 @@ from training.metric_utils import timer
 from training.mini_batches import Update
 from training.run import Metrics, Run
 from workers.group import Role, roles_of
-from workers.worker_group import Resources, check_machine, start_command, start_pools, worker_summary
+from workers.ray_group import Resources, check_machine, start_command, start_pools, worker_summary
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
 

@@ -30,9 +30,9 @@ from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, 
 from tests.servers import KEY, answering
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
+from workers.ray_group import check_machine
 from workers.vllm_setup import vllm_process
 from workers.weight_sync import weight_sync
-from workers.worker_group import check_machine
 
 OWN = "actor_rollout_ref.rollout.engine_kwargs.openai"
 START, UPDATE, FINISH, RESET = (

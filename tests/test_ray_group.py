@@ -21,12 +21,12 @@ from main import run
 from tests.on_workers import Echo, EchoWorker, InspectedWorker, weight_sum
 from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
-from workers import worker_group
+from workers import ray_group
 from workers.group import LocalGroup, distinct_groups
 from workers.hf.rollout import HFRollout
 from workers.load_rollout import load_rollout_class
 from workers.models import gpu_trouble
-from workers.worker_group import (
+from workers.ray_group import (
     RayPending,
     RayWorkerGroup,
     Resources,
@@ -321,8 +321,8 @@ def test_a_worker_sees_its_own_gpu_alone_where_ray_is_told_to_show_all(monkeypat
 
 
 def test_more_workers_than_cores_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker_group.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(worker_group, "joins_cluster", lambda: False)
+    monkeypatch.setattr(ray_group.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ray_group, "joins_cluster", lambda: False)
     asked = ["trainer.n_gpus_per_node=0", "trainer.n_workers_per_node=3", "trainer.n_threads=1"]
     with pytest.raises(ConfigError, match=r"3 workers with 1 thread .* each ask for 3 cores, and this machine has 2"):
         check_machine(compose(*asked))
@@ -362,7 +362,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(files, cuda, visible, said, tmp_pa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = gpu_trouble(tmp_path)
     assert (found is None) if said is None else re.search(said, found)
-    monkeypatch.setattr(worker_group, "gpu_trouble", lambda: found)
+    monkeypatch.setattr(ray_group, "gpu_trouble", lambda: found)
     check_machine(compose())
     shown = capsys.readouterr().err
     assert shown == "" if said is None else "This run uses the CPU; trainer.n_gpus_per_node=0 says" in shown
@@ -389,7 +389,7 @@ def test_the_driver_of_a_ray_run_leaves_cuda_alone(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, name, refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(worker_group, "RayWorkerGroup", start)
+    monkeypatch.setattr(ray_group, "RayWorkerGroup", start)
     with pytest.raises(Started):
         run(full_run(tiny_model, tmp_path, "trainer.executor=ray", "trainer.n_gpus_per_node=1"))
 
