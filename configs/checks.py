@@ -24,7 +24,6 @@ from configs.schema import (
 )
 from configs.settings import with_settings
 from configs.threads import worker_threads
-from extras.rollout_correction.settings import check_rollout_correction
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -131,7 +130,6 @@ def check_policy(config: Config) -> None:
         raise ConfigError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of the squared log-ratio, e.g. 0.05.")
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         raise ConfigError(f"{key}.clip_cov_lb={loss.clip_cov_lb} must be below {key}.clip_cov_ub={loss.clip_cov_ub}.")
-    check_rollout_correction(config.algorithm.rollout_correction, loss.loss_mode)
     check_rewards(config)
     key, validation = f"{ROLLOUT}.val_kwargs", rollout.val_kwargs
     given = {name: validation[name] for name in ("do_sample", "temperature") if validation[name] is not None}

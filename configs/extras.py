@@ -24,8 +24,11 @@ TABLE: dict[str, dict[str, str]] = {
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
     "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
-    "stage": {},
     "imports": {"verl": "extras.verl.imports:StandIns"},
+    "stage": {
+        "rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
+        "pf_ppo": "extras.pf_ppo.stage:PFPPO",
+    },
     "keys": {  # in the order in which they translate
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
@@ -61,6 +64,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
         *("reward.num_workers", "reward.memory_limit_mb", "reward.in_process", "reward.max_rpm", "reward.max_tpm"),
         "reward.estimated_tokens_per_request",
     ),
+    "rollout_correction": ("algorithm.rollout_correction",),
+    "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
 }
 MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
     "training.sft_trainer": "python -m extras.sft",

@@ -12,7 +12,6 @@ from omegaconf import II
 from configs.errors import ConfigError
 from configs.extras import section
 from configs.settings import Frozen, Open, group, setting
-from extras.rollout_correction.settings import RolloutCorrectionConfig
 
 AGGREGATION_MODES = (
     "token-mean",
@@ -618,15 +617,7 @@ class FilterGroupsConfig(Frozen):
 
 
 @dataclass
-class PFPPOConfig(Frozen):
-    reweight_method: str = setting(
-        "pow", "How often a row is drawn, from its score.", choices=("pow", "max_min", "max_random")
-    )
-    weight_pow: float = setting(2.0, "Exponent of pow.")
-
-
-@dataclass
-class AlgorithmConfig(Frozen):
+class AlgorithmConfig(section("rollout_correction"), section("pf_ppo"), Frozen):
     adv_estimator: str = setting("gae", "Name in the registry of advantage estimators.")
     adv_estimator_kwargs: dict[str, Any] = setting({}, "Passed on to the estimator, by name, e.g. {f_norm: 2}.")
     gamma: float = setting(1.0, "Discount.", ge=0, le=1)
@@ -640,11 +631,6 @@ class AlgorithmConfig(Frozen):
     )
     gdpo_reward_weights: list[float] | None = setting(None, "For gdpo: the weights of those numbers; null: 1 each.")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "Dynamic sampling.")
-    use_pf_ppo: bool = setting(False, "Learn from rows drawn anew by their score (PF-PPO).")
-    pf_ppo: PFPPOConfig = group(PFPPOConfig, "How PF-PPO draws the rows.")
-    rollout_correction: RolloutCorrectionConfig = group(
-        RolloutCorrectionConfig, "For rollouts whose probabilities are not the trainer's; or the name of a preset."
-    )
 
 
 @dataclass

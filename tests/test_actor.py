@@ -39,7 +39,7 @@ from training.core_algos import (
     kl_penalty,
     register_policy_loss,
 )
-from training.mini_batches import Update, policy_mini_batches, without_zero_advantages
+from training.mini_batches import PolicyUpdates, Update, without_zero_advantages
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -396,6 +396,6 @@ def test_all_rows_are_learnt_from_where_something_reads_them(settings: list[str]
     batch.batch["advantages"][[0, 2, 5, 7]] = 0.0
     batch.batch["loss_mask"] = batch.batch["response_mask"]
     batch.non_tensor_batch["uid"] = np.arange(len(batch))
-    [(rows, update)] = policy_mini_batches(batch, config, step=1)
+    [(rows, update)] = PolicyUpdates(config)(batch, step=1)
     assert len(rows) == len(batch) - 5 * skips  # MASKED_ROW is one of them
     assert update.counts == update_of(batch, config.actor_rollout_ref.actor).counts

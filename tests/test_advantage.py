@@ -12,9 +12,7 @@ from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (
     add_columns,
-    check_log_probs,
     compute_advantage,
-    correct_rollout,
     estimator_needs,
     kl_in_reward,
     overlong_in_reward,
@@ -279,46 +277,3 @@ def test_without_the_overlong_buffer_rewards_are_the_scores():
     config = compose("data.max_response_length=10", name="ppo_trainer")
     columns, metrics = token_level_rewards(batch, config, FixedKLController(0))
     assert torch.equal(columns["token_level_rewards"], batch.token_level_scores) and metrics == {}
-
-
-def test_rollout_correction_keeps_the_batchs_mask_and_hands_out_another():
-    old, rollout = torch.zeros(3, 4), torch.zeros(3, 4)
-    rollout[0, 3] = -math.log(4)  # π_rollout / π_train is a quarter: rejected, and its weight of 4 cut to 2
-    batch = make_batch(old_log_probs=old, rollout_log_probs=rollout)
-    correction = AlgorithmConfig().rollout_correction
-    columns, metrics = correct_rollout(
-        batch, replace(correction, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
-    )
-    assert columns["loss_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert torch.equal(batch.response_mask, MASK)
-    assert columns["rollout_is_weights"].tolist() == [[1, 1, 0, 2], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.25
-    assert metrics["training/rollout_probs_diff_max"] == 0.75
-
-
-@pytest.mark.parametrize("missing", ["old_log_probs", "bypass"])
-def test_rollout_correction_does_nothing_without_old_log_probs_and_in_bypass_mode(missing):
-    columns = {} if missing == "old_log_probs" else {"old_log_probs": torch.zeros(3, 4)}
-    batch = make_batch(rollout_log_probs=torch.full((3, 4), -9.0), **columns)
-    settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token", bypass_mode=missing == "bypass")
-    columns, metrics = correct_rollout(batch, settings)
-    assert columns.keys() == {"loss_mask"} and torch.equal(columns["loss_mask"], MASK) and metrics == {}
-
-
-def test_a_batch_of_failures_has_nothing_to_correct():
-    batch = make_batch(old_log_probs=torch.zeros(3, 4), rollout_log_probs=torch.ones(3, 4))
-    batch.batch["response_mask"] = torch.zeros_like(MASK)
-    settings = replace(AlgorithmConfig().rollout_correction, rollout_is="token")
-    columns, metrics = correct_rollout(batch, settings)
-    assert columns.keys() == {"loss_mask"} and not columns["loss_mask"].any() and metrics == {}
-
-
-def test_without_the_engines_log_probs_nothing_is_corrected_and_a_correction_is_refused():
-    batch = make_batch(old_log_probs=torch.zeros(3, 4))
-    correction = AlgorithmConfig().rollout_correction
-    check_log_probs(batch, correction)
-    columns, metrics = correct_rollout(batch, correction)
-    assert torch.equal(columns["loss_mask"], MASK) and metrics == {}
-    for asked in (correction.bypass_ppo_clip(), correction.decoupled_token_is(), correction.decoupled_geo_rs()):
-        with pytest.raises(ValueError, match=r"reads the column rollout_log_probs, .* return it"):
-            check_log_probs(batch, asked)

@@ -358,7 +358,7 @@ def test_a_run_that_filters_stopped_in_every_step_is_the_unbroken_run(tiny_model
             tmp_path / folder,
             f"reward.custom_reward_function.path={tmp_path}/moving.py",
             "reward.custom_reward_function.name=compute_reward",
-            *(FILTER, f"{METRIC}=vowel", f"{MOST}=6", "algorithm.use_pf_ppo=true"),
+            *(FILTER, f"{METRIC}=vowel", f"{MOST}=6"),
             *("data.max_response_length=4", "trainer.n_threads=1", "env.val_episodes=0"),
             *("trainer.total_training_steps=5", "trainer.save_freq=1"),
         )

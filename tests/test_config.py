@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from configs.loader import (
     parse_arguments,
 )
 from configs.schema import Config
-from extras.rollout_correction.settings import PRESETS, RolloutCorrectionConfig
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -298,42 +297,12 @@ def test_a_recipe_below_itself_says_which_line_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "ppo_trainer"])
-def test_the_printed_config_of_a_recipe_and_a_preset_is_the_same_config(name, tmp_path, capsys):
-    overrides = ["recipe=dapo", "algorithm.rollout_correction=decoupled_seq_is_rs"]
+def test_the_printed_config_of_a_recipe_is_the_same_config(name, tmp_path, capsys):
+    overrides = ["recipe=dapo", "algorithm.gamma=0.9"]
     with pytest.raises(SystemExit):
         load_config(parse_arguments(["--config-name", name, "--cfg", "job", *overrides], "", ""), Config)
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert load(tmp_path, "printed") == compose(*overrides, name=name)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_of_rollout_correction_goes_by_its_name(name, tmp_path):
-    (tmp_path / "mine.yaml").write_text(f"algorithm:\n  rollout_correction: {name}\n")
-    wanted = getattr(RolloutCorrectionConfig, name)()
-    named, written = compose(f"algorithm.rollout_correction={name}"), load(tmp_path, "mine")
-    assert named.algorithm.rollout_correction == written.algorithm.rollout_correction == wanted
-    check_config(named)
-
-
-def test_single_keys_of_a_preset_are_changed_after_it_and_a_preset_replaces_all_before_it(tmp_path):
-    (tmp_path / "mine.yaml").write_text("algorithm: {rollout_correction: decoupled_seq_is_rs}\n")
-    key = "algorithm.rollout_correction"
-    changed = load(tmp_path, "mine", f"{key}.rollout_is_threshold=3.0").algorithm.rollout_correction
-    assert changed == replace(RolloutCorrectionConfig.decoupled_seq_is_rs(), rollout_is_threshold=3.0)
-    other = [f"{key}.rollout_is_threshold=3.0", f"{key}=decoupled_token_is", f"{key}.rollout_is_batch_normalize=true"]
-    replaced = load(tmp_path, "mine", *other).algorithm.rollout_correction
-    assert replaced == replace(RolloutCorrectionConfig.decoupled_token_is(), rollout_is_batch_normalize=True)
-
-
-def test_a_preset_is_inherited_in_parts_and_null_corrects_nothing(tmp_path):
-    (tmp_path / "mine.yaml").write_text("algorithm: {rollout_correction: {preset: decoupled_seq_is_rs}}\n")
-    (tmp_path / "child.yaml").write_text(
-        "defaults: [mine]\nalgorithm: {rollout_correction: {rollout_is_threshold: 3}}\n"
-    )
-    wanted = replace(RolloutCorrectionConfig.decoupled_seq_is_rs(), rollout_is_threshold=3)
-    assert load(tmp_path, "child").algorithm.rollout_correction == wanted
-    nothing = load(tmp_path, "child", "algorithm.rollout_correction=null").algorithm.rollout_correction
-    assert nothing == RolloutCorrectionConfig.disabled()
 
 
 # What estimators and losses ask for
@@ -371,12 +340,6 @@ def test_values_with_a_default_ask_for_no_critic(estimator):
     )
     assert not needs_critic(config) and not needs_reference(config)
     check_algorithm(config)
-
-
-@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_what_bypass_mode_does_not_compute_is_refused_at_the_start(name):
-    with pytest.raises(ConfigError, match="bypass_mode"):
-        check_algorithm(compose(f"algorithm.adv_estimator={name}", "algorithm.rollout_correction=bypass_pg_is"))
 
 
 # Mistakes
@@ -465,34 +428,9 @@ def test_a_bad_value_names_key_value_rule_and_meaning(override, message):
         compose(override)
 
 
-CORRECTION, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 SHAPING = "reward.reward_kwargs"
 REFUSED_ALGORITHMS = [
-    (
-        [f"{CORRECTION}.rollout_is_threshold=1_2_3_x"],
-        rf"^{CORRECTION}.rollout_is_threshold is '1_2_3_x'; .*an upper bound",
-    ),
-    ([f"{CORRECTION}.rollout_is_threshold='2.0_0.5'"], "rollout_is_threshold is '2.0_0.5'; .* 0 < lower <= upper"),
-    ([f"{CORRECTION}.rollout_is_threshold=-1"], "rollout_is_threshold is -1; "),
-    ([f"{CORRECTION}.rollout_is_threshold=true"], "rollout_is_threshold is True, a bool; "),
-    ([f"{CORRECTION}.rollout_is=batch"], "rollout_is='batch' must be one of token, sequence"),
-    ([f"{CORRECTION}.rollout_rs=seq_k9"], "rollout_rs is 'seq_k9', but must be one or more of token_k1"),
-    ([f"{CORRECTION}.rollout_rs=token_k1"], "rollout_rs is 'token_k1' but rollout_rs_threshold is null: set how far"),
-    (
-        [f"{CORRECTION}.rollout_rs='token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold='1.0,2.0,3.0'"],
-        "has 3 entries, but rollout_rs names 2 options",
-    ),
-    (
-        [f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"],
-        "a statistic that starts at 0",
-    ),
-    ([f"{CORRECTION}=bypass_pg_is", f"{LOSS}.loss_mode=gspo"], "bypass_mode=true brings .*loss_mode=gspo asks for an"),
-    ([f"{LOSS}.loss_mode=bypass_mode"], rf"chosen by {CORRECTION}.bypass_mode=true: set that"),
-    (
-        [f"{CORRECTION}=bypass_pg_is", f"{CORRECTION}.rollout_is_batch_normalize=true"],
-        "rollout_is_batch_normalize=true needs all weights of a batch at once",
-    ),
-    ([f"{CORRECTION}=decoupled_tokn_is"], "no such preset. Did you mean 'decoupled_token_is'. disabled, decoupled_tok"),
     (["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=1"], "rollout.n=1: one sample cannot differ"),
     (["algorithm.filter_groups.max_num_gen_batches=-1"], "max_num_gen_batches=-1 must be at least 0"),
     (

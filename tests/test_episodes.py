@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import main
-from configs.schema import AlgorithmConfig, PFPPOConfig
+from configs.schema import AlgorithmConfig
 from data.files import dump_jsonl
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
@@ -19,7 +19,7 @@ from extras.watch.health import check_failures, valid_episodes
 from tests.batches import Turn, episode_batch, random_groups
 from tests.runs import compose, learning_metrics, short_run
 from training.advantage import compute_advantage, kl_in_reward
-from training.collection import draw_rows, groups_by_signal, rows_with_signal, sample_metrics
+from training.collection import groups_by_signal, rows_with_signal, sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_rows import EpisodeRows, greedy_scores
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
@@ -162,14 +162,6 @@ def test_selection_counts_episodes(seed):
         assert torch.equal(rows_with_signal(turns, metric), rows_with_signal(transcript, metric)[of_row])
         for rows, others in zip(groups_by_signal(transcript, metric), groups_by_signal(turns, metric), strict=True):
             assert [{*transcript.uid[group]} for group in rows] == [{*turns.uid[group]} for group in others]
-
-
-def test_pf_ppo_draws_a_row_by_the_return_of_its_episode():
-    """Rewards that cancel out within an episode are a score of 0, however large each is."""
-    groups = [[[Turn(1, 0, 100.0), Turn(1, 0, -100.0)], [Turn(1, 0, 0.0), Turn(1, 0, 1.0), Turn(1)], []]]
-    batch = episode_batch(groups, "turns")
-    draws = [draw_rows(batch, PFPPOConfig(), seed) for seed in range(9)]
-    assert len(batch) == 6 and {*torch.cat(draws).tolist()} == {2, 3, 4}
 
 
 def test_the_kl_controller_sees_the_mean_over_episodes():

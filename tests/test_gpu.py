@@ -17,11 +17,11 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import SamplingParams
 from extras.kernels.token_head import score_tokens
-from extras.rollout_correction.correction import MAX_MISMATCH_RATIO as MAX_RATIO
-from extras.rollout_correction.correction import MEAN_MISMATCH as MEAN
-from extras.rollout_correction.correction import rollout_mismatch
 from extras.sharding.offload import Offload
 from tests.batches import padded, random_ids, relative_distance
+from training.advantage import MAX_MISMATCH_RATIO as MAX_RATIO
+from training.advantage import MEAN_MISMATCH as MEAN
+from training.advantage import rollout_mismatch
 from workers.engine import TrainEngine
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize, cut, score

@@ -59,6 +59,7 @@ NAMES = {
     "extras.rules.default": ["default_compute_score"],
     "extras.rollout_correction.correction": [],
     "extras.sandbox.run": ["run_python"],
+    "extras.pf_ppo.stage": [],
     "extras.sft.trainer": ["run"],
     "training.torch_functional": ["masked_mean"],
     "training.tracking": ["SampleView", "VIEWS"],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from configs.schema import ActorConfig, CriticConfig
 from data.protocol import DataProto
 from tests.runs import compose
-from training.mini_batches import Update, mini_batches, policy_mini_batches
+from training.mini_batches import PolicyUpdates, Update, mini_batches
 
 CONFIG = compose("actor_rollout_ref.rollout.temperature=0.7", name="ppo_trainer")
 CRITIC = CriticConfig(ppo_mini_batch_size=None, ppo_epochs=1, shuffle=False)
@@ -118,14 +118,12 @@ def test_a_drawn_row_brings_all_its_columns_to_the_place_it_was_drawn_for():
         assert torch.equal(mini_batch.response_mask, batch.loss_mask[mini_batch.row])
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-def test_the_first_update_of_a_batch_goes_without_old_log_probs_unless_they_are_the_rollouts(bypass):
-    preset = ["algorithm.rollout_correction=bypass_ppo_clip"] * bypass
-    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", *preset, name="ppo_trainer")
+def test_the_first_update_of_a_batch_goes_without_old_log_probs():
+    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", name="ppo_trainer")
     batch = make_batch(["a", "b", "c"])
     batch.batch["old_log_probs"] = batch.batch["advantages"] = torch.ones(3, 3)
-    pairs = [*policy_mini_batches(batch, config, step=1)]
-    assert ["old_log_probs" in mini_batch for mini_batch, _ in pairs] == [bypass, True, True]
+    pairs = [*PolicyUpdates(config)(batch, step=1)]
+    assert ["old_log_probs" in mini_batch for mini_batch, _ in pairs] == [False, True, True]
     assert "old_log_probs" in batch
 
 
@@ -133,7 +131,7 @@ def test_rows_that_teach_nothing_are_left_out_and_the_counts_stay():
     config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=2", name="ppo_trainer")
     batch = make_batch(["a", "a", "b", "c", "c", "d"])
     batch.batch["advantages"] = torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, 0.0])[:, None].expand(6, 3)
-    pairs = [*policy_mini_batches(batch, config, step=1)]
+    pairs = [*PolicyUpdates(config)(batch, step=1)]
     assert rows_of(pairs) == [[1, 2], [3]]  # one row stays where none teaches, so that the optimiser steps
     assert [update.counts["global_batch_size"] for _, update in pairs] == [3, 3]
     assert rows_of(mini_batches(batch, config, config.actor_rollout_ref.actor, 1)) == [[0, 1, 2], [3, 4, 5]]

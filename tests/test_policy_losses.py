@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from configs.checks import check_config
 from configs.errors import ConfigError
 from configs.schema import AGGREGATION_MODES, ActorConfig, ModelConfig, PolicyLossConfig
-from extras.rollout_correction.settings import RolloutCorrectionConfig
 from tests.batches import CUTS, aggregate, close, ragged_batch, relative_distance, update_of
 from tests.runs import compose
 from training.core_algos import (
@@ -23,7 +22,7 @@ from training.core_algos import (
     compute_policy_loss_reinforce,
     get_policy_loss_fn,
 )
-from training.policy_loss import ReadableNamespace, call_policy_loss, is_number
+from training.losses import ReadableNamespace, call_policy_loss, is_number
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm
@@ -34,19 +33,8 @@ LOSSES = ["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "k
 CLIPFRAC, KL, LOWER = "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"
 # Where a loss decides for itself how tokens become one number.
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}
-# Bypass mode in both its forms, under settings that truncate weights and reject tokens and rows.
-BYPASS = {
-    f"bypass_mode {loss_type}": RolloutCorrectionConfig(
-        rollout_is="token",
-        rollout_is_threshold=1.2,
-        rollout_rs="token_k1,seq_mean_k2",
-        rollout_rs_threshold="0.7_1.5,0.1",
-        bypass_mode=True,
-        loss_type=loss_type,
-    )
-    for loss_type in ("ppo_clip", "reinforce")
-}
-EVERY = [*LOSSES, "reinforce", *BYPASS]
+CORRECTIONS = {}  # by the name of a loss of an extra, the settings that it reads
+EVERY = [*LOSSES, "reinforce"]
 # Settings under which the two losses that compare the tokens of a call choose none: their choice depends on the cut.
 NO_CHOICE = {"clip_cov": {"clip_cov_lb": 1e9, "clip_cov_ub": 2e9}, "kl_cov": {"ppo_kl_coef": 0.0}}
 
@@ -88,7 +76,7 @@ class Batch(NamedTuple):
     def run(self, name, mode="token-mean", config=None, counts=None):
         """(loss, metrics, gradient with respect to `new`)."""
         log_prob = self.new.detach().clone().requires_grad_()
-        config = as_losses_get_it(config or actor_config(), counts, BYPASS.get(name))
+        config = as_losses_get_it(config or actor_config(), counts, CORRECTIONS.get(name))
         weights = {} if self.weights is None else {"rollout_is_weights": self.weights}
         fn = compute_policy_loss_reinforce if name == "reinforce" else get_policy_loss_fn(name.split()[0])
         torch.manual_seed(0)  # clip_cov draws
@@ -107,7 +95,7 @@ ANCHOR = Batch(
 
 def test_verls_names_in_verls_order_and_each_is_tested_here():
     ours = [name for name, fn in POLICY_LOSS_REGISTRY.items() if fn.function.__module__.startswith("training.")]
-    assert ours == [*LOSSES, "bypass_mode"]
+    assert ours == LOSSES
 
 
 class TestVerlsNumbers:
@@ -372,28 +360,6 @@ def test_the_batches_meet_every_clip_from_both_sides():
     assert always_zero == {("gspo", LOWER), ("sapo", CLIPFRAC), ("sapo", LOWER), ("cispo", LOWER)}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", BYPASS)
-def test_bypass_mode_equals_the_twin_of_its_loss_on_the_tokens_that_are_kept(name, seed):
-    batch, mode = Batch.draw(seed), AGGREGATION_MODES[seed % len(AGGREGATION_MODES)]
-    kept, weights = batch.mask.clone(), torch.ones_like(batch.old)
-    for row, mask in enumerate(batch.mask):
-        places = mask.nonzero()[:, 0].tolist()
-        x = {t: (batch.new[row, t] - batch.old[row, t]).item() for t in places}
-        far = places and sum(x[t] ** 2 / 2 for t in places) / len(places) > 0.1
-        for t in places:
-            kept[row, t] = not far and 0.7 <= math.exp(-x[t]) <= 1.5
-            weights[row, t] = min(math.exp(x[t]), 1.2)
-    inner = "vanilla" if name == "bypass_mode ppo_clip" else "reinforce"
-    weights = torch.ones_like(weights) if inner == "vanilla" else weights
-    assert 0 < kept.sum() < batch.mask.sum()
-    loss, metrics, gradient = batch.run(name, mode, TIGHT)
-    twin_loss, _, twin_gradient = twin_of(inner, batch._replace(mask=kept, weights=weights), mode)
-    close(loss, twin_loss, 1e-7)
-    close(gradient, twin_gradient.masked_fill(kept == 0, 0), 1e-7)
-    close(metrics["rollout_corr/rollout_rs_masked_fraction"], 1 - kept.sum() / batch.mask.sum())
-
-
 # Rules for every loss
 
 
@@ -434,7 +400,7 @@ def test_any_cut_into_micro_batches_on_any_ranks_gives_the_whole(name, mode, pie
         pasted[rows, :width] = part[2]
     close(pasted / dp_size, gradient, 1e-9)
     tokens = [int(batch.mask[rows].sum()) for rows in pieces]
-    for key, value in metrics.items() if name not in BYPASS else ():  # its metrics are no means over tokens
+    for key, value in metrics.items() if name not in CORRECTIONS else ():  # its metrics are no means over tokens
         pooled = sum(n * part[1][key] for n, part in zip(tokens, parts, strict=True)) / sum(tokens)
         close(pooled, value)
 
@@ -595,15 +561,15 @@ def policy(tiny_model):
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-@pytest.mark.parametrize("name", [*LOSSES, *BYPASS])
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_actor_makes_the_same_step_however_it_cuts_the_batch(policy, name, mode):
     """Losses that choose tokens by comparing them included: the actor shows them the whole mini-batch."""
     config = replace(TIGHT, policy_loss=replace(TIGHT.policy_loss, loss_mode=name.split()[0]), loss_agg_mode=mode)
     gradients = []
     for cut in ("all rows", "24 tokens"):
         engine = TrainEngine(copy.deepcopy(policy), config.optim, 10, torch.device("cpu"), torch.float32)
-        correction = BYPASS.get(name, RolloutCorrectionConfig())
-        actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut], correction)
+        loss = ReadableNamespace(**vars(config.policy_loss), rollout_correction=CORRECTIONS.get(name))
+        actor = DataParallelPPOActor(config, engine, CUTS[cut], CUTS[cut], loss)
         parameters = list(engine.module.parameters())
         engine.optimizer.register_step_pre_hook(lambda *_, p=parameters: gradients.append([x.grad.clone() for x in p]))
         batch = ragged_batch()

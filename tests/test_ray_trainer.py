@@ -24,8 +24,6 @@ from extras.report import summary
 from extras.report.runs import read_run
 from tests.batches import assert_records_are_the_batch, padded
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
-from training import ray_trainer
-from training.collection import draw_rows
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
@@ -208,20 +206,6 @@ STAGES = {
         {"critic": True},
         ["generate", "reward", "values", "update_critic", "update_actor", "update_weights"],
     ),
-    "rollout correction": (
-        ["algorithm.rollout_correction=decoupled_token_is"],
-        {},
-        ["generate", "reward", "old_log_prob", "update_actor", "update_weights"],
-    ),
-    "bypass of the old log-probs": (
-        [
-            "algorithm.rollout_correction=bypass_ppo_clip",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "algorithm.use_kl_in_reward=true",
-        ],
-        {"ref": True},
-        ["generate", "reward", "ref", "update_actor", "update_actor", "update_weights"],
-    ),
     "critic alone, in warm-up": (
         ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
         {"critic": True},
@@ -230,15 +214,18 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("case", STAGES)
-def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
-    overrides, roles, expected = STAGES[case]
+def assert_stages_run(tmp_path: Path, overrides: list[str], roles: dict[str, bool], expected: list[str]) -> None:
     trainer, bandit = make_trainer(tmp_path, *overrides, **roles)
     trainer.fit()
     assert bandit.calls == expected
     [metrics] = (json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     timed = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")}
     assert timed == ALL_TIMED | set(expected) - {"generate"}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
+    assert_stages_run(tmp_path, *STAGES[case])
 
 
 class Told(Stage):
@@ -439,19 +426,9 @@ def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path,
     assert min(other) >= 0, "timers overlap"
 
 
-# Rollout correction
+# The log-prob pass
 
-MINI, CORRECTION = "actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.rollout_correction"
-
-
-class Drifting(Bandit):
-    """Its engine thinks R four times less likely than it is, and is right about L."""
-
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
-        batch = super().generate_sequences(prompts, sampling, seed)
-        drift = torch.where(batch.responses == ARMS[1], math.log(4), 0.0)
-        batch.batch["rollout_log_probs"] = self.log_probs(batch).detach() - drift
-        return batch
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 
 @pytest.mark.parametrize(
@@ -465,12 +442,7 @@ class Drifting(Bandit):
         (["actor_rollout_ref.actor.ppo_epochs=2", "trainer.critic_warmup=1"], ["old_log_probs"]),
         (["actor_rollout_ref.actor.use_kl_loss=true"], []),
         (["algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
-        (["algorithm.use_kl_in_reward=true", f"{CORRECTION}=bypass_ppo_clip"], []),
-        ([f"{CORRECTION}.rollout_is=sequence"], ["old_log_probs"]),
-        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"], ["old_log_probs"]),
-        ([f"{CORRECTION}.rollout_is_threshold=3.0"], []),
         (["algorithm.adv_estimator=optimal_token_baseline"], ["old_log_probs", "sum_pi_squared"]),
-        (["algorithm.use_pf_ppo=true"], []),
         ([MINI, "actor_rollout_ref.actor.calculate_entropy=true"], ["entropys", "old_log_probs"]),
         ([MINI, "actor_rollout_ref.actor.entropy_coeff=0.1"], ["entropys", "old_log_probs"]),
         (["actor_rollout_ref.actor.entropy_coeff=0.1"], []),
@@ -495,8 +467,7 @@ def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, 
     trainer.global_step = 1
     _, metrics = trainer.step()
     assert bandit.calls.count("old_log_prob") == scored
-    assert ("training/rollout_probs_diff_mean" in metrics) is scored
-    assert any(name.startswith("rollout_corr/") for name in metrics) is scored
+    assert ("rollout_mismatch/k3_kl" in metrics) is scored
     assert ("timing_s/old_log_prob" in metrics) is scored
     first, *later = bandit.updates
     assert "old_log_probs" not in first.batch
@@ -504,76 +475,7 @@ def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, 
         torch.testing.assert_close(update.old_log_probs, torch.full_like(update.old_log_probs, math.log(0.5)))
 
 
-def test_weights_and_rejection_reach_the_update_and_leave_statistics_and_transcripts_alone(tmp_path):
-    overrides = [
-        f"{CORRECTION}.rollout_is=token",
-        f"{CORRECTION}.rollout_rs=token_k1",
-        f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'",
-        f"trainer.rollout_data_dir={tmp_path}/rollouts",
-    ]
-    trainer, drifting = make_trainer(tmp_path, MINI, ALL_ROWS, *overrides, bandit=Drifting())
-    trainer.fit()
-    plain, exact = make_trainer(tmp_path / "plain", MINI, ALL_ROWS)
-    plain.fit()
-    [batch], [same] = trainer.train_loader.sampler.seen, plain.train_loader.sampler.seen
-    right = batch.responses == ARMS[1]
-    assert 0 < right.sum() < 16 and torch.equal(batch.responses, same.responses)
-    assert batch.response_mask.all()  # a rejected token is still the policy's
-    assert torch.equal(batch.advantages, same.advantages)  # and was measured
-    for update, told, before in zip(drifting.updates, drifting.told, exact.updates, strict=True):
-        rejected = update.responses == ARMS[1]
-        assert torch.equal(update.response_mask.bool(), ~rejected) and before.response_mask.all()
-        assert torch.equal(update.rollout_is_weights, torch.where(rejected, 2.0, 1.0))
-        counts = told.counts
-        assert counts["batch_num_tokens"] == counts["global_batch_size"] == int((~rejected).sum())
-        assert "rollout_is_weights" not in before.batch
-    rows = [json.loads(line) for line in (tmp_path / "rollouts/1.jsonl").read_text().splitlines()]
-    assert [row["output"] for row in rows] == ["R" if is_right else "L" for is_right in right[:, 0]]
-    assert [row["rows"][0]["loss_mask"] for row in rows] == (~right).int().tolist()
-    metrics, share = learning_metrics(tmp_path)[1], right.float().mean().item()
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == share
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1 + share)
-    assert metrics["training/rollout_probs_diff_max"] == 0.5 - 0.125
-    assert metrics["critic/score/mean"] == learning_metrics(tmp_path / "plain")[1]["critic/score/mean"]
-
-
-def test_in_bypass_mode_the_rollouts_log_probs_are_the_old_ones_of_every_update(tmp_path):
-    epochs = "actor_rollout_ref.actor.ppo_epochs=2"
-    trainer, drifting = make_trainer(tmp_path, MINI, epochs, f"{CORRECTION}=bypass_pg_is", bandit=Drifting(), steps=2)
-    trainer.fit()
-    assert "old_log_prob" not in drifting.calls and len(drifting.updates) == 8
-    for first, later in zip(drifting.updates[::4], drifting.updates[2::4], strict=True):  # the same rows
-        assert torch.equal(first.old_log_probs, first.rollout_log_probs)
-        assert torch.equal(later.old_log_probs, first.old_log_probs) and "rollout_log_probs" not in later
-    for update in drifting.updates:
-        assert update.response_mask.all() and "rollout_is_weights" not in update.batch
-    assert drifting.updates[0].old_log_probs.unique().tolist() == pytest.approx([math.log(0.125), math.log(0.5)])
-    assert not [name for name in learning_metrics(tmp_path)[1] if name.startswith("rollout_corr/")]  # the loss's task
-
-
 REAL = ("data.max_response_length=4", "actor_rollout_ref.rollout.temperature=0.7", "trainer.total_training_steps=2")
-
-
-@pytest.mark.parametrize("preset", ["disabled", "decoupled_geo_rs_token_tis", "decoupled_seq_is_rs"])
-def test_the_exact_engine_has_no_drift(tmp_path, tiny_model, preset):
-    main.run(compose(*short_run(tiny_model, tmp_path, *REAL, MINI, f"{CORRECTION}={preset}", "env.val_episodes=0")))
-    for metrics in learning_metrics(tmp_path).values():
-        zero = ["rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ppl_abs_diff", "rollout_corr/chi2_seq"]
-        zero += [
-            "training/rollout_probs_diff_max",
-            "training/rollout_probs_diff_mean",
-            "training/rollout_probs_diff_std",
-        ]
-        one = [
-            "rollout_corr/ppl_ratio",
-            "training/rollout_probs_diff_valid",
-            "training/rollout_actor_probs_pearson_corr",
-        ]
-        if preset != "disabled":
-            one += [f"rollout_corr/rollout_is_{what}" for what in ("mean", "max", "min", "eff_sample_size", "seq_mean")]
-            zero += ["rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_is_std"]
-        assert {name: metrics[name] for name in zero} == pytest.approx(dict.fromkeys(zero, 0.0), abs=1e-5)
-        assert {name: metrics[name] for name in one} == pytest.approx(dict.fromkeys(one, 1.0), abs=1e-5)
 
 
 # What an estimator asks for
@@ -605,35 +507,7 @@ def test_an_estimator_is_given_the_roles_and_columns_that_its_arguments_name(tmp
     torch.testing.assert_close(seen[0][1], seen[0][3])  # the reference is the policy of the first step
 
 
-# PF-PPO and the overlong penalty
-
-
-def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_updates(tmp_path):
-    taught = {}
-    for name, *overrides in [("plain",), ("first", "p"), ("again", "p"), ("other seed", "p", "trainer.seed=1")]:
-        pf_ppo = ["algorithm.use_pf_ppo=true" if text == "p" else text for text in overrides]
-        trainer, bandit = make_trainer(tmp_path / name, MINI, ALL_ROWS, *pf_ppo)
-        trainer.fit()
-        taught[name] = bandit.updates, trainer.train_loader.sampler.seen[0]
-    for name, (updates, batch) in taught.items():
-        assert [len(update) for update in updates] == [8, 8] and len(batch) == 16
-        if name != "plain":  # |score|²: what did not pay is not learnt from
-            assert all(update.token_level_scores.sum() == 8 for update in updates)
-            assert batch.token_level_scores.sum() < 16
-    learnt = {name: [update.input_ids.tolist() for update in updates] for name, (updates, _) in taught.items()}
-    assert learnt["first"] == learnt["again"] and torch.equal(
-        taught["first"][1].responses, taught["plain"][1].responses
-    )
-    assert learnt["first"] != learnt["other seed"]
-
-
-def test_pf_ppo_draws_anew_in_every_step(tmp_path, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(ray_trainer, "draw_rows", lambda *args: [seeds.append(args[-1]), draw_rows(*args)][1])
-    for seed in (0, 1):
-        trainer, _ = make_trainer(tmp_path / str(seed), "algorithm.use_pf_ppo=true", f"trainer.seed={seed}", steps=2)
-        trainer.fit()
-    assert len(set(seeds)) == 4
+# The overlong penalty
 
 
 def test_the_overlong_penalty_is_for_training_alone(tmp_path, tiny_model):

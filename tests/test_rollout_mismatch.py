@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 import main
 from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from data.protocol import DataProto
-from extras.rollout_correction.correction import MAX_MISMATCH_RATIO as MAX_RATIO
-from extras.rollout_correction.correction import MEAN_MISMATCH as MEAN
-from extras.rollout_correction.correction import rollout_mismatch
 from extras.watch.health import MismatchAlarm
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
 from tests.runs import compose, learning_metrics, short_run
-from training.mini_batches import policy_mini_batches
+from training.advantage import MAX_MISMATCH_RATIO as MAX_RATIO
+from training.advantage import MEAN_MISMATCH as MEAN
+from training.advantage import rollout_mismatch
+from training.mini_batches import PolicyUpdates
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import PooledMetrics
@@ -77,16 +77,12 @@ def test_the_updates_own_forward_measures_it_whatever_the_cut(policy, size, loss
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("bypass", "scored", "measured"),
-    [(False, False, [True, False, False]), (False, True, [False] * 3), (True, True, [True, False, False])],
-)
-def test_the_first_mini_batch_measures_it_where_no_log_prob_pass_does(bypass, scored, measured):
-    preset = ["algorithm.rollout_correction=bypass_ppo_clip"] * bypass
-    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", *preset, name="ppo_trainer")
+@pytest.mark.parametrize(("scored", "measured"), [(False, [True, False, False]), (True, [False] * 3)])
+def test_the_first_mini_batch_measures_it_where_no_log_prob_pass_does(scored, measured):
+    config = compose("actor_rollout_ref.actor.ppo_mini_batch_size=1", name="ppo_trainer")
     names = ["loss_mask", "advantages", "rollout_log_probs", *(["old_log_probs"] if scored else [])]
     batch = DataProto.from_single_dict({**{name: torch.ones(3, 2) for name in names}, "uid": ["a", "b", "c"]})
-    pairs = policy_mini_batches(batch, config, step=1)
+    pairs = PolicyUpdates(config)(batch, step=1)
     assert ["rollout_log_probs" in mini_batch for mini_batch, _ in pairs] == measured
     assert "rollout_log_probs" in batch
 
@@ -94,7 +90,7 @@ def test_the_first_mini_batch_measures_it_where_no_log_prob_pass_does(bypass, sc
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 
-@pytest.mark.parametrize("more", [[], [MINI], [MINI, "algorithm.rollout_correction=bypass_ppo_clip"]])
+@pytest.mark.parametrize("more", [[], [MINI]])
 def test_every_step_of_a_run_measures_it_and_the_models_own_rollouts_have_none(tmp_path, tiny_model, more, caplog):
     run = short_run(tiny_model, tmp_path, "data.max_response_length=4", "env.val_episodes=0", *more)
     main.run(compose(*run, "actor_rollout_ref.rollout.temperature=0.7"))

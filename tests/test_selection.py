@@ -1,15 +1,11 @@
-"""Which rows are learnt from: groups that differ (dynamic sampling), rows drawn by their score (PF-PPO)."""
-
-import math
-from collections import Counter
+"""Dynamic sampling keeps the groups that differ."""
 
 import numpy as np
 import pytest
 import torch
 
-from configs.schema import PFPPOConfig
 from data.protocol import DataProto
-from training.collection import draw_rows, pf_ppo_weights, rows_with_signal
+from training.collection import rows_with_signal
 
 
 def scored(scores: list[float], uids: str, failed: tuple[int, ...] = (), **columns) -> DataProto:
@@ -76,75 +72,3 @@ def test_a_metric_that_is_missing_or_no_number_is_refused_by_name(metric, says):
     batch = scored([0, 1], "aa", acc=[1.0, None], word=["yes", "no"])
     with pytest.raises(ValueError, match=rf"^algorithm\.filter_groups\.{says}"):
         rows_with_signal(batch, metric)
-
-
-# PF-PPO
-
-SCORES = [3.0, 7.0, -2.0, 0.0, 1.0]
-FAILED, COMPLETED = (1,), (0, 2, 3, 4)
-METHODS = {  # of the four rows that did not fail, by hand
-    "pow": [9, 4, 0, 1],
-    "max_min": [1, 1, 0, 0],
-    "max_random": [0.4, 0.1, 0.1, 0.1],
-}
-
-
-def drawn(method: str, seed: int, batch: DataProto | None = None) -> list[int]:
-    batch = scored(SCORES, "aabbb", FAILED) if batch is None else batch
-    return pf_ppo(batch, seed, reweight_method=method)
-
-
-def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
-    rows = draw_rows(batch, PFPPOConfig(**settings), seed)
-    assert rows.dtype == torch.int64
-    return rows.tolist()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_are_drawn_as_often_as_their_weights_say(method):
-    weights = torch.tensor(METHODS[method], dtype=torch.float64)
-    draws = [drawn(method, seed) for seed in range(1000)]
-    assert {len(rows) for rows in draws} == {5}
-    counts = Counter(row for rows in draws for row in rows)
-    for row, probability in zip(COMPLETED, (weights / weights.sum()).tolist(), strict=True):
-        four_sigma = 4 * math.sqrt(5000 * probability * (1 - probability))
-        assert abs(counts[row] - 5000 * probability) <= four_sigma, (row, counts)
-    assert not any(counts[row] for row in FAILED)  # though its score is the best of all
-    assert not any(counts[row] for row, weight in zip(COMPLETED, weights, strict=True) if weight == 0)
-
-
-def test_the_exponent_is_the_settings():
-    batch = scored([1.0, 2.0], "ab")
-    count = Counter(row for seed in range(500) for row in pf_ppo(batch, seed, weight_pow=3.0))
-    assert count[1] / 1000 == pytest.approx(8 / 9, abs=0.04)  # four standard deviations
-
-
-def test_rows_whose_scores_are_all_zero_are_drawn_alike():
-    batch = scored([0.0, 0.0, 0.0], "abc")
-    rows = [row for seed in range(300) for row in pf_ppo(batch, seed)]
-    assert all(abs(rows.count(row) - 300) < 60 for row in range(3))
-
-
-def test_draws_follow_from_the_seed_and_the_batch_stays():
-    assert drawn("pow", 1) == drawn("pow", 1)
-    assert len({tuple(drawn("pow", seed)) for seed in range(10)}) > 5
-    batch = scored(SCORES, "aabbb", FAILED)
-    drawn("pow", 1, batch)
-    assert batch.batch["number"].tolist() == list(range(5)) and "drawn_row" not in batch
-
-
-def test_if_all_failed_each_row_stays():
-    assert pf_ppo(scored([1.0, 2.0], "ab", failed=(0, 1)), seed=0) == [0, 1]
-
-
-def test_pf_ppo_weights_by_hand_and_an_unknown_method():
-    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
-    for arguments, weights in [
-        ((), [4, 0, 1, 1]),
-        (("pow", 1.0), [2, 0, 1, 1]),
-        (("max_min",), [1, 0, 1, 1]),
-        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
-    ]:
-        assert pf_ppo_weights(scores, *arguments).tolist() == pytest.approx([weight + 1e-8 for weight in weights])
-    with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
-        pf_ppo_weights(scores, "median")

@@ -9,22 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.errors import ConfigError
 from configs.import_utils import bind, callable_name, is_setting, required_arguments
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
 from data.padding import last_token
 from data.protocol import DataProto
-from extras.rollout_correction.correction import compute_rollout_probs_diff, correct_log_probs, rollout_mismatch
-from extras.rollout_correction.settings import RolloutCorrectionConfig
-from training.core_algos import (
-    AdaptiveKLController,
-    FixedKLController,
-    get_adv_estimator_fn,
-    kl_penalty,
-)
 from training.episode_rows import EpisodeRows
-from training.torch_functional import masked_mean, zero_masked
+from training.estimators import get_adv_estimator_fn
+from training.losses import AdaptiveKLController, FixedKLController, kl_penalty
+from training.torch_functional import bound_log_ratio, masked_mean, zero_masked
 
+MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
+MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
 Columns = dict[str, Tensor]
 Metrics = dict[str, float]
 
@@ -94,32 +89,29 @@ def overlong_in_reward(batch: DataProto, config: RewardKwargsConfig) -> tuple[Te
     }
 
 
-def check_log_probs(batch: DataProto, config: RolloutCorrectionConfig) -> None:
-    """Raises ConfigError if rollouts are to be corrected by log-probs that their engine does not return."""
-    corrects = config.bypass_mode or config.rollout_is is not None or config.rollout_rs is not None
-    if corrects and "rollout_log_probs" not in batch:
-        raise ConfigError(
-            "algorithm.rollout_correction reads the column rollout_log_probs, which the rollout engine of yours does "
-            "not return: have generate_sequences return it ([B, R], after temperature), or set rollout_correction=null."
-        )
-
-
-def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[Columns, Metrics]:
-    """Columns loss_mask, response_mask without the rejected tokens, and, if asked for, rollout_is_weights; [B, R].
-
-    Needs old_log_probs beside rollout_log_probs: without one, or in bypass mode, where the loss corrects, nothing is
-    rejected. A rejected token is not learnt from, but what it led to was measured, so it stays in the group's
-    statistics, and an outcome that was paid on it is not lost: the advantages go by response_mask.
-    """
+def measure_mismatch(batch: DataProto) -> Metrics:
+    """Compares the policy's log-probs with those of the engine that sampled, where a pass has computed them."""
     mask = batch.batch["response_mask"]
-    has_both = "old_log_probs" in batch and "rollout_log_probs" in batch
-    if config.bypass_mode or not has_both or not mask.any():
-        return {"loss_mask": mask}, {}
-    log_probs = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
-    weights, kept, metrics = correct_log_probs(*log_probs, mask, config)
-    columns = {"loss_mask": kept} | ({} if weights is None else {"rollout_is_weights": weights})
-    metrics |= compute_rollout_probs_diff(*log_probs, mask)
-    return columns, metrics | {name: float(value) for name, value in rollout_mismatch(*log_probs, mask).items()}
+    if not {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys() or not mask.any():
+        return {}
+    found = rollout_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+    return {name: float(value) for name, value in found.items()}
+
+
+@torch.no_grad()
+def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """Three numbers on two log-probs [B, R] of the same tokens: the trainer's and the engine's that sampled them.
+
+    Over the tokens under `response_mask`: the mean of |Δ log-prob| in nats, the k3 estimate of KL(rollout || policy) in
+    nats a token, and the largest ratio of the two probabilities, whichever is above. An empty mask gives 0, 0 and 1.
+    """
+    log_ratio = zero_masked(log_prob - rollout_log_prob, response_mask)
+    bounded = bound_log_ratio(log_ratio)
+    return {
+        MEAN_MISMATCH: masked_mean(log_ratio.abs(), response_mask),
+        "rollout_mismatch/k3_kl": masked_mean(bounded.expm1() - bounded, response_mask),
+        MAX_MISMATCH_RATIO: bounded.abs().max().exp(),
+    }
 
 
 def estimator_needs(name: str) -> set[str]:
@@ -127,39 +119,61 @@ def estimator_needs(name: str) -> set[str]:
     return set(required_arguments(get_adv_estimator_fn(name)))
 
 
-def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
-    """Columns advantages and returns, [B, R], by the estimator that `config.adv_estimator` names; no metrics.
+class Estimator:
+    """The advantage estimator that `config.adv_estimator` names, bound once a run to what it asks for.
 
-    The estimator is given exactly what it names among the columns of `batch` and `run_arguments`; one with **kwargs is
-    given all of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an
-    episode of several rows as one long one (`EpisodeRows.join`), so that it counts episodes, and returns as many.
-
-    Raises:
-        ValueError: it needs something that this run does not have, or returns anything but two tensors of the shape of
-            the response_mask that it is given.
+    It is given exactly what it names among the columns of a batch and `run_arguments`; one with **kwargs is given all
+    of it. A column called like one of its settings (epsilon=1e-6) stays a column of the data set. It sees an episode
+    of several rows as one long one (`EpisodeRows.join`), so that it counts episodes, and returns as many.
     """
-    name = config.adv_estimator
-    estimator, episodes = get_adv_estimator_fn(name), EpisodeRows(batch)
-    whole = episodes.join()
-    columns = {**whole.non_tensor_batch, **whole.tensors}
-    given = {column: values for column, values in columns.items() if not is_setting(estimator, column)}
-    present = given | run_arguments(whole, config) | config.adv_estimator_kwargs
-    if missing := estimator_needs(name) - present.keys():
-        raise ValueError(
-            f"algorithm.adv_estimator={name} needs {sorted(missing)}, which this run does not have. It has: "
-            f"{sorted(present)}. Columns come from the data set and from what the reward returns beside the score; "
-            "settings of an estimator of yours from algorithm.adv_estimator_kwargs."
-        )
-    result = bind(estimator, present, key=f"algorithm.adv_estimator={name}")()
-    shape = whole.batch["response_mask"].shape
-    pair = result if isinstance(result, tuple | list) else (result,)
-    found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
-    if found != [tuple(shape)] * 2:
-        raise ValueError(
-            f"algorithm.adv_estimator={name}: {callable_name(estimator)} returned {found}; it must return advantages "
-            f"and returns, both tensors of shape {tuple(shape)}."
-        )
-    return dict(zip(("advantages", "returns"), map(episodes.cut, pair), strict=True)), {}
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config, self.key = config, f"algorithm.adv_estimator={config.adv_estimator}"
+        self.function = get_adv_estimator_fn(config.adv_estimator)
+        self.present: set[str] = set()  # what the last batch had
+        self.names: list[str] = []  # what of it the function is given
+
+    def __call__(self, batch: DataProto) -> tuple[Columns, Metrics]:
+        """Columns advantages and returns, [B, R]; no metrics.
+
+        Raises:
+            ValueError: it needs something that this run does not have, or returns anything but two tensors of the
+                shape of the response_mask that it is given.
+        """
+        episodes = EpisodeRows(batch)
+        whole = episodes.join()
+        columns, offered = {**whole.non_tensor_batch, **whole.tensors}, run_arguments(whole, self.config)
+        offered |= self.config.adv_estimator_kwargs
+        if self.present != columns.keys() | offered.keys():
+            self.bind(columns, offered)
+        given = columns | offered
+        result = self.function(**{name: given[name] for name in self.names})
+        shape = whole.batch["response_mask"].shape
+        pair = result if isinstance(result, tuple | list) else (result,)
+        found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
+        if found != [tuple(shape)] * 2:
+            raise ValueError(
+                f"{self.key}: {callable_name(self.function)} returned {found}; it must return advantages and returns, "
+                f"both tensors of shape {tuple(shape)}."
+            )
+        return dict(zip(("advantages", "returns"), map(episodes.cut, pair), strict=True)), {}
+
+    def bind(self, columns: dict[str, Any], offered: dict[str, Any]) -> None:
+        """Chooses what the function is given of a batch that has `columns`, and of what is `offered` beside them."""
+        present = {name: None for name in columns if not is_setting(self.function, name)} | offered
+        if missing := set(required_arguments(self.function)) - present.keys():
+            raise ValueError(
+                f"{self.key} needs {sorted(missing)}, which this run does not have. It has: {sorted(present)}. Columns "
+                "come from the data set and from what the reward returns beside the score; settings of an estimator of "
+                "yours from algorithm.adv_estimator_kwargs."
+            )
+        self.names = [*bind(self.function, present, key=self.key).keywords]
+        self.present = columns.keys() | offered.keys()
+
+
+def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
+    """`Estimator` for one batch."""
+    return Estimator(config)(batch)
 
 
 def run_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Collects the data of a step: prompts, the policy's responses, their scores; selects which of them are learnt from.
 
-Dynamic sampling (DAPO) and rows drawn by their score (PF-PPO) are pure functions of a batch. An episode of several rows
+Dynamic sampling (DAPO) is pure functions of a batch. An episode of several rows
 is one sample, and its score theirs together. Samplers and datasets that follow the run are updated here as well.
 """
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config, PFPPOConfig
+from configs.schema import Config
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
 from data.seeding import derive_seed
 from data.types import SamplingParams
 from extras.watch.health import check_failures
-from training.advantage import check_log_probs, estimator_needs
-from training.core_algos import Groups
+from training.advantage import estimator_needs
 from training.environment import assign_agents
 from training.episode_rows import EpisodeRows, greedy_scores
+from training.estimators import Groups
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
 from training.reward import RewardManager, concat_scored, reward_metrics, score_batch
@@ -91,7 +91,6 @@ class Collector:
             batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
             if "episode" in batch:
                 check_failures(batch, self.config.env.max_failed_fraction)
-            check_log_probs(batch, self.config.algorithm.rollout_correction)
         with timer("reward", timing):
             batch = score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
             metrics = self.run_stages("scored", batch, timing)
@@ -146,42 +145,6 @@ def metric_of_episodes(episodes: EpisodeRows, metric: str) -> Tensor:
         return torch.tensor([float(value) for value in batch.non_tensor_batch[metric][episodes.last_row]])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{key}: the reward must return a number under that name in every row; {error}.") from error
-
-
-def draw_rows(batch: DataProto, settings: PFPPOConfig, seed: int) -> Tensor:
-    """Draws the row that is learnt from in each place, with `use_pf_ppo` (arXiv:2409.06957): [B] int64.
-
-    Rows are drawn with replacement, each as often as `pf_ppo_weights` of its episode's score says. Failed rows are
-    never drawn; if all failed, each stays. Places keep their uids, so mini-batches are as many and as large as without.
-    """
-    completed = batch.batch["response_mask"].any(1).nonzero()[:, 0]
-    if len(completed) == 0:
-        return torch.arange(len(batch))
-    episodes = EpisodeRows(batch)
-    scores = episodes.scores()[episodes.of_row[completed]]
-    weights = pf_ppo_weights(scores, settings.reweight_method, settings.weight_pow)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.multinomial(weights, len(batch), replacement=True, generator=generator)
-    return completed[drawn]
-
-
-def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """Weighs rows for PF-PPO (arXiv:2409.06957), which draws them with replacement in proportion: [B] -> [B].
-
-    "pow" |score|^weight_pow; "max_min" 1 for the highest and the lowest score of the batch, else 0; "max_random" 0.4
-    for the highest, else 0.1; all + 1e-8. `scores` are those of rows that did not fail.
-    Raises ValueError on another method.
-    """
-    match reweight_method:
-        case "pow":
-            weights = scores.abs() ** weight_pow
-        case "max_min":
-            weights = ((scores == scores.max()) | (scores == scores.min())).to(scores)
-        case "max_random":
-            weights = 0.1 + 0.3 * (scores == scores.max()).to(scores)
-        case _:
-            raise ValueError(f"reweight_method is {reweight_method!r}, but must be 'pow', 'max_min' or 'max_random'")
-    return weights + 1e-8
 
 
 def update_sampler(loader: PromptLoader, batch: DataProto, left_out: DataProto | None) -> None:

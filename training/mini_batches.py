@@ -14,7 +14,7 @@ import torch
 from configs.schema import ActorConfig, Config, CriticConfig
 from data.protocol import DataProto
 from data.seeding import derive_seed, numpy_generator
-from training.core_algos import get_policy_loss, policy_loss_name
+from training.roles import columns_made, policy_loss_of
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,29 @@ def first_policy_step(config: Config) -> int:
     return max(1, config.trainer.critic_warmup)
 
 
-def policy_mini_batches(batch: DataProto, config: Config, step: int) -> Iterator[tuple[DataProto, Update]]:
+class PolicyUpdates:
     """`mini_batches` for the policy.
 
-    The first update of a batch is exactly on-policy, so it goes without old_log_probs; in bypass mode they are the
-    rollout's, and stay. Only the first has rollout_log_probs, which its forward compares with the policy's, unless a
-    log-prob pass has done so. Rows that cannot change the gradient are left out, the counts stay.
+    The first update of a batch is exactly on-policy, so it goes without old_log_probs, unless a stage made them. Only
+    the first has rollout_log_probs, which its forward compares with the policy's, unless a log-prob pass has done so.
+    Rows that cannot change the gradient are left out, the counts stay.
     """
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    compared = "old_log_probs" in batch and not bypass
-    skips_silent = skips_zero_advantages(config)
-    pairs = mini_batches(batch, config, config.actor_rollout_ref.actor, step, first_policy_step(config))
-    for number, (mini_batch, update) in enumerate(pairs):
-        if number == 0 and not bypass and "old_log_probs" in mini_batch:
-            mini_batch.pop(["old_log_probs"])
-        if (number > 0 or compared) and "rollout_log_probs" in mini_batch:
-            mini_batch.pop(["rollout_log_probs"])
-        yield without_zero_advantages(mini_batch) if skips_silent else mini_batch, update
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.are_made = "old_log_probs" in columns_made(config)
+        self.skips_silent = skips_zero_advantages(config)
+        self.first_step = first_policy_step(config)
+
+    def __call__(self, batch: DataProto, step: int) -> Iterator[tuple[DataProto, Update]]:
+        compared = "old_log_probs" in batch and not self.are_made
+        pairs = mini_batches(batch, self.config, self.config.actor_rollout_ref.actor, step, self.first_step)
+        for number, (mini_batch, update) in enumerate(pairs):
+            if number == 0 and not self.are_made and "old_log_probs" in mini_batch:
+                mini_batch.pop(["old_log_probs"])
+            if (number > 0 or compared) and "rollout_log_probs" in mini_batch:
+                mini_batch.pop(["rollout_log_probs"])
+            yield without_zero_advantages(mini_batch) if self.skips_silent else mini_batch, update
 
 
 def mini_batches(
@@ -103,8 +109,7 @@ def skips_zero_advantages(config: Config) -> bool:
     """Whether a row whose advantages are all 0 can change nothing: neither through the loss nor by entropy or KL."""
     actor = config.actor_rollout_ref.actor
     reads_all_rows = actor.entropy_coeff or actor.calculate_entropy or actor.use_kl_loss
-    loss = get_policy_loss(policy_loss_name(actor.policy_loss, config.algorithm.rollout_correction))
-    return loss.silent_at_zero and not reads_all_rows
+    return policy_loss_of(config).silent_at_zero and not reads_all_rows
 
 
 def without_zero_advantages(mini_batch: DataProto) -> DataProto:

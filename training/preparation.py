@@ -42,15 +42,6 @@ from extras.tools.files import load_tools
 from extras.verl.agents import known_names, load_agents
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
-from training.core_algos import (
-    ADV_ESTIMATOR_REGISTRY,
-    NEEDS_GROUPS,
-    POLICY_LOSS_REGISTRY,
-    get_policy_loss_fn,
-    policy_loss_name,
-    register_adv_est,
-    register_policy_loss,
-)
 from training.environment import (
     AGENT_COLUMN,
     SINGLE_TURN,
@@ -62,11 +53,20 @@ from training.environment import (
     data_settings,
     env_dataset,
 )
-from training.policy_loss import TENSOR_ARGS, bind_policy_loss
+from training.estimators import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
+from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager, load_reward_manager
 from training.reward_results import ChecksRows
-from training.roles import OF_POLICY, TEACHER_KEY, loss_reads, needed_roles
+from training.roles import (
+    TEACHER_KEY,
+    columns_made,
+    loss_reads,
+    loss_settings,
+    needed_roles,
+    policy_loss_of,
+    stages,
+)
 from training.tracking import check_loggers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
@@ -207,7 +207,7 @@ def check_algorithm(config: Config) -> None:
     """
     algorithm, settings = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    mode = policy_loss_name(settings, algorithm.rollout_correction)
+    mode = loss_settings(config).loss_mode
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     losses = {known: loss.function for known, loss in POLICY_LOSS_REGISTRY.items()}
     for key, chosen, known, decorator, kwargs in (
@@ -235,12 +235,8 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
             "choose an estimator without a critic, e.g. grpo."
         )
-    absent = estimator_needs(name) & set(OF_POLICY) - {"old_log_probs"}
-    if absent and algorithm.rollout_correction.bypass_mode:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name} needs {sorted(absent)}, which come with the old log-probs, and algorithm."
-            "rollout_correction.bypass_mode=true does without that pass: take one of the two back."
-        )
+    for stage in stages(config):
+        stage.check(config)
     check_loss(config, loss_key)
     roles = needed_roles(config)
     check_token_budgets(config, "ref" in roles, "critic" in roles)
@@ -248,10 +244,9 @@ def check_algorithm(config: Config) -> None:
 
 def check_loss(config: Config, key: str) -> None:
     """Raises ValueError unless the policy loss, named by the setting `key`, can be called with what the run has."""
-    settings, correction = config.actor_rollout_ref.actor.policy_loss, config.algorithm.rollout_correction
-    mode, weighted = policy_loss_name(settings, correction), correction.rollout_is and not correction.bypass_mode
-    others = ({"rollout_is_weights": None} if weighted else {}) | dict.fromkeys(loss_reads(config)) | settings.kwargs
-    bind_policy_loss(get_policy_loss_fn(mode), TENSOR_ARGS, None, None, others, f"{key}={mode}")
+    settings = loss_settings(config)
+    others = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
+    bind_policy_loss(policy_loss_of(config).function, TENSOR_ARGS, None, None, others, f"{key}={settings.loss_mode}")
 
 
 def build_train_loader(

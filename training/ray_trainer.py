@@ -14,16 +14,15 @@ from configs.schema import Config
 from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from data.seeding import derive_seed
 from extras.report.lines import report_validation, validation_summary
 from extras.report.sample_files import SampleFiles
 from extras.report.transcripts import sample_rows
 from extras.watch.health import MismatchAlarm, NoSignal, SkippedUpdates
-from training.advantage import add_columns, compute_advantage, correct_rollout, token_level_rewards
-from training.collection import Collector, draw_rows, update_sampler
-from training.core_algos import get_kl_controller
+from training.advantage import Estimator, add_columns, measure_mismatch, token_level_rewards
+from training.collection import Collector, update_sampler
+from training.losses import get_kl_controller
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
-from training.mini_batches import Update, first_policy_step, mini_batches, policy_mini_batches
+from training.mini_batches import PolicyUpdates, Update, mini_batches
 from training.reward import RewardManager
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
@@ -71,6 +70,8 @@ class RayPPOTrainer(Run):
         self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
         self.num_workers = sum({id(role.group): role.group.size for role in roles.values()}.values())
         self.stages = [stage(self) for stage in stages(config)]
+        self.estimator, self.policy_updates = Estimator(config.algorithm), PolicyUpdates(config)
+        self.columns_read = {learns: columns_read(config, learns).union(self.reads) for learns in (False, True)}
         self.collector = Collector(config, tokenizer, roles, reward, train_loader, self.run_stages)
         self.validator = validator
         self.sample_files = SampleFiles(config, total_steps, tokenizer)
@@ -114,6 +115,11 @@ class RayPPOTrainer(Run):
             metrics |= self.describe(batch, timing)
         return batch, metrics
 
+    @property
+    def policy_learns(self) -> bool:
+        """Says whether the policy is updated in this step, or the critic alone."""
+        return self.global_step >= self.policy_updates.first_step
+
     def run_stages(self, at: str, batch: DataProto, timing: dict[str, float]) -> Metrics:
         """Runs the stages of this place; returns their metrics together."""
         metrics: Metrics = {}
@@ -125,9 +131,7 @@ class RayPPOTrainer(Run):
     def compute_columns(self, batch: DataProto, timing: dict[str, float]) -> DataProto:
         """Returns the batch with the columns that are read of log-probs, values and whatever else a role makes."""
         config = self.config
-        if config.algorithm.rollout_correction.bypass_mode:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        read = columns_read(config, self.global_step >= first_policy_step(config)).union(self.reads)
+        read = self.columns_read[self.policy_learns]
         for name, role in self.roles.items():
             if columns := sorted(read.intersection(role.spec.columns).difference(batch.tensors)):
                 with timer(role.spec.stage or name, timing):
@@ -135,16 +139,13 @@ class RayPPOTrainer(Run):
         return batch
 
     def compute_advantages(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
-        """Adds token_level_rewards, advantages and returns, and what rollout correction says, to the batch."""
-        config, algorithm, metrics = self.config, self.config.algorithm, {}
+        """Adds loss_mask, token_level_rewards, advantages and returns to the batch, and what stages add."""
+        batch.batch["loss_mask"] = batch.batch["response_mask"]
         with timer("adv", timing):
+            metrics = measure_mismatch(batch)
             metrics |= self.run_stages("prepared", batch, timing)
-            metrics |= add_columns(batch, token_level_rewards(batch, config, self.kl_ctrl))
-            metrics |= add_columns(batch, correct_rollout(batch, algorithm.rollout_correction))
-            metrics |= add_columns(batch, compute_advantage(batch, algorithm))
-            if algorithm.use_pf_ppo:
-                draw_seed = derive_seed(config.trainer.seed, "pf_ppo", self.global_step)
-                batch.batch["drawn_row"] = draw_rows(batch, algorithm.pf_ppo, draw_seed)
+            metrics |= add_columns(batch, token_level_rewards(batch, self.config, self.kl_ctrl))
+            metrics |= add_columns(batch, self.estimator(batch))
             metrics |= self.run_stages("advantaged", batch, timing)
         return metrics
 
@@ -156,9 +157,9 @@ class RayPPOTrainer(Run):
                 with timer(f"update_{name}", timing):
                     parts = mini_batches(batch, config, role.spec.settings(config), self.global_step)
                     metrics |= self.learn(role, parts)
-        if self.global_step >= first_policy_step(config):
+        if self.policy_learns:
             with timer("update_actor", timing):
-                metrics |= self.learn(self.actor, policy_mini_batches(batch, config, self.global_step))
+                metrics |= self.learn(self.actor, self.policy_updates(batch, self.global_step))
             with timer("update_weights", timing):
                 self.certificate = self.rollout.update_weights(self.global_step)
                 metrics |= self.certificate

@@ -15,8 +15,7 @@ from configs.import_utils import load_extern_object, required_arguments
 from configs.schema import Config
 from data.types import Stage
 from training.advantage import estimator_needs
-from training.core_algos import get_policy_loss, policy_loss_name
-from training.policy_loss import TENSOR_ARGS
+from training.losses import TENSOR_ARGS, PolicyLoss, ReadableNamespace, get_policy_loss
 
 TEACHER_KEY = "actor_rollout_ref.ref.model"
 OF_POLICY = ("old_log_probs", "entropys", "sum_pi_squared")  # columns of the log-prob pass of the policy in training
@@ -141,6 +140,23 @@ def stages(config: Config) -> list[type[Stage]]:
     return [stage for stage in (find("stage", name) for name in present("stage")) if stage.is_wanted(config)]
 
 
+def columns_made(config: Config) -> set[str]:
+    """Names the columns that stages make."""
+    return set().union(*(stage.makes(config) for stage in stages(config)))
+
+
+def loss_settings(config: Config) -> ReadableNamespace:
+    """Returns the settings of the policy loss, with those that stages lay over them."""
+    settings = dict(vars(config.actor_rollout_ref.actor.policy_loss))
+    for stage in stages(config):
+        settings |= stage.loss_settings(config)
+    return ReadableNamespace(**settings)
+
+
+def policy_loss_of(config: Config) -> PolicyLoss:
+    return get_policy_loss(loss_settings(config).loss_mode)
+
+
 def needed_roles(config: Config, trainer_reads: Collection[str] = ()) -> list[str]:
     """Names the roles that a run has workers for; one that only validates learns nothing, and reads no columns."""
     read = set() if config.trainer.val_only else columns_read(config) | set(trainer_reads)
@@ -158,18 +174,15 @@ def needs_reference(config: Config) -> bool:
 
 
 def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
-    """Names the columns that are read before or in the updates of a step: by the estimator, the policy loss, a KL term,
-    rollout correction, and every update but a batch's first, whose ratio is 1.
+    """Names the columns of roles that are read in a step: by the estimator, the policy loss, a KL term, a stage, and
+    every update but a batch's first, whose ratio is 1; without those that a stage makes.
 
-    In bypass mode the rollout's log-probs stand in for the policy's. The entropies are for the samples: they come with
-    a pass over the policy if there is one, where the run logs entropy.
+    The entropies are for the samples: they come with a pass over the policy, if there is one and the run logs entropy.
     """
     algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
-    correction = algorithm.rollout_correction
     read = estimator_needs(algorithm.adv_estimator) | loss_reads(config)
     several_updates = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-    if (several_updates and updates_policy) or algorithm.use_kl_in_reward or corrects:
+    if (several_updates and updates_policy) or algorithm.use_kl_in_reward:
         read |= {"old_log_probs"}
     if algorithm.use_kl_in_reward or actor.use_kl_loss:
         read |= {"ref_log_prob"}
@@ -177,8 +190,7 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
         read |= {"values"}
     for stage in stages(config):
         read |= stage.reads(config)
-    if correction.bypass_mode:
-        return read.difference(OF_POLICY)
+    read -= columns_made(config)
     if not read.isdisjoint(OF_POLICY) and (actor.calculate_entropy or actor.entropy_coeff):
         read |= {"entropys"}
     return read
@@ -186,7 +198,5 @@ def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
 
 def loss_reads(config: Config) -> set[str]:
     """Names the columns of roles that the policy loss has as arguments without a default, after `TENSOR_ARGS`."""
-    settings = config.actor_rollout_ref.actor.policy_loss
-    loss = get_policy_loss(policy_loss_name(settings, config.algorithm.rollout_correction))
     made = {column for spec in ROLES.values() for column in spec.columns}
-    return made.intersection(list(required_arguments(loss.function))[len(TENSOR_ARGS) :])
+    return made.intersection(list(required_arguments(policy_loss_of(config).function))[len(TENSOR_ARGS) :])

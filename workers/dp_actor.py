@@ -12,12 +12,10 @@ from transformers import PreTrainedModel
 from configs.schema import ActorConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
-from extras.rollout_correction.correction import MAX_MISMATCH_RATIO, rollout_mismatch
-from extras.rollout_correction.settings import RolloutCorrectionConfig
-from training.core_algos import agg_loss, get_policy_loss, kl_penalty, policy_loss_name
+from training.advantage import MAX_MISMATCH_RATIO, rollout_mismatch
+from training.losses import ReadableNamespace, agg_loss, call_policy_loss, get_policy_loss, kl_penalty
 from training.mini_batches import Update
-from training.policy_loss import ReadableNamespace, call_policy_loss
-from training.roles import TEACHER_KEY, loss_reads
+from training.roles import TEACHER_KEY, loss_reads, loss_settings
 from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
@@ -25,7 +23,6 @@ from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut
 from workers.model_worker import ModelWorker
 from workers.models import frozen_copy
 
-NO_CORRECTION = RolloutCorrectionConfig()
 LOSS_COLUMNS = ("advantages", "old_log_probs", "rollout_is_weights")  # [B, R]; the last two where there are any
 
 
@@ -36,7 +33,7 @@ class DataParallelPPOActor(TrainedModel):
         config: the actor's settings.
         engine: the model in training.
         update_size, log_prob_size: what a forward pass may hold, with and without a backward.
-        rollout_correction: in bypass mode it brings the policy loss.
+        policy_loss: its settings; None: the config's.
         loss_reads: further columns that the policy loss names.
     """
 
@@ -46,15 +43,15 @@ class DataParallelPPOActor(TrainedModel):
         engine: TrainEngine,
         update_size: MicroBatchSize,
         log_prob_size: MicroBatchSize,
-        rollout_correction: RolloutCorrectionConfig = NO_CORRECTION,
+        policy_loss: Any = None,
         loss_reads: Collection[str] = (),
     ) -> None:
         self.config = config
         self.engine = engine
         self.update_size = update_size
         self.log_prob_size = log_prob_size
-        self.policy_loss = get_policy_loss(policy_loss_name(config.policy_loss, rollout_correction))
-        policy_loss = ReadableNamespace(**vars(config.policy_loss), rollout_correction=rollout_correction)
+        policy_loss = policy_loss or config.policy_loss
+        self.policy_loss = get_policy_loss(policy_loss.loss_mode)
         self.loss_reads, self.loss_columns = loss_reads, dict.fromkeys([*LOSS_COLUMNS, *loss_reads])
         self.loss_config = {**vars(config), "policy_loss": policy_loss}
 
@@ -215,8 +212,8 @@ def score_columns(
 def build_actor(worker: ModelWorker) -> DataParallelPPOActor:
     config = worker.config.actor_rollout_ref
     sizes = MicroBatchSize.of_updates(config.actor), MicroBatchSize.of_scoring(config.rollout)
-    correction = worker.config.algorithm.rollout_correction
-    return DataParallelPPOActor(config.actor, worker.policy, *sizes, correction, loss_reads(worker.config))
+    policy_loss = loss_settings(worker.config)
+    return DataParallelPPOActor(config.actor, worker.policy, *sizes, policy_loss, loss_reads(worker.config))
 
 
 def build_reference(worker: ModelWorker) -> ReferencePolicy:

@@ -7,7 +7,7 @@ import torch
 from configs.schema import CriticConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
-from training.core_algos import compute_value_loss
+from training.losses import compute_value_loss
 from training.mini_batches import Update
 from training.torch_functional import masked_mean
 from workers.engine import TrainedModel, TrainEngine

@@ -4,21 +4,92 @@ Importance weights for the policy loss, rejection of tokens or rows that drifted
 pure functions, tensors in, tensors and floats out; only the combined ones know a batch. `log_ratio` [B, R] is
 x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that the policy produced.
 What lies under its zeros does not matter, and a row of zeros, a failed episode, enters no statistic.
-Left out: means over ranks, as the driver sees the whole batch. Bypass mode's loss is in training/core_algos.py.
+Left out: means over ranks, as the driver sees the whole batch.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from configs.errors import ConfigError
+from configs.schema import Config
 from data.protocol import DataProto
-from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold, parse_band, parse_rejection
+from data.types import Metrics, Stage
+from extras.rollout_correction.settings import (
+    BYPASS_LOSS,
+    RolloutCorrectionConfig,
+    Threshold,
+    parse_band,
+    parse_rejection,
+)
+from training.advantage import estimator_needs
+from training.losses import LossConfig, compute_policy_loss_reinforce, compute_policy_loss_vanilla, register_policy_loss
+from training.roles import OF_POLICY
 from training.torch_functional import bound_log_ratio, masked_mean, masked_sum, zero_masked
 
-MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
-MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"
+
+class RolloutCorrection(Stage):
+    """Adds the columns loss_mask, response_mask without the rejected tokens, and rollout_is_weights, [B, R].
+
+    A rejected token is not learnt from, but what it led to was measured, so it stays in the group's statistics, and an
+    outcome that was paid on it is not lost: the advantages go by response_mask. In bypass mode the rollout's log-probs
+    are the old ones, and the loss corrects. Where nothing is asked for, the drift is measured.
+    """
+
+    at = "prepared"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        absent = estimator_needs(config.algorithm.adv_estimator) & set(OF_POLICY) - {"old_log_probs"}
+        if absent and config.algorithm.rollout_correction.bypass_mode:
+            raise ConfigError(
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs {sorted(absent)}, for which algorithm."
+                "rollout_correction.bypass_mode=true makes no pass: take one of the two back."
+            )
+
+    @classmethod
+    def reads(cls, config: Config) -> set[str]:
+        return {"old_log_probs"} if config.algorithm.rollout_correction.corrects else set()
+
+    @classmethod
+    def makes(cls, config: Config) -> set[str]:
+        settings = config.algorithm.rollout_correction
+        if settings.bypass_mode:
+            return {"old_log_probs"}
+        return {"rollout_is_weights"} if settings.rollout_is else set()
+
+    @classmethod
+    def loss_settings(cls, config: Config) -> dict[str, Any]:
+        settings = config.algorithm.rollout_correction
+        return {"rollout_correction": settings} | ({"loss_mode": BYPASS_LOSS} if settings.bypass_mode else {})
+
+    def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
+        return correct_rollout(batch, self.config.algorithm.rollout_correction)
+
+
+def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> Metrics:
+    """Corrects where old_log_probs stand beside rollout_log_probs; else, or if all rows failed, does nothing.
+
+    Raises ConfigError if rollouts are to be corrected by log-probs that their engine does not return.
+    """
+    columns, mask = batch.batch, batch.batch["response_mask"]
+    if config.corrects and "rollout_log_probs" not in batch:
+        raise ConfigError(
+            "algorithm.rollout_correction reads the column rollout_log_probs, which the rollout engine of yours does "
+            "not return: have generate_sequences return it ([B, R], after temperature), or set rollout_correction=null."
+        )
+    if config.bypass_mode:
+        columns["old_log_probs"] = columns["rollout_log_probs"]
+        return {}
+    if not ("old_log_probs" in batch and "rollout_log_probs" in batch and mask.any()):
+        return {}
+    log_probs = columns["old_log_probs"], columns["rollout_log_probs"]
+    weights, columns["loss_mask"], metrics = correct_log_probs(*log_probs, mask, config)
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    return metrics | compute_rollout_probs_diff(*log_probs, mask)
 
 
 class Level(NamedTuple):
@@ -274,22 +345,6 @@ def compute_rollout_probs_diff(
     return _floats(metrics)
 
 
-@torch.no_grad()
-def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Three numbers on two log-probs [B, R] of the same tokens: the trainer's and the engine's that sampled them.
-
-    Over the tokens under `response_mask`: the mean of |Δ log-prob| in nats, the k3 estimate of KL(rollout || policy) in
-    nats a token, and the largest ratio of the two probabilities, whichever is above. An empty mask gives 0, 0 and 1.
-    """
-    log_ratio = zero_masked(log_prob - rollout_log_prob, response_mask)
-    bounded = bound_log_ratio(log_ratio)
-    return {
-        MEAN_MISMATCH: masked_mean(log_ratio.abs(), response_mask),
-        "rollout_mismatch/k3_kl": masked_mean(bounded.expm1() - bounded, response_mask),
-        MAX_MISMATCH_RATIO: bounded.abs().max().exp(),
-    }
-
-
 def _share(condition: Tensor) -> Tensor:
     return condition.float().mean()
 
@@ -317,3 +372,37 @@ def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
 def _refuse_empty(response_mask: Tensor) -> None:
     if not response_mask.any():
         raise ValueError("response_mask selects no token: leave out a batch whose rows all failed")
+
+
+# loss_type -> (the loss, whether the importance weights enter it: a clipped ratio corrects already)
+BYPASS_LOSSES = {"ppo_clip": (compute_policy_loss_vanilla, False), "reinforce": (compute_policy_loss_reinforce, True)}
+
+
+@register_policy_loss(BYPASS_LOSS, silent_at_zero=True)
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """A loss straight from the rollout to the policy in training: `old_log_prob` are the rollout's log-probs.
+
+    `config.policy_loss.rollout_correction` says which tokens are rejected for their ratio, and `loss_type`, one of
+    `BYPASS_LOSSES`; importance weights are those of this very update, and `rollout_is_weights` is not read. The metrics
+    of drift are those of this call, so that pooled over micro-batches they are means of means; losses and gradients
+    add up exactly. Raises ValueError on another `loss_type`.
+    """
+    settings: RolloutCorrectionConfig = config.policy_loss.rollout_correction
+    if settings.loss_type not in BYPASS_LOSSES:
+        raise ValueError(f"loss_type is {settings.loss_type!r}, but must be one of {', '.join(BYPASS_LOSSES)}")
+    weights, kept, metrics = None, response_mask, {}
+    if response_mask.any():  # a micro-batch may hold failed rows alone
+        weights, kept, metrics = correct_log_probs(log_prob.detach(), old_log_prob, response_mask, settings)
+    loss_fn, is_weighted = BYPASS_LOSSES[settings.loss_type]
+    weights = weights if is_weighted else None
+    found = loss_fn(old_log_prob, log_prob, advantages, kept, loss_agg_mode, config, rollout_is_weights=weights)
+    return found[0], found[1] | metrics

@@ -11,9 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from configs.errors import ConfigError, did_you_mean
-from configs.settings import Frozen, Keys, setting
+from configs.settings import Frozen, Keys, group, setting
 
 Threshold = float | str
+BYPASS_LOSS = "bypass_mode"
 
 REJECTION_OPTIONS = (
     "token_k1", "token_k2", "token_k3",
@@ -111,6 +112,30 @@ class RolloutCorrectionConfig(Frozen):
     bypass_mode: bool = setting(False, "Take the rollout's log-probs for the old ones: a forward pass less.")
     loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
 
+    @property
+    def corrects(self) -> bool:
+        """Says whether weights or rejection are asked for, now or in the loss."""
+        return self.bypass_mode or self.rollout_is is not None or self.rollout_rs is not None
+
+    def check(self, config: Any, key: str) -> None:
+        """Refuses invalid thresholds, and a policy loss beside bypass mode, which has its own."""
+        super().check(config, key)
+        try:
+            parse_band("rollout_is_threshold", self.rollout_is_threshold)
+            if self.rollout_rs is not None:
+                parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{key}.{error}.") from error
+        loss, loss_key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.loss_mode"
+        if self.bypass_mode and loss.loss_mode not in ("vanilla", BYPASS_LOSS):
+            raise ConfigError(
+                f"{key}.bypass_mode=true brings its own policy loss: leave out {loss_key}={loss.loss_mode}."
+            )
+        if loss.loss_mode == BYPASS_LOSS and not self.bypass_mode:
+            raise ConfigError(f"{loss_key}={BYPASS_LOSS} is chosen by {key}.bypass_mode=true: set that.")
+        if self.bypass_mode and self.rollout_is_batch_normalize:
+            raise ConfigError(f"{key}.rollout_is_batch_normalize=true needs a whole batch: leave out bypass_mode=true.")
+
 
 _TOKEN, _SEQUENCE, _ICEPOP = {"rollout_is": "token"}, {"rollout_is": "sequence"}, {"rollout_is_threshold": "0.5_5.0"}
 _GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
@@ -184,26 +209,8 @@ def expand_presets(given: DictConfig) -> None:
     section[key] = preset(name) | settings
 
 
-def check_rollout_correction(settings: RolloutCorrectionConfig, loss_mode: str) -> None:
-    """Raises ConfigError for invalid thresholds, and for a `loss_mode` beside bypass mode, which has its own loss."""
-    key = "algorithm.rollout_correction"
-    try:
-        parse_band("rollout_is_threshold", settings.rollout_is_threshold)
-        if settings.rollout_rs is not None:
-            parse_rejection(settings.rollout_rs, settings.rollout_rs_threshold)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{key}.{error}.") from error
-    if settings.bypass_mode and loss_mode not in ("vanilla", "bypass_mode"):
-        raise ConfigError(
-            f"{key}.bypass_mode=true brings a policy loss of its own, and actor_rollout_ref.actor.policy_loss."
-            f"loss_mode={loss_mode} asks for another: take one of the two back."
-        )
-    if loss_mode == "bypass_mode" and not settings.bypass_mode:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode is chosen by {key}.bypass_mode=true: set that."
-        )
-    if settings.bypass_mode and settings.rollout_is_batch_normalize:
-        raise ConfigError(
-            f"{key}.rollout_is_batch_normalize=true needs all weights of a batch at once, which bypass_mode=true, "
-            "where each forward pass makes its own, does not have: take one of the two back."
-        )
+@dataclass
+class Settings(Frozen):
+    rollout_correction: RolloutCorrectionConfig = group(
+        RolloutCorrectionConfig, "For rollouts whose probabilities are not the trainer's; or the name of a preset."
+    )

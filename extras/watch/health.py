@@ -16,7 +16,7 @@ from data.files import dispensable
 from data.protocol import DataProto
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from extras.report.transcripts import print_records, sample_rows, spread
-from extras.rollout_correction.correction import MEAN_MISMATCH
+from training.advantage import MEAN_MISMATCH
 from training.episode_rows import EpisodeRows
 
 SHOWN = 2  # responses that are printed of a step that taught nothing

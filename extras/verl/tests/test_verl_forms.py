@@ -38,7 +38,7 @@ from tests.runs import compose
 from training.advantage import compute_advantage
 from training.core_algos import get_policy_loss_fn
 from training.environment import begin_episodes, data_settings
-from training.policy_loss import ReadableNamespace, call_policy_loss
+from training.losses import ReadableNamespace, call_policy_loss
 from training.preparation import build_train_loader, check_rows
 from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics

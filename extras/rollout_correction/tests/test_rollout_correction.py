@@ -1,6 +1,5 @@
 """Rollout correction: verl's numbers, each weight and rejection rule by hand, loops over tokens, and invariances."""
 
-import inspect
 import math
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -510,11 +509,9 @@ class TestPresets:
 
     @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("icepop")])
     def test_every_threshold_may_be_another(self, name):
-        other = {"threshold": 3.0, "is_threshold": 3.0, "rs_threshold": "0.1_9"}
-        make = getattr(RolloutCorrectionConfig, name)
-        given = {argument: other[argument] for argument in inspect.signature(make).parameters}
         (level, threshold), (options, bound), *_ = PRESETS[name]
-        config = make(**given)
+        given = ({"threshold": 3.0} if level else {}) | ({"rs_threshold": "0.1_9"} if options else {})
+        config = getattr(RolloutCorrectionConfig, name)(**given)
         assert config.rollout_is_threshold == (3.0 if level else threshold)
         assert config.rollout_rs_threshold == ("0.1_9" if options else bound)
 

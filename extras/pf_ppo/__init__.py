@@ -1,0 +1,1 @@
+"""PF-PPO: learns from rows that are drawn by their score."""

@@ -1,0 +1,19 @@
+"""The settings of PF-PPO, among those of the algorithm."""
+
+from dataclasses import dataclass
+
+from configs.settings import Frozen, group, setting
+
+
+@dataclass
+class PFPPOConfig(Frozen):
+    reweight_method: str = setting(
+        "pow", "How often a row is drawn, from its score.", choices=("pow", "max_min", "max_random")
+    )
+    weight_pow: float = setting(2.0, "Exponent of pow.")
+
+
+@dataclass
+class Settings(Frozen):
+    use_pf_ppo: bool = setting(False, "Learn from rows drawn anew by their score (PF-PPO).")
+    pf_ppo: PFPPOConfig = group(PFPPOConfig, "How PF-PPO draws the rows.")

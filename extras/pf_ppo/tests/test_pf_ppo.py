@@ -1,0 +1,120 @@
+"""PF-PPO draws rows by their score."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from data.protocol import DataProto
+from extras.pf_ppo import stage
+from extras.pf_ppo.settings import PFPPOConfig
+from extras.pf_ppo.stage import draw_rows, pf_ppo_weights
+from tests.batches import Turn, episode_batch
+from tests.test_ray_trainer import ALL_ROWS, MINI, make_trainer
+from tests.test_selection import scored
+
+SCORES = [3.0, 7.0, -2.0, 0.0, 1.0]
+FAILED, COMPLETED = (1,), (0, 2, 3, 4)
+METHODS = {  # of the four rows that did not fail, by hand
+    "pow": [9, 4, 0, 1],
+    "max_min": [1, 1, 0, 0],
+    "max_random": [0.4, 0.1, 0.1, 0.1],
+}
+
+
+def drawn(method: str, seed: int, batch: DataProto | None = None) -> list[int]:
+    batch = scored(SCORES, "aabbb", FAILED) if batch is None else batch
+    return pf_ppo(batch, seed, reweight_method=method)
+
+
+def pf_ppo(batch: DataProto, seed: int, **settings) -> list[int]:
+    rows = draw_rows(batch, PFPPOConfig(**settings), seed)
+    assert rows.dtype == torch.int64
+    return rows.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_are_drawn_as_often_as_their_weights_say(method):
+    weights = torch.tensor(METHODS[method], dtype=torch.float64)
+    draws = [drawn(method, seed) for seed in range(1000)]
+    assert {len(rows) for rows in draws} == {5}
+    counts = Counter(row for rows in draws for row in rows)
+    for row, probability in zip(COMPLETED, (weights / weights.sum()).tolist(), strict=True):
+        four_sigma = 4 * math.sqrt(5000 * probability * (1 - probability))
+        assert abs(counts[row] - 5000 * probability) <= four_sigma, (row, counts)
+    assert not any(counts[row] for row in FAILED)  # though its score is the best of all
+    assert not any(counts[row] for row, weight in zip(COMPLETED, weights, strict=True) if weight == 0)
+
+
+def test_the_exponent_is_the_settings():
+    batch = scored([1.0, 2.0], "ab")
+    count = Counter(row for seed in range(500) for row in pf_ppo(batch, seed, weight_pow=3.0))
+    assert count[1] / 1000 == pytest.approx(8 / 9, abs=0.04)  # four standard deviations
+
+
+def test_rows_whose_scores_are_all_zero_are_drawn_alike():
+    batch = scored([0.0, 0.0, 0.0], "abc")
+    rows = [row for seed in range(300) for row in pf_ppo(batch, seed)]
+    assert all(abs(rows.count(row) - 300) < 60 for row in range(3))
+
+
+def test_draws_follow_from_the_seed_and_the_batch_stays():
+    assert drawn("pow", 1) == drawn("pow", 1)
+    assert len({tuple(drawn("pow", seed)) for seed in range(10)}) > 5
+    batch = scored(SCORES, "aabbb", FAILED)
+    drawn("pow", 1, batch)
+    assert batch.batch["number"].tolist() == list(range(5)) and "drawn_row" not in batch
+
+
+def test_if_all_failed_each_row_stays():
+    assert pf_ppo(scored([1.0, 2.0], "ab", failed=(0, 1)), seed=0) == [0, 1]
+
+
+def test_pf_ppo_weights_by_hand_and_an_unknown_method():
+    scores = torch.tensor([-2.0, 0.0, 1.0, 1.0]).double()
+    for arguments, weights in [
+        ((), [4, 0, 1, 1]),
+        (("pow", 1.0), [2, 0, 1, 1]),
+        (("max_min",), [1, 0, 1, 1]),
+        (("max_random",), [0.1, 0.1, 0.4, 0.4]),
+    ]:
+        assert pf_ppo_weights(scores, *arguments).tolist() == pytest.approx([weight + 1e-8 for weight in weights])
+    with pytest.raises(ValueError, match=r"'median', but must be 'pow', 'max_min' or 'max_random'"):
+        pf_ppo_weights(scores, "median")
+
+
+def test_pf_ppo_draws_a_row_by_the_return_of_its_episode():
+    """Rewards that cancel out within an episode are a score of 0, however large each is."""
+    groups = [[[Turn(1, 0, 100.0), Turn(1, 0, -100.0)], [Turn(1, 0, 0.0), Turn(1, 0, 1.0), Turn(1)], []]]
+    batch = episode_batch(groups, "turns")
+    draws = [draw_rows(batch, PFPPOConfig(), seed) for seed in range(9)]
+    assert len(batch) == 6 and {*torch.cat(draws).tolist()} == {2, 3, 4}
+
+
+def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_updates(tmp_path):
+    taught = {}
+    for name, *overrides in [("plain",), ("first", "p"), ("again", "p"), ("other seed", "p", "trainer.seed=1")]:
+        pf_ppo = ["algorithm.use_pf_ppo=true" if text == "p" else text for text in overrides]
+        trainer, bandit = make_trainer(tmp_path / name, MINI, ALL_ROWS, *pf_ppo)
+        trainer.fit()
+        taught[name] = bandit.updates, trainer.train_loader.sampler.seen[0]
+    for name, (updates, batch) in taught.items():
+        assert [len(update) for update in updates] == [8, 8] and len(batch) == 16
+        if name != "plain":  # |score|²: what did not pay is not learnt from
+            assert all(update.token_level_scores.sum() == 8 for update in updates)
+            assert batch.token_level_scores.sum() < 16
+    learnt = {name: [update.input_ids.tolist() for update in updates] for name, (updates, _) in taught.items()}
+    assert learnt["first"] == learnt["again"] and torch.equal(
+        taught["first"][1].responses, taught["plain"][1].responses
+    )
+    assert learnt["first"] != learnt["other seed"]
+
+
+def test_pf_ppo_draws_anew_in_every_step(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(stage, "draw_rows", lambda *args: [seeds.append(args[-1]), draw_rows(*args)][1])
+    for seed in (0, 1):
+        trainer, _ = make_trainer(tmp_path / str(seed), "algorithm.use_pf_ppo=true", f"trainer.seed={seed}", steps=2)
+        trainer.fit()
+    assert len(set(seeds)) == 4

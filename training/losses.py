@@ -1,0 +1,572 @@
+"""Policy losses, the value loss and KL penalties, as a catalogue of pure functions over padded tensors.
+
+A new policy loss is a short function under `@register_policy_loss("name")`. `call_policy_loss` calls one, shipped or of
+the user's, and checks what it returns.
+
+Shapes: B sequences, R the padded response width. `response_mask` [B, R] is 1 on tokens the policy produced and 0 on
+padding, observations and tool text; a row whose mask is all zero is a failed episode. What lies under the zeros does
+not matter.
+A policy loss returns metrics as means of a per-token quantity over `response_mask`, so weighting micro-batches by their
+number of valid tokens pools them into the exact mean of the whole.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, update_wrapper
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from configs.import_utils import bind, callable_name
+from configs.schema import AGGREGATION_MODES
+from configs.settings import Readable
+from training.torch_functional import EPSILON, bound_log_ratio, clip_by_value, masked_mean, masked_sum, zero_masked
+
+MAX_SEQUENCE_LOG_RATIO = 10.0  # of gspo: bounds a row's mean log-ratio, from above only
+
+Pair = tuple[Tensor, Tensor]
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float | Tensor]]]
+TokenLosses = tuple[Tensor, dict[str, Tensor]]  # losses and, by name, metrics; [B, R] each
+LossConfig = Any  # the settings of actor_rollout_ref.actor, and `global_batch_info`, keyword arguments of `agg_loss`
+Metrics = dict[str, float | Tensor]  # tensors of one element: reading them would wait for the device
+
+POLICY_LOSS_REGISTRY: dict[str, "PolicyLoss"] = {}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, and what those who call it have to know.
+
+    Attributes:
+        over_mini_batch: what a token contributes depends on the others of its mini-batch, so the actor calls the loss
+            once for all of them, not for each micro-batch; that costs a forward pass more.
+        silent_at_zero: a row whose advantages are all 0 adds nothing to loss or gradient, so it may be left out.
+    """
+
+    function: PolicyLossFn
+    over_mini_batch: bool = False
+    silent_at_zero: bool = False
+
+
+def key_of(name_or_enum: str | Enum, decorator: str = "") -> str:
+    name = name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
+    if decorator and not isinstance(name, str):
+        raise TypeError(f"@{decorator} needs the name by which the config finds the function: @{decorator}('mine')")
+    return name
+
+
+def register_policy_loss(name: str, **marks: bool) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Adds a policy loss, replacing any of the same name; `PolicyLoss` has the marks. TypeError without a name."""
+    key_of(name, "register_policy_loss")
+
+    def register(fn: PolicyLossFn) -> PolicyLossFn:
+        POLICY_LOSS_REGISTRY[name] = PolicyLoss(fn, **marks)
+        return fn
+
+    return register
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """The policy loss registered under this exact name; raises ValueError if there is none."""
+    if name not in POLICY_LOSS_REGISTRY:
+        raise ValueError(f"Unsupported loss mode: {name}. Supported modes are: {list(POLICY_LOSS_REGISTRY)}")
+    return POLICY_LOSS_REGISTRY[name]
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    return get_policy_loss(name).function
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    dp_size: int = 1,
+    batch_num_tokens: int | Tensor | None = None,
+    global_batch_size: int | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Aggregate per-token losses [B, R] to a scalar.
+
+    | mode | value |
+    |---|---|
+    | token-mean | sum over tokens / tokens |
+    | token-sum | sum over tokens |
+    | seq-mean-token-sum | sum over tokens / sequences |
+    | seq-mean-token-mean | sum over sequences of their token means / sequences |
+    | seq-mean-token-sum-norm | sum over tokens / sequences / `loss_scale_factor` (default R) |
+
+    For a piece of a mini-batch pass the counts of the whole: `batch_num_tokens` valid tokens, `global_batch_size`
+    sequences with at least one, and `loss_scale_factor` where widths may differ. Then the losses and gradients of
+    any cut into micro-batches add up to the whole's. Without them, the counts are this tensor's own.
+    `dp_size` cancels a gradient all-reduce that averages over that many ranks; leave it 1 where gradients are summed.
+    Differs from verl: no mode lets NaN out from under the mask, and an empty mask gives 0 with zero gradient, not NaN.
+
+    Raises ValueError on an unknown mode, or if dp_size > 1 and the mode's global count is missing.
+    """
+    if loss_agg_mode not in AGGREGATION_MODES:
+        raise ValueError(f"Invalid loss_agg_mode: {loss_agg_mode}. Choose one of {', '.join(AGGREGATION_MODES)}")
+    total = dp_size * masked_sum(loss_mat, loss_mask)
+    if loss_agg_mode == "token-sum":
+        return total
+    if loss_agg_mode == "token-mean":
+        return total / _global_count("batch_num_tokens", batch_num_tokens, loss_mask.sum(), dp_size)
+    if loss_agg_mode == "seq-mean-token-mean":
+        total = dp_size * masked_mean(loss_mat, loss_mask, axis=-1).sum()
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        total = total / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    return total / _global_count("global_batch_size", global_batch_size, loss_mask.bool().any(-1).sum(), dp_size)
+
+
+def _global_count(name: str, count: int | Tensor | None, local_count: Tensor, dp_size: int) -> Tensor:
+    if count is None and dp_size > 1:
+        raise ValueError(f"dp_size is {dp_size} but {name} is None: pass {name} summed over all ranks")
+    count = local_count if count is None else torch.as_tensor(count)
+    return torch.where(count > 0, count, 1)  # nothing to average: the numerator is 0 already
+
+
+def clip_bounds(config: LossConfig) -> tuple[float, float]:
+    """(low, high), each `clip_ratio` where unset: unlike under verl's defaults, setting `clip_ratio` alone works."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
+def masked_means(per_token: dict[str, Tensor], response_mask: Tensor) -> dict[str, Tensor]:
+    """Means over the mask of a policy loss's [B, R] metrics: tensors of shape (), as to read them is to wait."""
+    return {name: masked_mean(values.detach().float(), response_mask) for name, values in per_token.items()}
+
+
+class Tokens(NamedTuple):
+    """The tensors of a loss, [B, R] each; `log_prob` and `log_ratio` are 0 under the mask, so that not even a NaN there
+    reaches the gradient."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    log_ratio: Tensor
+
+
+def token_loss(
+    name: str | None = None, mode: str | None = None, default: str = "token-mean", **marks: bool
+) -> Callable[[Callable[[Tokens, LossConfig], TokenLosses]], PolicyLossFn]:
+    """Makes a policy loss, registered under `name`, of a function of `Tokens` and the config.
+
+    The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or, if
+    none is, in the config's; without one, as in a call by hand, in `default`.
+    """
+
+    def decorate(token_losses: Callable[[Tokens, LossConfig], TokenLosses]) -> PolicyLossFn:
+        def policy_loss(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = default,
+            config: LossConfig | None = None,
+            *,
+            rollout_is_weights: Tensor | None = None,
+        ) -> tuple[Tensor, dict[str, float | Tensor]]:
+            log_ratio = zero_masked(log_prob - old_log_prob, response_mask)
+            log_prob = zero_masked(log_prob, response_mask)
+            tokens = Tokens(old_log_prob, log_prob, advantages, response_mask, log_ratio)
+            losses, metrics = token_losses(tokens, config)
+            if rollout_is_weights is not None:
+                losses = losses * rollout_is_weights
+            loss = agg_loss(losses, response_mask, mode or loss_agg_mode, **config.global_batch_info)
+            return loss, masked_means(metrics, response_mask)
+
+        update_wrapper(policy_loss, token_losses)
+        del policy_loss.__wrapped__  # so that inspect.signature sees the arguments of policy_loss
+        return register_policy_loss(name, **marks)(policy_loss) if name else policy_loss
+
+    return decorate
+
+
+def clip_metrics(log_ratio: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> dict[str, Tensor]:
+    none = torch.zeros_like(log_ratio)
+    return {
+        "actor/pg_clipfrac": none if clipped is None else clipped,
+        "actor/ppo_kl": -log_ratio,
+        "actor/pg_clipfrac_lower": none if lower is None else lower,
+    }
+
+
+def clip_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Pair:
+    """PPO's clipped objective (arXiv:1707.06347), elementwise: max(-A · ratio, -A · clamp(ratio, 1 - low, 1 + high)),
+    and where the clip lowered the objective (bool)."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+# In their formulas A is the advantage, ratio is exp(log_prob - old_log_prob), and sg() stops the gradient.
+
+
+@token_loss("vanilla", silent_at_zero=True)
+def compute_policy_loss_vanilla(t: Tokens, config: LossConfig) -> TokenLosses:
+    """PPO's clipped loss, with the dual clip (arXiv:1912.09729): where A < 0, at most -A · clip_ratio_c.
+
+    Raises AssertionError unless clip_ratio_c > 1."""
+    assert config.clip_ratio_c > 1, f"clip_ratio_c is {config.clip_ratio_c}, but must be above 1 (verl's default is 3)"
+    log_ratio = bound_log_ratio(t.log_ratio)
+    pessimistic, clipped = clip_loss(log_ratio.exp(), t.advantages, *clip_bounds(config))
+    cap, negative = -t.advantages * config.clip_ratio_c, t.advantages < 0
+    # minimum, not where alone: it splits the gradient at exact ties, as verl's does.
+    losses = torch.where(negative, torch.minimum(pessimistic, cap), pessimistic)
+    return losses, clip_metrics(log_ratio, clipped, (pessimistic > cap) & negative)
+
+
+def dppo_loss(t: Tokens, kept: Tensor, max_ratio: float) -> TokenLosses:
+    """-A · sg(min(ratio, max_ratio)) · log_prob where `kept` and 0 elsewhere."""
+    log_ratio = bound_log_ratio(t.log_ratio)
+    ratio = log_ratio.exp()
+    losses = zero_masked(-t.advantages * ratio.clamp(max=max_ratio).detach() * t.log_prob, kept)
+    return losses, clip_metrics(log_ratio, ~kept, (ratio > max_ratio) & kept)
+
+
+@token_loss("dppo_tv", silent_at_zero=True)
+def compute_policy_loss_dppo_tv(t: Tokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv:2602.04879) with total variation: `dppo_loss` of tokens whose probability has moved in A's direction
+    by no more than the config's clip bounds (all other tokens are one outcome); `clip_ratio_c`: the largest ratio."""
+    clip_low, clip_high = clip_bounds(config)
+    moved = t.log_prob.exp() - t.old_log_prob.exp()
+    kept = torch.where(t.advantages > 0, moved <= clip_high, moved >= -clip_low)
+    return dppo_loss(t, kept, config.clip_ratio_c)
+
+
+@token_loss("dppo_kl", silent_at_zero=True)
+def compute_policy_loss_dppo_kl(t: Tokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv:2602.04879) with KL: `dppo_loss` of tokens with KL(old || new) within the config's clip bounds, in
+    nats, or whose probability has moved against A's direction; `clip_ratio_c` is the largest ratio.
+
+    All other tokens count as one outcome: the KL is p_old · ln(p_old / p) + (1 - p_old) · ln((1 - p_old) / (1 - p)).
+    """
+    clip_low, clip_high = clip_bounds(config)
+    prob, old_prob = t.log_prob.exp(), t.old_log_prob.exp()
+    others_ratio = (1 - old_prob + EPSILON) / (1 - prob + EPSILON)
+    divergence = old_prob * (t.old_log_prob - t.log_prob) + (1 - old_prob) * others_ratio.log()
+    raised = (divergence <= clip_high) | (prob <= old_prob)
+    lowered = (divergence <= clip_low) | (prob >= old_prob)
+    return dppo_loss(t, torch.where(t.advantages > 0, raised, lowered), config.clip_ratio_c)
+
+
+@token_loss("gspo", default="seq-mean-token-mean", silent_at_zero=True)
+def compute_policy_loss_gspo(t: Tokens, config: LossConfig) -> TokenLosses:
+    """GSPO (arXiv:2507.18071), its token form: `clip_loss` of each row's exp(mean log-ratio), at most e^10, without the
+    dual clip. Its gradient with respect to the token's own log-ratio is that ratio, to all others 0.
+
+    The paper's bounds are around 3e-4, and its mean is seq-mean-token-mean.
+    """
+    mean = masked_mean(t.log_ratio, t.mask, axis=-1).detach().unsqueeze(-1)
+    ratio = (mean + (t.log_ratio - t.log_ratio.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    losses, clipped = clip_loss(ratio, t.advantages, *clip_bounds(config))
+    return losses, clip_metrics(t.log_ratio, clipped)
+
+
+@token_loss("sapo", "seq-mean-token-mean", silent_at_zero=True)
+def compute_policy_loss_sapo(t: Tokens, config: LossConfig) -> TokenLosses:
+    """SAPO (arXiv:2511.20347): -A · 4/τ · sigmoid(τ · (ratio - 1)), with τ = tau_pos where A > 0 and tau_neg elsewhere,
+    always aggregated by seq-mean-token-mean.
+
+    On policy its gradient is -A; off policy it fades smoothly, the sooner the larger τ is.
+    """
+    log_ratio = bound_log_ratio(t.log_ratio)
+    tau = torch.full_like(log_ratio, config.tau_neg).masked_fill(t.advantages > 0, config.tau_pos)
+    return -t.advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)), clip_metrics(log_ratio)
+
+
+@token_loss("gpg", silent_at_zero=True)
+def compute_policy_loss_gpg(t: Tokens, config: LossConfig) -> TokenLosses:
+    """GPG (arXiv:2504.02546): -A · log_prob, the plain policy gradient; `old_log_prob` is not read, no metrics."""
+    return -t.advantages * t.log_prob, {}
+
+
+def token_covariances(t: Tokens) -> Tensor:
+    """(A - mean A) · (log_prob - mean log_prob) over all valid tokens, without gradient; -inf under the mask. [B, R]
+
+    What a token adds to the covariance that drives the entropy down (arXiv:2505.22617).
+    """
+    centred = [values.detach() - masked_mean(values.detach(), t.mask) for values in (t.advantages, t.log_prob)]
+    return torch.where(t.mask.bool(), centred[0] * centred[1], -torch.inf)
+
+
+def share_of_tokens(share: float, mask: Tensor) -> int:
+    """`share` of the valid tokens, rounded down, but at least one where there is any place at all."""
+    return min(max(1, int(share * int(mask.sum()))), mask.numel())
+
+
+@token_loss("clip_cov", over_mini_batch=True)
+def compute_policy_loss_clip_cov(t: Tokens, config: LossConfig) -> TokenLosses:
+    """Clip-Cov (arXiv:2505.22617): `clip_loss`, and no loss at a few random tokens of high covariance.
+
+    Drawn, by torch's global CPU generator, are `clip_cov_ratio` of the valid tokens, from those that the clip leaves
+    alone and whose `token_covariances` lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone.
+    Means, share and draw are over the tokens of this call, which the actor makes once a mini-batch.
+    """
+    settings = config.policy_loss
+    losses, clipped = clip_loss(t.log_ratio.exp(), t.advantages, *clip_bounds(config))
+    covariances = token_covariances(t)
+    eligible = (covariances > settings.clip_cov_lb) & (covariances < settings.clip_cov_ub) & ~clipped
+    places = eligible.flatten().nonzero().squeeze(-1)
+    drawn = places[torch.randperm(len(places))[: share_of_tokens(settings.clip_cov_ratio, t.mask)].to(places.device)]
+    dropped = torch.zeros_like(eligible).flatten().index_fill(0, drawn, True).view_as(eligible)
+    return zero_masked(losses, ~dropped), {"actor/pg_clipfrac": dropped, "actor/ppo_kl": -t.log_ratio}
+
+
+@token_loss("kl_cov", over_mini_batch=True)
+def compute_policy_loss_kl_cov(t: Tokens, config: LossConfig) -> TokenLosses:
+    """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
+
+    Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
+    the tokens of this call, which the actor makes once a mini-batch. `ppo_kl` is the mean of |log ratio|.
+    """
+    highest = token_covariances(t).flatten().topk(share_of_tokens(config.policy_loss.kl_cov_ratio, t.mask)).indices
+    penalised = torch.zeros_like(t.mask, dtype=torch.bool).flatten().index_fill(0, highest, True).view_as(t.mask)
+    penalty = config.policy_loss.ppo_kl_coef * zero_masked(t.log_ratio.abs(), penalised)
+    return -t.advantages * t.log_ratio.exp() + penalty, {"actor/ppo_kl": t.log_ratio.abs()}
+
+
+@register_policy_loss("geo_mean", silent_at_zero=True)
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: LossConfig | None = None,
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """GMPO (arXiv:2507.20673): -(mean A) · exp(mean u) of each row, averaged over the rows that have tokens, whatever
+    the mode; u is the log-ratio clipped to the config's bounds if that is worse, i.e. smaller where A > 0 and larger
+    where A < 0, and 0 where A is.
+
+    Importance weights enter as their geometric mean over the row. Differs from verl, which divides by all rows of the
+    call, those without tokens too: here `global_batch_size` counts, and the cut into micro-batches does not.
+    """
+    clip_low, clip_high = clip_bounds(config)
+    log_ratio, sign = zero_masked(log_prob - old_log_prob, response_mask), advantages.sign()
+    bounded = log_ratio.clamp(-clip_low, clip_high)
+    pessimistic, clipped = sign * torch.minimum(sign * log_ratio, sign * bounded), log_ratio != bounded
+    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()
+    losses = -masked_mean(advantages, response_mask, axis=-1) * ratio
+    if rollout_is_weights is not None:
+        losses = losses * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, axis=-1).exp()
+    has_tokens = response_mask.bool().any(-1, keepdim=True)
+    loss = agg_loss(losses.unsqueeze(-1), has_tokens, "seq-mean-token-sum", **config.global_batch_info)
+    metrics = clip_metrics(log_ratio, clipped & (advantages > 0), clipped & (advantages < 0))
+    return loss, masked_means(metrics, response_mask)
+
+
+@token_loss("cispo", silent_at_zero=True)
+def compute_policy_loss_cispo(t: Tokens, config: LossConfig) -> TokenLosses:
+    """CISPO (arXiv:2506.13585): -A · sg(clamp(ratio)) · log_prob, so that clipped tokens still learn."""
+    clip_low, clip_high = clip_bounds(config)
+    log_ratio = bound_log_ratio(t.log_ratio)
+    ratio = log_ratio.exp().detach()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -t.advantages * bounded * t.log_prob, clip_metrics(log_ratio, ratio != bounded)
+
+
+@token_loss("dro")
+def compute_policy_loss_dro(t: Tokens, config: LossConfig) -> TokenLosses:
+    """DRO (arXiv:2405.19107), policy part: -A · log_prob + dro_beta / 2 · (log ratio)².
+
+    Raises ValueError unless `policy_loss.dro_beta` is a positive number.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta is {beta}, but policy_loss.loss_mode=dro needs a number above 0")
+    return 0.5 * beta * t.log_ratio**2 - t.advantages * t.log_prob, {"actor/ppo_kl": -t.log_ratio}
+
+
+@token_loss(default="seq-mean-token-sum")
+def compute_policy_loss_reinforce(t: Tokens, config: LossConfig) -> TokenLosses:
+    """REINFORCE, off policy if the importance weights say so: -A · log_prob · weight; `old_log_prob`, the rollout's,
+    only feeds the metric."""
+    return -t.advantages * t.log_prob, {"actor/ppo_kl": -t.log_ratio}
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    **global_batch_info: Any,
+) -> Pair:
+    """Half the squared error to the returns, or that of predictions clipped to `values` ± `cliprange_value` if larger.
+
+    All tensors [B, R]; `values` are the predictions before the update. `global_batch_info` goes to `agg_loss`.
+    Returns (loss, clip_fraction), both scalar tensors, the second without gradient.
+    """
+    vpreds = zero_masked(vpreds, response_mask)
+    clipped_vpreds = clip_by_value(vpreds, values - cliprange_value, values + cliprange_value)
+    errors, clipped_errors = (vpreds - returns) ** 2, (clipped_vpreds - returns) ** 2
+    losses = torch.maximum(errors, clipped_errors)
+    loss = 0.5 * agg_loss(losses, response_mask, loss_agg_mode, **global_batch_info)
+    return loss, masked_mean((clipped_errors > errors).float(), response_mask)
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
+
+    With k = logprob - ref_logprob: "kl", "k1" is k; "abs" |k|; "mse", "k2" k² / 2; "low_var_kl", "k3"
+    exp(-k) + k - 1 with -k clamped to ±20 and the result to ±10. Raises NotImplementedError for other names.
+    """
+    log_ratio = logprob - ref_logprob
+    match kl_penalty:
+        case "kl" | "k1":
+            return log_ratio
+        case "abs":
+            return log_ratio.abs()
+        case "mse" | "k2":
+            return 0.5 * log_ratio**2
+        case "low_var_kl" | "k3":
+            inverse = bound_log_ratio(-log_ratio)
+            return (inverse.exp() - inverse - 1).clamp(-10, 10)
+    raise NotImplementedError(
+        f"kl_penalty is {kl_penalty!r}, but must be one of kl, k1, abs, mse, k2, low_var_kl, k3, each also with a "
+        "trailing '+' for the gradient of k2; 'full' needs the logits of both models"
+    )
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """`kl_penalty_forward`; a trailing "+" keeps its value but takes the gradient of k2.
+
+    The expected gradient of k2 over the policy's samples is that of the KL divergence; of k1 it is zero.
+    """
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+    if not kl_penalty.endswith("+"):
+        return value
+    surrogate = kl_penalty_forward(logprob, ref_logprob, "k2")
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+class FixedKLController:
+    """A KL coefficient that stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+
+class AdaptiveKLController:
+    """A KL coefficient that follows the measured KL towards a target (arXiv:1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        self.value, self.target_kl, self.horizon = init_kl_coef, target_kl, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move by at most 20 % per `horizon` samples, given the mean KL of the last `n_steps` samples."""
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller for `algorithm.kl_ctrl` (type, kl_coef, target_kl, horizon in samples).
+
+    Raises NotImplementedError on another type than "fixed" or "adaptive", AssertionError on a horizon <= 0.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        assert kl_ctrl.horizon > 0, f"kl_ctrl.horizon is {kl_ctrl.horizon}, but must be a positive number of samples"
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise NotImplementedError(f"kl_ctrl.type is {kl_ctrl.type!r}, but must be 'fixed' or 'adaptive'")
+
+
+# How a loss is called
+
+TENSOR_ARGS = ("old_log_probs", "log_probs", "advantages", "response_mask")  # by position, named at will
+OLDER_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")  # verl's, before losses gave a dict
+
+
+class ReadableNamespace(Readable, SimpleNamespace):
+    """Settings as attributes, which can be read like a mapping as well: the `config` that a loss is given."""
+
+
+def bind_policy_loss(
+    function: Callable,
+    tensors: Sequence[Any],
+    loss_agg_mode: Any,
+    config: Any,
+    extra_kwargs: dict[str, Any],
+    key: str = "the policy loss",
+) -> Callable[[], Any]:
+    """Binds a loss to the `tensors` of `TENSOR_ARGS` by position and to the rest of its arguments.
+
+    It is given `loss_agg_mode` and `config` if it accepts them, the mode also as a fifth argument of another name, and
+    `extra_kwargs`, which are rollout_is_weights and policy_loss.kwargs, in any case.
+
+    Raises:
+        ValueError: it needs another argument, or does not accept what was set; names `key`, which chose it.
+    """
+    positional = dict(zip(TENSOR_ARGS, tensors, strict=True))
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
+    has_mode = own and (own[0].default is own[0].empty or isinstance(own[0].default, str))
+    if has_mode and own[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
+        positional["loss_agg_mode"] = loss_agg_mode
+    offered = {"loss_agg_mode": loss_agg_mode, "config": config}
+    settings = "rollout_is_weights and policy_loss.kwargs"
+    return bind(function, offered, extra_kwargs, key, positional=positional, settings=settings)
+
+
+@cache
+def arguments_of(function: Callable, extra: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Returns how many arguments `bind_policy_loss` gives a loss by position, and which by name."""
+    bound = bind_policy_loss(function, TENSOR_ARGS, None, None, dict.fromkeys(extra))
+    return len(bound.args), tuple(bound.keywords)
+
+
+def call_policy_loss(
+    function: Callable, tensors: Sequence[Tensor], loss_agg_mode: str, config: LossConfig, extra_kwargs: dict[str, Any]
+) -> tuple[Tensor, Metrics]:
+    """The loss of some rows, by the `tensors` of `TENSOR_ARGS` ([B, R]), a tensor of shape (), and its metrics.
+
+    Raises:
+        ValueError: it returned anything but a loss that depends on the log-probs, and a dict of numbers, or verl's
+            older four values: the loss, and the numbers that are called `OLDER_METRICS`.
+    """
+    places, names = arguments_of(function, (*extra_kwargs,))
+    given = {"loss_agg_mode": loss_agg_mode, "config": config} | extra_kwargs
+    result = function(*(*tensors, loss_agg_mode)[:places], **{name: given[name] for name in names})
+    parts = list(result) if isinstance(result, tuple | list) else [result]
+    if len(parts) == 1 + len(OLDER_METRICS):
+        parts = [parts[0], dict(zip(OLDER_METRICS, parts[1:], strict=True))]
+    if problem := problem_of(parts, learns=tensors[1].requires_grad):
+        raise ValueError(
+            f"the policy loss {callable_name(function)} returned {problem}; it must return the loss, a tensor of "
+            "shape () as from agg_loss, and a dict of metrics, each a number (or verl's older four values: the loss, "
+            "the clipped fraction, the KL, the lower clipped fraction)."
+        )
+    loss, metrics = parts
+    return loss, {
+        name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in metrics.items()
+    }
+
+
+def problem_of(parts: list[Any], learns: bool) -> str | None:
+    """Says what is wrong with the result of a loss, or None; `learns`: its log-probs carry a gradient."""
+    match parts:
+        case [Tensor(ndim=0) as loss, dict(metrics)]:
+            if learns and not loss.requires_grad:
+                return "a loss that does not depend on the log-probs, so that nothing is learnt from it"
+            strange = [name for name, value in metrics.items() if not is_number(value)]
+            return f"metrics of which {strange} are not numbers" if strange else None
+    return str([tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts])
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
