@@ -9,7 +9,7 @@ SIZE ?= 1m
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup setup-vllm quickstart smollm2 multiturn algorithms test lint bench gpu clean
+.PHONY: help setup setup-vllm quickstart smollm2 multiturn algorithms test extras lint bench gpu clean
 
 help:  ## list these commands
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ algorithms: setup  ## train every recipe on FrozenLake: table and curves (SEED=0
 test: setup-vllm  ## run all tests, those of vLLM too, in two processes
 	@command -v chromedriver >/dev/null || echo "No chromedriver here (Debian: chromium chromium-driver): the report's tests in a browser are skipped."
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+extras: setup  ## delete each folder of extras/ in a copy, and see that the core does without
+	EXTRAS=all $(RUN) -m pytest tests/test_extras.py
 
 lint: setup  ## check style and formatting
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,114 @@
+"""Deletes each extra in a copy of the repository: the core must work without it, and name it where a setting asks.
+
+`make extras` deletes all in turn; `make test` three a day. One copy has no extra at all: there the core alone plays
+episodes with tools, trains by PPO on two Ray workers, saves and resumes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from configs.extras import FOLDER, PAIRS, SETTINGS, TABLE
+from configs.paths import ROOT
+
+pytestmark = pytest.mark.slow
+EXTRAS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+A_DAY = 3
+COPIED = (
+    "configs",
+    "data",
+    "training",
+    "workers",
+    "custom",
+    "extras",
+    "tests",
+    "scripts",
+    "benchmarks",
+    "examples",
+    "docs",
+)
+GOLDEN = "tests/test_golden.py"
+CORE_TESTS = {  # of each hook, those that take seconds
+    "adapter": ["tests/test_engine.py", "tests/test_actor.py"],
+    "engine": ["tests/test_rollout_contract.py"],
+    "forward": ["tests/test_actor.py", "tests/test_critic.py"],
+    "parallel": ["tests/test_engine.py", "tests/test_actor.py"],
+    "reward": ["tests/test_reward.py"],
+    "stage": ["tests/test_advantage.py"],
+}
+
+
+def without(folder: Path, *extras: str) -> Path:
+    """A copy of the repository without these extras, and those that import them."""
+    gone = {*extras, *(importer for importer, imported in PAIRS if imported in extras)}
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy(file, folder)
+    for name in gone:
+        shutil.rmtree(folder / "extras" / name, ignore_errors=True)
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """`python arguments…` in the copy, on CPUs, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def pass_tests(folder: Path, *arguments: str) -> None:
+    done = run(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def kinds_of(extra: str) -> list[str]:
+    """The hooks by which the core reaches an extra."""
+    return [kind for kind, names in TABLE.items() if any(f"extras.{extra}." in path for path in names.values())]
+
+
+def today() -> list[str]:
+    """The extras that are deleted today."""
+    first = date.today().toordinal() * A_DAY
+    return [EXTRAS[(first + number) % len(EXTRAS)] for number in range(A_DAY)]
+
+
+@pytest.mark.parametrize("extra", EXTRAS if os.environ.get("EXTRAS") == "all" else today())
+def test_the_core_does_without_an_extra(extra: str, tmp_path: Path):
+    copy = without(tmp_path / "copy", extra)
+    pass_tests(copy, "tests", "--collect-only")
+    pass_tests(copy, GOLDEN, "-k", "sums")
+    for start in SETTINGS.get(extra, ()):
+        key = f"trainer.{start}" if "." not in start else f"actor_rollout_ref.{start}"
+        refused = run(copy, "main.py", "--config-name", "frozenlake", f"{key}=1")
+        assert refused.returncode and f"{extra} is not in this copy; extras/{extra} was removed" in refused.stderr
+    if core := {file for kind in kinds_of(extra) for file in CORE_TESTS.get(kind, ())}:
+        pass_tests(copy, *sorted(core))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy without any extra."""
+    return without(tmp_path_factory.mktemp("bare") / "copy", *EXTRAS)
+
+
+def test_the_core_alone_trains_as_ever(bare: Path):
+    """…by the numbers that were recorded with all extras there and kernels=off."""
+    pass_tests(bare, GOLDEN, "-k", "off and (sums or frozenlake or episodes or tools or ppo or remax or dapo)")
+
+
+def test_the_core_alone_trains_on_ray_and_goes_on_from_its_checkpoint(bare: Path, tiny_model: Path, tmp_path: Path):
+    settings = f"""
+        --config-name frozenlake actor_rollout_ref.model.path={tiny_model} trainer.default_local_dir={tmp_path}/run
+        algorithm.adv_estimator=gae trainer.n_workers_per_node=2 actor_rollout_ref.actor.strategy=replicas
+        data.train_batch_size=4 actor_rollout_ref.rollout.n=2 env.train_size=10 env.val_episodes=2
+        trainer.save_freq=1 trainer.test_freq=-1 trainer.logger=[console]
+    """.split()
+    for steps in ("2", "3"):
+        done = run(bare, "main.py", *settings, f"trainer.total_training_steps={steps}")
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "resuming from" in done.stdout and (tmp_path / "run/global_step_3/actor/huggingface/config.json").is_file()
