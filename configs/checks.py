@@ -1,7 +1,7 @@
 """Refuses settings that contradict each other, before torch is imported, and summarises those that do not.
 
 `check_config` raises ConfigError; each message names a remedy. Below it: the batch arithmetic and the sampling in one
-sentence each, and the settings of a dry run.
+sentence each.
 """
 
 import tempfile
@@ -22,7 +22,6 @@ from configs.schema import (
     RunConfig,
     SamplingConfig,
 )
-from configs.settings import with_settings
 from configs.threads import worker_threads
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -52,9 +51,8 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.test_freq, val_only: nothing to validate on: set data.val_files, env.val_episodes or env.val_size."
         )
-    folders = [] if trainer.val_only else ["default_local_dir", "rollout_data_dir"]  # val_only only reads there
-    for name in (name for name in (*folders, "validation_data_dir") if trainer[name] is not None):
-        check_output_folder(trainer[name], f"trainer.{name}")
+    if not trainer.val_only:  # which only reads there
+        check_output_folder(trainer.default_local_dir)
 
 
 def check_sources(key: str, files: str | list[str] | None) -> None:
@@ -295,31 +293,3 @@ def sampling(config: SamplingConfig) -> str:
 
 def is_greedy(config: SamplingConfig) -> bool:
     return not config.draws()[0]
-
-
-PROMPTS = 2
-
-
-def rehearsal(config: Config) -> Config:
-    """Reduces a config with trainer.dry_run to one step on two prompts at a learning rate of 0.
-
-    Returns any other config as it is. Takes more prompts only where a worker would be without a sequence."""
-    if not config.trainer.dry_run:
-        return config
-    prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
-    return with_settings(
-        config,
-        {
-            "data.train_batch_size": prompts,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
-            "actor_rollout_ref.actor.ppo_epochs": 1,
-            "actor_rollout_ref.actor.optim.lr": 0.0,
-            "critic.ppo_mini_batch_size": prompts,
-            "critic.ppo_epochs": 1,
-            "critic.optim.lr": 0.0,
-            "algorithm.filter_groups.max_num_gen_batches": 1,
-            "trainer.critic_warmup": 0,
-            "trainer.total_training_steps": 1,
-            "trainer.resume_mode": "disable",
-        },
-    )

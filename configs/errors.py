@@ -1,24 +1,20 @@
-"""Turns mistakes of the user into one line, names the line of the user's code that raised, prints notices, and keeps
-them, with warnings, for the record of a run.
+"""Turns mistakes of the user into one line, names the line of the user's code that raised, and prints notices.
 
 Before workers start, a mistake of the user ends the command with one line that names cause and remedy;
 HYDRA_FULL_ERROR=1 shows its traceback. Bugs of this repository, and all errors during training, keep their traceback.
 """
 
 import difflib
-import json
 import logging
 import re
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from configs.paths import ROOT
 from configs.process import shows_tracebacks
@@ -28,12 +24,10 @@ FRAMEWORK = [ROOT / part for part in FOLDERS]
 ENTRANCES = [(str(ROOT / "custom/env_wrapper.py"), name) for name in ("make_env", "make_text_env")]  # to custom/gym
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 NOTICE = (logging.INFO + logging.WARNING) // 2  # the level of notices
-HEAD = "notice: "  # of a notice's line on stderr
-OF_WARNINGS = "py.warnings"  # Python's own name for what warnings.warn says
-MOST_KEPT = 1000  # events that wait for a run, or for room on its disk
 logger = logging.getLogger(__name__)
 notices = logging.getLogger("notice")
 noticed: set[Hashable] = set()
+latest: deque[logging.LogRecord] = deque(maxlen=100)  # notices, for whoever keeps them once there is a run
 ELSEWHERE = {  # name in other frameworks → ours
     "batch_size": "train_batch_size", "beta": "kl_loss_coef", "epochs": "total_epochs", "epsilon": "clip_ratio",
     "epsilon_high": "clip_ratio_high", "eval_steps": "test_freq", "grad_clip": "clip_grad",
@@ -46,100 +40,7 @@ ELSEWHERE = {  # name in other frameworks → ours
 }  # fmt: skip
 
 
-class Events(logging.Handler):
-    """Prints notices, and writes them and warnings into the folder of a run, a line of JSON each.
-
-    Attributes:
-        path: of the run's file; None: there is no run yet, and what happens is kept for the next.
-        step: the step that the run is in; None: it is in none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.path: Path | None = None
-        self.step: int | None = None
-        self.kept: deque[bytes] = deque(maxlen=MOST_KEPT)
-        self.is_listening = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Prints a notice, and writes it down."""
-        print(f"{HEAD}{record.getMessage()}", file=sys.stderr)
-        self.add(record.name, record.levelno, record.getMessage())
-
-    def add(self, name: str, level: int, text: str) -> None:
-        """Writes an event down; if the disk is full, it waits for the next."""
-        word = "error" if level >= logging.ERROR else "warning" if level >= logging.WARNING else "notice"
-        with self.lock:
-            event = {"time": now(), "step": self.step, "level": word, "logger": name, "text": text}
-            self.kept.append(json.dumps(event).encode() + b"\n")
-            self.write()
-
-    def overhear(self, printed: str) -> None:
-        """Writes down the notices in what a process of this one has printed."""
-        for line in printed.splitlines():
-            if line.startswith(HEAD):
-                self.add(notices.name, NOTICE, line.removeprefix(HEAD))
-
-    def write(self) -> None:
-        """Writes what is kept, if there is a file and it fits there."""
-        with self.lock:
-            if self.path is None or not self.kept:
-                return
-            with suppress(OSError), self.path.open("ab", buffering=0) as file:  # which others add to as well
-                lines = b"".join(self.kept)
-                if file.write(lines) == len(lines):
-                    self.kept.clear()
-                else:  # how a disk says that the rest does not fit
-                    self.kept.appendleft(b"\n")
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Takes down warnings, too: of all loggers, and Python's.
-
-        They are seen where records are made. A handler at the root would be one that logging.basicConfig, in a file of
-        the user's, takes for the user's own, and so does nothing; and Python prints no warning that a handler has seen.
-        """
-        if self.is_listening:
-            yield
-            return
-        make, show = logging.getLogRecordFactory(), warnings.showwarning
-
-        def make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-            record = make(*args, **kwargs)
-            is_new = (record.levelno or 0) >= logging.WARNING and record.name != OF_WARNINGS
-            if is_new and logging.getLogger(record.name).filter(record):
-                self.add(record.name, record.levelno, text_of(record))
-            return record
-
-        def show_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            show(message, category, *args, **kwargs)
-            self.add(OF_WARNINGS, logging.WARNING, f"{category.__name__}: {message}")
-
-        self.is_listening = True
-        logging.setLogRecordFactory(make_record)
-        warnings.showwarning = show_warning
-        try:
-            yield
-        finally:
-            self.is_listening = False
-            logging.setLogRecordFactory(make)
-            warnings.showwarning = show
-
-
-def text_of(record: logging.LogRecord) -> str:
-    try:
-        return record.getMessage()
-    except (TypeError, ValueError, LookupError):  # arguments that do not fit: logging says so where it prints them
-        return str(record.msg)
-
-
-def now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="milliseconds")
-
-
-events = Events()
 notices.setLevel(NOTICE)
-notices.addHandler(events)
 notices.propagate = False
 logging.addLevelName(NOTICE, "NOTICE")
 
@@ -163,8 +64,7 @@ def refusals() -> Iterator[None]:
     Mistakes are errors that this repository raises on purpose, and all errors from the user's files, with their line.
     """
     try:
-        with events.listening():
-            yield
+        yield
     except Exception as error:  # everything else is raised on
         place, on_purpose = users_line(error), is_on_purpose(error)
         if (place is None and not on_purpose) or shows_tracebacks():
@@ -246,9 +146,11 @@ def is_library(file: str) -> bool:
 
 
 def notice(text: str) -> None:
-    """Prints one line on stderr that a user should know, and that the record of a run has."""
+    """Prints one line on stderr that a user should know, and gives it to the logger "notice"."""
+    print(f"notice: {text}", file=sys.stderr)
     notices.disabled = False  # as logging.config makes loggers that it is not told of
-    notices.log(NOTICE, "%s", text)
+    latest.append(notices.makeRecord(notices.name, NOTICE, "", 0, text, (), None))
+    notices.handle(latest[-1])
 
 
 def notice_once(text: str, about: Hashable = None) -> None:

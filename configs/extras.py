@@ -9,6 +9,8 @@ from dataclasses import make_dataclass
 from importlib import import_module
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from configs.errors import ConfigError
 from configs.paths import ROOT
 
@@ -41,10 +43,23 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "extras.rules.reward:load",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
+<<<<<<< HEAD
     "source": {
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
+=======
+    "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
+    "logger": {  # observers, too: those of trainer.logger
+        "console": "training.tracking:ConsoleLine",
+        "tensorboard": "extras.loggers.trackers:TensorBoard",
+        "wandb": "extras.loggers.trackers:Wandb",
+        "mlflow": "extras.loggers.trackers:MLflow",
+        "trackio": "extras.loggers.trackers:Trackio",
+        "swanlab": "extras.loggers.trackers:SwanLab",
+    },
+    "action": {"train": "training.run:Training", "dry_run": "extras.dry_run.dry_run:DryRun"},
+>>>>>>> 54c46f8 (Whatever watches a run is an observer: report, watch, loggers and dry_run are whole extras)
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("gym", "processes"),
@@ -54,8 +69,12 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("sglang", "openai"),
     ("tools", "sandbox"),
     ("verl", "sandbox"),
+    ("dry_run", "watch"),  # both say why a step teaches nothing
 )
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
+    "dry_run": ("trainer.dry_run",),
+    "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
+    "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),
     "reward_model": ("reward.reward_model",),
     "rules": ("reward.sandbox_fusion",),
@@ -154,3 +173,11 @@ def commands() -> Iterator[tuple[str, str]]:
 def moved(module: str) -> str:
     """Says where a module is now that users ran or named by another name; else nothing."""
     return f" {module} is {MOVED[module]} now." if module in MOVED else ""
+
+
+def those_present(kind: str, *names: str) -> list[str]:
+    """Leaves out the names that this copy lacks: `${present:logger,console,tensorboard}` in a yaml file."""
+    return [name for name in names if has(kind, name)]
+
+
+OmegaConf.register_new_resolver("present", those_present, replace=True)

@@ -674,34 +674,21 @@ class RunConfig(Frozen):
         False, "Read Python objects in a checkpoint, such as a sampler may have kept, and so run their code."
     )
 
+    @property
+    def action(self) -> str:
+        """Names what main.py does with a trainer, in the table of configs/extras.py."""
+        return "train"
+
 
 @dataclass
-class TrainerConfig(RunConfig):
+class TrainerConfig(section("dry_run"), section("report"), section("watch"), RunConfig):
     cls: str = setting("training.ray_trainer:RayPPOTrainer", "The trainer: a subclass of yours, file.py:Class.")
     val_only: bool = setting(False, "Validate, print all metrics and stop; the run's folder is only read.")
-    dry_run: bool = setting(
-        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
-    )
     test_freq: int = setting(-1, "Validate every so many steps, and after the last; -1: never.")
     save_freq: int = setting(-1, "Save every so many steps, and after the last; -1: never, so the model is lost.")
     critic_warmup: int = setting(0, "The policy learns from this step on; before it, the critic alone.", ge=0)
-    rollout_data_dir: str | None = setting(None, "Write each step's rollouts here, N.jsonl; null: do not.")
-    rollout_data_freq: int = setting(1, "Write them every so many steps.", ge=1)
-    validation_data_dir: str | None = setting(None, "Write each validation's rollouts here; null: do not.")
-    sample_groups: int = setting(
-        2, "Groups of training samples kept in samples/ of the run's folder, at about fifty steps; 0: none.", ge=0
-    )
-    sample_max_mb: int = setting(50, "All files in there together are at most so large; some are removed then.", ge=1)
     log_val_generations: int = setting(2, "Samples printed at each validation.", ge=0)
     max_skipped_updates: int = setting(3, "End the run after so many non-finite updates in a row.", ge=1)
-    no_signal_steps: int = setting(
-        10, "Say so after so many steps in a row whose rewards teach nothing, with the likeliest cause; 0: never.", ge=0
-    )
-    max_rollout_mismatch: float | None = setting(
-        0.05,
-        "Say so when rollout_mismatch/abs_log_prob_diff (engine against policy, nats a token) is above; null: never.",
-        gt=0,
-    )
 
 
 @dataclass

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from configs.errors import notice
 from configs.schema import DataConfig
 from custom.env_wrapper import EnvState, TextEnv
-from data.data_report import prompt_text, report_unknown_characters
 from data.rl_dataset import RLHFDataset
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,6 @@ class CustomEnvDataset(RLHFDataset):
         positions = np.linspace(0, size - 1, min(size, STATES_CHECKED)).astype(int).tolist()
         states = [environment.get_state(first + position) for position in positions]
         self.check_sizes(states, "states")
-        texts = ((prompt_text(self.messages(state)), self._encode_whole(state)) for state in states)
-        report_unknown_characters(texts, tokenizer, f"{len(states)} states of {environment.env_id}")
 
     def __len__(self) -> int:
         return self.size

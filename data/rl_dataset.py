@@ -28,13 +28,8 @@ from configs.settings import Readable
 from data.chat import Prompt, encode_prompt, parse_prompt
 from data.data_report import (
     BadRows,
-    by_source,
     filled_columns,
-    mixed_labels,
     print_report,
-    prompt_text,
-    report_unknown_characters,
-    spread,
 )
 from data.file_formats import BadRow, Origin
 from data.rows import Encoded, Table, check_is_text, given_ids, kwargs_in, own_names, read_rows, value_in, with_labels
@@ -241,10 +236,8 @@ class RLHFDataset(Dataset):
         if not self.rows:
             raise ValueError(f"{type(self).__name__}: _read_files_and_tokenize left no rows in self.dataframe.")
         lengths = [len(ids) for ids in self.prompt_ids]
-        about = f"{spread('prompts', lengths)}; {by_source(self.rows, self.config.reward_fn_key)}"
-        print_report(data_files, len(self.rows), [about, *mixed_labels(self.rows)], self.left_out)
-        prompts = (prompt_text(self._messages(row)) for row in self.rows)
-        report_unknown_characters(zip(prompts, self.prompt_ids, strict=True), self.tokenizer, str(data_files))
+        about = f"prompts of {min(lengths)} to {max(lengths)} tokens"
+        print_report(data_files, len(self.rows), about, self.left_out)
 
     def _measured(self) -> Table:
         if not self._is_measured:

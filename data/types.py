@@ -228,3 +228,30 @@ class Stage:
     def __call__(self, batch: "DataProto", timing: dict[str, float]) -> Metrics:
         """Works on `batch` in place; the seconds of its parts go to `timing`."""
         raise NotImplementedError
+
+
+class Observer:
+    """Watches a run, from configs/extras.py or trainer.logger; a method that it does not need does nothing.
+
+    Args:
+        run: training/run.py's Run, with config, tokenizer, folder, total_steps and global_step.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raises ConfigError for a setting that cannot work, before anything is loaded."""
+
+    def started(self, step: int) -> None:
+        """Begins after `step`: 0, or that of the checkpoint it goes on from; trainer.val_only begins nothing."""
+
+    def stepped(self, step: int, batch: "DataProto | None", metrics: Metrics) -> None:
+        """Takes the batch of a finished step (None: what was measured before training) and all its metrics."""
+
+    def validated(self, step: int, batches: "Sequence[DataProto]", metrics: Metrics) -> None:
+        """Takes the scored answers of a validation, before the metrics of its step."""
+
+    def ended(self, error: BaseException | None) -> None:
+        """Closes; `error` has ended the run, KeyboardInterrupt for a signal."""

@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema import ActorConfig, CriticConfig
 from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from data.types import Sample
-from extras.report.transcripts import COMPUTED
-from training.episode_rows import EpisodeRows
 from training.mini_batches import Update, global_batch_info
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize
@@ -128,28 +125,6 @@ def relative_distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """‖found − wanted‖ / ‖wanted‖ over all tensors together."""
     one, other = (torch.cat([tensor.detach().flatten() for tensor in tensors]) for tensors in (found, wanted))
     return float((one - other).norm() / other.norm())
-
-
-def assert_records_are_the_batch(records: list[dict], batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares every number, mask and text of records with the columns that they are of."""
-    episodes, tensors = EpisodeRows(batch), batch.tensors
-    assert len(records) == episodes.count
-    width, exact = tensors["responses"].shape[1], {"log_probs": "rollout_log_probs", "rewards": "token_level_scores"}
-    for number, record in enumerate(records):
-        assert record.keys() >= {"uid", "input", "output", "gts", "score", "end_reason"}
-        of_episode = (episodes.of_row == number).nonzero()[:, 0].tolist()
-        for place, row in zip(of_episode, record["rows"], strict=True):
-            kept = tensors["attention_mask"][place, -width:].bool()
-            assert row["token_ids"] == tensors["responses"][place][kept].tolist()
-            assert row["policy_mask"] == tensors["response_mask"][place][kept].tolist()
-            for name, column in exact.items():
-                assert torch.equal(torch.tensor(row[name]).float(), tensors[column][place][kept])
-            assert {*COMPUTED} & row.keys() == {*COMPUTED} & tensors.keys()
-            for name in {*COMPUTED} & row.keys():
-                torch.testing.assert_close(torch.tensor(row[name]), tensors[name][place][kept], rtol=1e-5, atol=1e-7)
-            for part in ("prompt", "token"):
-                whole = tokenizer.decode(row[f"{part}_ids"], skip_special_tokens=False)
-                assert "".join(row[f"{part}_texts"]) == whole
 
 
 @dataclass

@@ -62,12 +62,6 @@ def learning_metrics(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def endings(folder: Path) -> list[tuple[str | None, str | None, int]]:
-    """How each start of a run ended, why, and after which step, as run.json says."""
-    starts = json.loads((folder / "run.json").read_text())["starts"]
-    return [(start["ending"], start["reason"], start["step"]) for start in starts]
-
-
 def signalled(step: Callable, number: int, sent: int) -> Callable:
     """The method `step`, which sends this process a signal in the step of that `number`."""
 

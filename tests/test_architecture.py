@@ -22,31 +22,21 @@ Finding = tuple[str, str]  # (what an exemption would name: module or module:fun
 
 TO_BE_CUT = {  # what still imports an extra by its name: this list only gets shorter
     "layers": {
-        "main.py": "",
         "custom/env_wrapper.py": "",
         "custom/gym/text_env.py": "",
-        "training/collection.py": "",
         "training/environment.py": "",
         "training/preparation.py": "",
-        "training/ray_trainer.py": "",
-        "training/run.py": "",
-        "training/tracking.py": "",
-        "training/validation.py": "",
         "workers/agent_loop.py": "",
         "workers/agents/conversation.py": "",
     },
     "pairs": {
-        "extras/dry_run/dry_run.py": "",
         "extras/interactions/base.py": "",
         "extras/interactions/gsm8k.py": "",
-        "extras/report/summary.py": "",
-        "extras/sft/trainer.py": "",
         "extras/tools/gsm8k.py": "",
         "extras/verl/agents.py": "",
         "extras/verl/compat.py": "",
         "extras/verl/__main__.py": "",
         "extras/verl/sft.py": "",
-        "extras/watch/health.py": "",
     },
 }
 EXEMPT = {
@@ -88,8 +78,8 @@ EXEMPT = {
         "extras/server/__main__.py": "says where it serves",
         "extras/merge/__main__.py": "says where the model is",
         "training/ray_trainer.py": "says what a validation found",
+        "extras/report/observer.py": "says how to make a page of the run",
         "extras/report/__main__.py": "says where the report is",
-        "extras/report/lines.py": "all metrics of a run that only validates",
         "training/run.py": "says that nothing is left to do, and what a run leaves",
         "extras/sft/trainer.py": "says where its workers are, and where its files go",
         "training/tracking.py": "the console logger",

@@ -138,6 +138,8 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def is_participle(name: str) -> bool:
+    if name in ("started", "stepped", "validated", "ended"):  # an observer's: what has happened
+        return False
     return name in IRREGULAR or (bool(re.fullmatch(r"[a-z]+ed", name)) and name not in VERBS_IN_ED)
 
 

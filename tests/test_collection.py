@@ -23,11 +23,11 @@ from tests.batches import Turn, episode_batch, padded
 from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_resume import run_until
 from training.collection import Collector
+from training.observers import Observers
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager
 from training.reward_function import FunctionReward
-from training.tracking import Tracking
 from workers.hf.rollout import HFRollout
 from workers.models import load_causal_lm
 
@@ -365,7 +365,7 @@ def test_a_run_that_filters_stopped_in_every_step_is_the_unbroken_run(tiny_model
 
     main.run(compose(*overrides("unbroken")))
     for step in range(1, 6):
-        run_until(step, overrides("broken"), (RayPPOTrainer, "dump_rollouts") if step % 2 else (Tracking, "log"))
+        run_until(step, overrides("broken"), (RayPPOTrainer, "after_step") if step % 2 else (Observers, "stepped"))
     main.run(compose(*overrides("broken")))
     metrics = learning_metrics(tmp_path / "unbroken")
     assert learning_metrics(tmp_path / "broken") == metrics

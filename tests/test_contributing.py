@@ -14,13 +14,12 @@ from custom.env_wrapper import ENVIRONMENTS
 from tests.pages import SECTION, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, get_adv_estimator_fn
-from training.tracking import VIEWS
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = {title: dict(WRITTEN_FILE.findall(text)) for title, text in SECTION.findall(PAGE)}
 COMMANDS = {title: runs_of_main(text) for title, text in SECTION.findall(PAGE)}
 ADDED = ["An estimator", "A policy loss", "A recipe", "An engine", "An environment", "A reward", "A logger"]
-REGISTRIES = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, ENVIRONMENTS, VIEWS, gym.registry)
+REGISTRIES = (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, ENVIRONMENTS, gym.registry)
 
 
 @pytest.fixture

@@ -1,27 +1,19 @@
 """Episodes of several rows: every estimator and every statistic counts them once, as if each were one row."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import main
 from configs.schema import AlgorithmConfig
-from data.files import dump_jsonl
-from data.padding import collate, collate_turns
 from data.protocol import DataProto
 from data.types import FAILED_END_REASONS
-from extras.report import show_episodes
-from extras.report.transcripts import COMPUTED, leave_out_middle, read_episodes, read_records, sample_rows
-from extras.watch.health import check_failures, valid_episodes
 from tests.batches import Turn, episode_batch, random_groups
-from tests.runs import compose, learning_metrics, short_run
 from training.advantage import compute_advantage, kl_in_reward
 from training.collection import groups_by_signal, rows_with_signal, sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
-from training.episode_rows import EpisodeRows, greedy_scores
+from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.metric_utils import compute_data_metrics, compute_episode_metrics, compute_group_metrics
 from training.reward import reward_metrics
 
@@ -293,151 +285,3 @@ def test_valid_episodes_are_the_last_rows_of_those_that_did_not_fail():
     assert [*valid_episodes(batch).episode] == [0, 3] and valid_episodes(batch).batch["turn_ids"].tolist() == [[1], [1]]
     for reason in FAILED_END_REASONS:
         assert len(valid_episodes(failing(reason))) == 0, f"training leaves {reason} out, so validation does"
-
-
-# Files, and what is seen
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
-        return "".join(chr(ord("A") + number) for number in ids)
-
-    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return [self.decode(ids, skip_special_tokens) for ids in rows]
-
-
-def written(path: Path, batch: DataProto) -> Path:
-    dump_jsonl(path, sample_rows(batch, Letters(), step=3))
-    return path
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("history", HISTORIES)
-def test_a_file_of_episodes_gives_the_batch_back_to_the_bit(history, seed, tmp_path):
-    batch = episode_batch(random_groups(seed), history, seed)
-    batch.batch["rollout_log_probs"] = torch.where(batch.response_mask.bool(), batch.batch["old_log_probs"], 0.0)
-    episodes = read_episodes(written(tmp_path / "3.jsonl", batch))
-    samples = [sample for rows in episodes for sample in rows]
-    width = batch.batch["responses"].shape[1]
-    again = collate(samples, 4, width, pad_token_id=0)
-    again.batch.update(collate_turns(samples, width))
-    for name, column in again.tensors.items():
-        assert torch.equal(column, batch.batch[name]), name
-    assert [*again.end_reason] == [*batch.end_reason] and [*again.uid] == [*batch.uid]
-    assert len(episodes) == EpisodeRows(batch).count
-
-
-def test_a_record_says_what_was_shown_said_and_earned():
-    batch = episode_batch([[[Turn(2, 1, 0.5), Turn(1, 2, 1.0)]]], "transcript", success=[True], reset_seed=[77])
-    [record] = sample_rows(batch, Letters(), step=3)
-    shown = ["FGH", "".join(map(chr, [ord("A") + 50])), "".join(map(chr, [ord("A") + 51] * 2))]
-    assert record["turns"] == [
-        {"prompt": shown[0], "response": "KK", "reward": 0.5},
-        {"prompt": shown[1], "response": "L", "reward": 1.0},
-        {"prompt": shown[2], "response": "", "reward": 0.0},
-    ]
-    about = {"step": 3, "input": "FGH", "output": "KK · L · ", "score": 1.5, "success": True, "reset_seed": 77}
-    assert record.items() >= about.items() and record["end_reason"] == "terminated"
-    assert record["rows"] == [
-        {
-            "prompt_ids": [5, 6, 7],
-            "prompt_texts": ["F", "G", "H"],
-            "token_texts": ["K", "K", shown[1], "L", *shown[2]],
-            "token_ids": [10, 10, 50, 11, 51, 51],
-            "policy_mask": [1, 1, 0, 1, 0, 0],
-            "log_probs": [-0.5, -0.5, 0, -0.5, 0, 0],
-            "rewards": [0, 0.5, 0, 1, 0, 0],
-            "turns": [0, 0, 0, 1, 1, 1],
-            "weight_versions": [0, 0, 0, 0, 0, 0],
-            **{name: [float(f"{n:.6g}") for n in batch.batch[name][0].tolist()] for name in COMPUTED[:3]},
-        }
-    ]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda record: record["rows"][0]["policy_mask"].pop(), "line 2: its rows are broken: the lists of a sample"),
-        (lambda record: record["rows"][0].pop("turns"), "line 2: its rows are broken: 'turns'"),
-        (lambda record: record.pop("rows"), "line 2: this is no sample: it has no rows of tokens, but .*'step'"),
-    ],
-)
-def test_a_file_that_was_changed_is_refused_by_its_line(spoil, says, tmp_path):
-    records = sample_rows(episode_batch([[[Turn(2)], [Turn(1)]]], "turns"), Letters(), step=3)
-    spoil(records[1])
-    dump_jsonl(tmp_path / "3.jsonl", records)
-    with pytest.raises(ValueError, match=says):
-        read_episodes(tmp_path / "3.jsonl")
-
-
-@pytest.mark.parametrize(("line", "says"), [("{", "line 2: this is not JSON"), ("[1]", "line 2: .*, not list")])
-def test_a_line_that_is_no_object_is_refused(line, says, tmp_path):
-    (tmp_path / "x.jsonl").write_text(f"{{}}\n{line}\n")
-    with pytest.raises(ValueError, match=says):
-        read_episodes(tmp_path / "x.jsonl")
-
-
-def test_a_line_of_a_file_ends_at_a_line_feed_alone(tmp_path):
-    told = [{"output": "a\u2028b\x85c\u2029"}, {"output": "\x1c"}]
-    dump_jsonl(tmp_path / "x.jsonl", told)
-    assert read_records(tmp_path / "x.jsonl") == told
-    (tmp_path / "x.jsonl").write_text("")
-    assert read_records(tmp_path / "x.jsonl") == []
-
-
-def test_the_terminal_shows_turns_rewards_and_which_tokens_are_trained(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    batch = episode_batch([[[Turn(2, 3, 0.25), Turn(1, 0, 1.0)], []]], "transcript", success=[True, None])
-    file = str(written(tmp_path / "3.jsonl", batch))
-    show_episodes.main([file])
-    output = capsys.readouterr().out
-    assert "1 of 2" in output and "2 of 2" in output
-    assert "\x1b[2mFGH" in output and "\x1b[1mKK" in output and "\x1b[2msss" in output  # dim, bold, dim
-    assert re.search(r"0\.25.*1\.00.*return.*1\.25.*terminated.*timeout.*hung \(my_env.py:7\)", output, re.DOTALL)
-    show_episodes.main([file, "--row", "1"])
-    assert "1 of 1" in (output := capsys.readouterr().out) and "hung" in output and "terminated" not in output
-    for arguments in ([file, "--row", "2"], [file + "x"]):
-        with pytest.raises(SystemExit):
-            show_episodes.main(arguments)
-    said = capsys.readouterr().err
-    assert "has 2 lines, counted from 0" in said and "there is no file" in said
-
-
-def test_plain_rows_of_a_file_are_shown_as_well(tmp_path, capsys):
-    dump_jsonl(tmp_path / "1.jsonl", [{"step": 1, "input": "1+1=", "output": "2", "score": 1.0, "rows": [{"ids": []}]}])
-    show_episodes.main([str(tmp_path / "1.jsonl")])
-    output = capsys.readouterr().out
-    assert re.search(r"input.*1\+1=.*output.*2.*score.*1\.00", output, re.DOTALL) and "ids" not in output
-
-
-def test_a_long_episode_loses_its_middle():
-    turns = [{"turn": number} for number in range(50)]
-    assert leave_out_middle(turns, None) == [*enumerate(turns)]
-    assert leave_out_middle(turns[:8], 8) == [*enumerate(turns[:8])]
-    short = leave_out_middle(turns, 8)
-    assert [number for number, _ in short] == [0, 1, 2, 3, 42, 46, 47, 48, 49] and short[4] == (42, None)
-
-
-# A run
-
-
-@pytest.mark.parametrize(("history", "estimator"), [("turns", "turn_gae"), ("transcript", "grpo")])
-def test_a_run_on_episodes_logs_and_keeps_them(history, estimator, tiny_model, tmp_path):
-    overrides = ["env.mode=episode", f"env.history={history}", f"algorithm.adv_estimator={estimator}"]
-    lengths = ["data.max_response_length=96", "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=2"]
-    files = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.total_training_steps=1"]
-    main.run(compose(*short_run(tiny_model, tmp_path / "run", *overrides, *lengths, *files)))
-    metrics = learning_metrics(tmp_path / "run")[1]
-    episodes = read_episodes(tmp_path / "rollouts" / "1.jsonl")
-    assert len(episodes) == 4 * 2 and len({samples[0].extras["uid"] for samples in episodes}) == 4
-    turns = [max(samples[-1].turns) + 1 for samples in episodes]
-    assert [len(samples) for samples in episodes] == (turns if history == "turns" else [1] * 8)
-    assert metrics["episode/FrozenLake-v1/num_turns/mean"] == metrics["num_turns/mean"] == np.mean(turns) > 1
-    said = sum(sum(sample.policy_mask) for samples in episodes for sample in samples)
-    assert metrics["episode/tokens/policy/mean"] == said / 8
-    returns = [sum(sum(sample.rewards) for sample in samples) for samples in episodes]
-    assert metrics["critic/score/mean"] == pytest.approx(np.mean(returns))
-    seeds = [samples[0].extras["reset_seed"] for samples in episodes]
-    assert seeds[::2] == seeds[1::2] and len({*seeds}) == 4

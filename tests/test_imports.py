@@ -62,7 +62,7 @@ NAMES = {
     "extras.pf_ppo.stage": [],
     "extras.sft.trainer": ["run"],
     "training.torch_functional": ["masked_mean"],
-    "training.tracking": ["SampleView", "VIEWS"],
+    "data.types": ["Observer"],
     "extras.verl.compat": [],
     "workers.dp_actor": ["DataParallelPPOActor"],
     "workers.dp_critic": ["DataParallelPPOCritic"],

@@ -179,14 +179,6 @@ def test_marks_of_windows_do_no_harm(tmp_path, tokenizer):
     assert len(load(file, tokenizer)) == 2
 
 
-def test_labels_of_several_types_are_told(tmp_path, tokenizer, capsys):
-    file = tmp_path / "data.jsonl"
-    file.write_bytes(LINE * 2 + b'{"prompt": "1", "ground_truth": 2}\n{"prompt": "1"}\n')
-    assert len(load(file, tokenizer)) == 4
-    told = "ground truths are of several types: str 2 (the first is row 0), int 1 (the first is row 2), none 1 (the"
-    assert told in capsys.readouterr().out
-
-
 def test_when_many_rows_are_bad_the_first_are_listed_with_the_remedy(tmp_path, tokenizer):
     file = tmp_path / "data.jsonl"
     file.write_bytes(LINE * 90 + b'{"prompt": ""}\n' * 10)

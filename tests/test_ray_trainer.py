@@ -20,14 +20,11 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams, Stage
 from examples.novelty_trainer import NoveltyTrainer
-from extras.report import summary
-from extras.report.runs import read_run
-from tests.batches import assert_records_are_the_batch, padded
+from tests.batches import padded
 from tests.runs import compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from training.mini_batches import Update, first_policy_step
 from training.ray_trainer import RayPPOTrainer
-from training.reward_function import FunctionReward
 from training.roles import OF_POLICY, ROLES, columns_read
 from workers.group import Role
 
@@ -317,63 +314,13 @@ def test_the_first_refused_updates_are_kept_for_study_and_several_in_a_row_end_t
     overrides = ["trainer.max_skipped_updates=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     trainer, bandit = make_trainer(tmp_path, *overrides, steps=9)
     bandit.skips = [0.0, 1.0, 0.0, 0.0] * 3 + [1.0, 0.0, 0.0, 1.0]  # steps 1, 3, 5, 7 and 8 of two updates each
-    with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row \(trainer\.max_skipped_updates=2\)"):
+    with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row \(trainer\.max_skipped_updates=2"):
         trainer.fit()
     assert trainer.global_step == 8 and [*learning_metrics(tmp_path)] == [*range(1, 9)]
     kept = sorted(path.name for path in tmp_path.glob("refused_update_step_*.pkl"))
     assert kept == [f"refused_update_step_{step}.pkl" for step in (1, 3, 5)]
     refused = DataProto.load_from_disk(tmp_path / kept[0])
     assert torch.equal(refused.advantages, bandit.updates[1].advantages) and len(refused) == 8
-
-
-def test_a_full_disk_costs_dumps_and_refused_updates_and_not_the_run(tmp_path, caplog):
-    trainer, _ = make_trainer(tmp_path, f"trainer.rollout_data_dir={tmp_path}/rollouts")
-    trainer.global_step = 1
-    batch, _ = trainer.step()
-    with files_of_at_most(100):
-        trainer.skipped_updates.keep(batch, 1)
-        trainer.dump_rollouts(batch)
-    for name in ("refused_update_step_1.pkl", "rollouts/1.jsonl"):
-        assert f"{tmp_path}/{name}: not written, the disk is full" in caplog.text
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
-    overrides = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.rollout_data_freq=2"]
-    reward = FunctionReward(lambda solution_str: {"score": 1.0, "shout": solution_str.lower()})
-    trainer, _ = make_trainer(tmp_path, *overrides, reward=reward, steps=3)
-    trainer.fit()
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["2.jsonl", "3.jsonl"]
-    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
-    assert len(rows) == 16 and {row["input"] for row in rows} == set("0123")
-    assert all(row["score"] == 1.0 and row["step"] == 2 and row["gts"] is None for row in rows)
-    assert all(row["shout"] == row["output"].lower() and row["end_reason"] == "terminated" for row in rows)
-    assert all(row["weight_versions"] == [0, 0] for row in rows)
-    assert trainer.state()["certificate"] == {"rollout/weight_version": 3}
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_samples_of_a_run_have_the_numbers_that_it_learnt_from(estimator, tmp_path):
-    overrides = [
-        f"algorithm.adv_estimator={estimator}",
-        "trainer.sample_groups=4",
-        MINI,
-        "actor_rollout_ref.actor.use_kl_loss=true",
-    ]
-    trainer, _ = make_trainer(tmp_path, *overrides, critic=estimator == "gae", ref=True, steps=3)
-    (tmp_path / "samples/validation").mkdir(parents=True)
-    for name in ("0.jsonl", "notes.jsonl"):
-        (tmp_path / "samples/validation" / name).touch()
-    trainer.fit()
-    assert sorted(path.name for path in (tmp_path / "samples").rglob("*.jsonl")) == [
-        "1.jsonl", "2.jsonl", "3.jsonl", "notes.jsonl",
-    ]  # fmt: skip
-    for step, batch in enumerate(trainer.train_loader.sampler.seen, start=1):
-        lines = (tmp_path / f"samples/train/{step}.jsonl").read_text().splitlines()
-        records = sorted(map(json.loads, lines), key=lambda record: record["uid"])
-        assert_records_are_the_batch(records, batch, TOKENIZER)
-        computed = {"old_log_probs", "ref_log_prob", "advantages"} | ({"values"} if estimator == "gae" else set())
-        assert computed <= records[0]["rows"][0].keys() and "loss_mask" not in records[0]["rows"][0]
 
 
 # Metric names of a step that every algorithm has (verl's), and those that come with a stage.
@@ -383,7 +330,7 @@ ALWAYS = {
     *(f"response_length_non_aborted/{how}" for how in ("mean", "max", "min", "clip_ratio")),
     *(f"prompt_length/{how}" for how in ("mean", "max", "min", "clip_ratio")),
     *(f"timing_s/{stage}" for stage in ("step", "gen", "reward", "adv", "update_actor", "update_weights", "data")),
-    *(f"timing_s/{stage}" for stage in ("log", "metrics", "update_sampler", "dump_rollout_generations")),
+    *(f"timing_s/{stage}" for stage in ("log", "metrics", "update_sampler")),
     "training/seconds",
     *(f"timing_per_token_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{what}" for what in ("total_num_tokens", "time_per_step", "throughput")),
@@ -409,6 +356,16 @@ PPO = [
 ]
 
 
+def test_a_full_disk_costs_a_refused_update_and_not_the_run(tmp_path, caplog):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.global_step = 1
+    batch, _ = trainer.step()
+    with files_of_at_most(100):
+        trainer.keep_refused(batch)
+    assert f"{tmp_path}/refused_update_step_1.pkl: not written, the disk is full" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize(("overrides", "extra"), [(GRPO, set()), (PPO, OF_PPO)], ids=["grpo", "ppo"])
 def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path, tiny_model, overrides, extra):
     main.run(compose(*short_run(tiny_model, tmp_path, *overrides, "trainer.total_training_steps=3")))
@@ -421,9 +378,6 @@ def test_real_steps_report_all_their_metrics_and_every_one_is_a_number(tmp_path,
         assert (ALWAYS | extra) - metrics.keys() == set()
         assert [name for name, value in metrics.items() if value is None or not math.isfinite(value)] == []
     assert not OF_PPO & steps[0].keys() or extra
-    *stages, other = summary.stages(read_run(tmp_path))["seconds"]
-    assert sum(map(sum, [*stages, other])) == pytest.approx(steps[-1]["training/seconds"], abs=0.01)
-    assert min(other) >= 0, "timers overlap"
 
 
 # The log-prob pass

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 import main
 from configs.schema import ActorConfig, ModelConfig, PolicyLossConfig
 from data.protocol import DataProto
-from extras.watch.health import MismatchAlarm
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, update_of
 from tests.runs import compose, learning_metrics, short_run
 from training.advantage import MAX_MISMATCH_RATIO as MAX_RATIO
@@ -106,23 +105,3 @@ def test_a_filter_that_only_the_engine_applies_is_said(tmp_path, tiny_model, cap
     main.run(compose(*run, "actor_rollout_ref.rollout.top_k=2"))
     [said] = [record.getMessage() for record in caplog.records if "max_rollout_mismatch" in record.getMessage()]
     assert "top_p or top_k" in said
-
-
-def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
-    alarm = MismatchAlarm(0.05)
-    for value in (0.01, 0.05):
-        alarm.check({MEAN: value}, None)
-    assert not caplog.records
-    for value in (0.06, 0.2, math.nan):
-        alarm.check({MEAN: value}, None)
-    alarm.check({}, None)
-    alarm.check({MEAN: 1.0}, None)
-    assert len(caplog.records) == 1 and "0.06 nats a token" in caplog.records[0].getMessage()
-    for value in (0.01, math.nan):
-        alarm.check({MEAN: value}, None)
-    assert len(caplog.records) == 2
-
-
-def test_without_a_bound_it_is_never_said(caplog):
-    MismatchAlarm(None).check({MEAN: 100.0}, None)
-    assert not caplog.records

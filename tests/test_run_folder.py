@@ -2,30 +2,23 @@
 
 import errno
 import fcntl
-import json
-import logging
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import main
-from configs.errors import ConfigError, events, notice
+from configs.errors import ConfigError
 from data.files import sole_run
-from extras.report.run_info import Start, git_state, machine
 from scripts import quickstart
-from tests.forked import python
-from tests.runs import ROOT, compose, endings, files_of_at_most, learning_metrics, short_run, tree_of
+from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training.checkpoint import config_drift
-from training.preparation import prepare
 
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=1", "env.val_episodes=2")
 
@@ -151,144 +144,8 @@ def test_a_run_without_checkpoints_says_so_before_and_after_and_records_its_conf
     output = capsys.readouterr().out
     assert f"files go to {tmp_path}: metrics.jsonl, config.yaml. No checkpoint will be written" in output
     assert "trainer.save_freq=N saves every N steps" in output
-    assert f"{tmp_path} has metrics.jsonl, config.yaml, samples, and no checkpoint." in output
+    assert f"{tmp_path} has metrics.jsonl, config.yaml, and no checkpoint." in output
     assert config_drift(tmp_path / "config.yaml", config) == []
-    record = json.loads((tmp_path / "run.json").read_text())
-    [start] = record["starts"]
-    assert (record["kind"], start["ending"], start["reason"], start["step"]) == ("ppo", "done", None, 1)
-    assert start["command"] == sys.orig_argv and start["versions"]["torch"] == torch.__version__
-    assert (start["seed"], start["threads"], start["total_steps"]) == (0, torch.get_num_threads(), 1)
-    assert start["batch_arithmetic"][0] in output and start["machine"]["host"] == socket.gethostname()
-    assert datetime.fromisoformat(start["started"]) < datetime.fromisoformat(start["ended"])
-
-
-def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):
-    path, resumed = tmp_path / "run.json", {"resumed_from": 3}
-    for entry in ({"resumed_from": 0}, resumed):
-        Start(path, "ppo", entry).__enter__()  # and no exit
-    assert endings(tmp_path) == [(None, None, 0), (None, None, 3)]
-    start = Start(path, "ppo", {"resumed_from": 0}).__enter__()
-    with files_of_at_most(10):
-        start.__exit__(None, None, None)
-    assert endings(tmp_path) == [(None, None, 0)]  # the disk is full, which ends no run
-    assert len(json.loads((tmp_path / "run.json.bak-1").read_text())["starts"]) == 2
-
-
-SAYING = """
-import logging.config, warnings
-from contextlib import nullcontext
-from configs.errors import events, notice
-with {context}:
-    notice("a notice")
-    logging.getLogger("of.somebody").warning("a %s", "warning")
-    logging.getLogger("of.somebody").warning("no %d", "number")
-    logging.getLogger("of.somebody").info("nothing")
-    warnings.warn_explicit("of Python", UserWarning, "file.py", 3)
-    logging.config.dictConfig({{"version": 1}})  # which disables all loggers that there are
-    notice("another")
-    logging.basicConfig(format="%(name)s says %(message)s")  # has an effect only where the root has no handler
-    logging.error("an error")
-print(len(events.kept))
-"""
-
-
-def test_a_start_that_failed_names_the_line_of_the_user(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("\n{}['lost']")
-    with pytest.raises(KeyError), Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}):
-        exec(compile(file.read_text(), file, "exec"))
-    assert endings(tmp_path) == [("failed", f"KeyError: 'lost' ({file}:2)", 0)]
-    with pytest.raises(KeyboardInterrupt), Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}) as start:
-        start.done = 2
-        raise KeyboardInterrupt
-    assert endings(tmp_path) == [("stopped", "Ctrl-C", 2)]
-
-
-def test_the_terminal_does_not_change_while_what_it_shows_is_written_down():
-    heard, unheard = (python("-c", SAYING.format(context=who)) for who in ("events.listening()", "nullcontext()"))
-    assert heard.stderr == unheard.stderr and (heard.stdout, unheard.stdout) == ("6\n", "2\n")
-    assert "notice: a notice\na warning\n" in heard.stderr and "root says an error" in heard.stderr
-
-
-def test_warnings_of_the_files_that_a_run_prepares_are_taken_down(tmp_path):
-    events.kept.clear()
-    file = tmp_path / "of_a_user.py"
-    file.write_text("import logging\nlogging.getLogger('of.a.user').warning('early')\n")
-    lost = [f"actor_rollout_ref.model.external_lib={file}", f"trainer.cls={tmp_path}/lost.py:Trainer"]
-    with pytest.raises((ConfigError, FileNotFoundError), match=r"lost\.py"):
-        prepare(compose(*lost))
-    assert [json.loads(line)["text"] for line in events.kept] == ["early"]
-
-
-def test_notices_and_warnings_are_left_with_their_time_and_step(tmp_path, capsys):
-    events.kept.clear()
-    notice("from before the run")
-    for resumed_from in (0, 3):
-        with Start(tmp_path / "run.json", "ppo", {"resumed_from": resumed_from}):
-            events.step = resumed_from + 1
-            logging.getLogger("of.somebody").error("</script> \u2028")
-            with files_of_at_most(10):
-                notice("while the disk is full")
-            logging.getLogger("of.somebody").warning("a %s", "warning")
-        notice("between two starts")
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["level"], line["logger"], line["text"]) for line in lines] == [
-        event
-        for resumed_from, text in ((0, "from before the run"), (3, "between two starts"))
-        for event in (
-            (None, "notice", "notice", text),
-            (resumed_from + 1, "error", "of.somebody", "</script> \u2028"),
-            (resumed_from + 1, "notice", "notice", "while the disk is full"),
-            (resumed_from + 1, "warning", "of.somebody", "a warning"),
-        )
-    ]
-    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
-    with Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}):
-        assert len((tmp_path / "events.jsonl.bak-1").read_text().splitlines()) == 8
-    [left] = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert "between two starts" in left and capsys.readouterr().err.count("notice: ") == 5
-
-
-def test_a_notice_of_which_a_part_fits_is_written_again(tmp_path):
-    events.kept.clear()
-    with Start(tmp_path / "run.json", "ppo", {"resumed_from": 0}):
-        notice("one")
-        with files_of_at_most((tmp_path / "events.jsonl").stat().st_size + 5):
-            notice("two")
-        notice("three")
-    one, torn, *others = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["text"] for line in (one, *others)] == ["one", "two", "three"] and len(torn) == 5
-
-
-def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
-    assert git_state(tmp_path) == {"commit": None, "dirty": False}
-    (tmp_path / ".git").write_text("of nothing")
-    assert git_state(tmp_path) == {"commit": None, "dirty": False}
-    for name in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m one", "add file"):
-        (tmp_path / ".git").unlink(missing_ok=True) if name.startswith("init") else (tmp_path / "file").touch()
-        subprocess.run(["git", *name.split()], cwd=tmp_path, check=True)
-        state = git_state(tmp_path)
-        assert state["dirty"] == name.startswith("add") and len(state["commit"] or 40 * " ") == 40
-    assert state["commit"]
-    monkeypatch.setenv("PATH", "")
-    assert git_state(tmp_path) == {"commit": None, "dirty": False}
-
-
-def test_a_machine_is_what_its_kernel_and_its_driver_say(tmp_path):
-    (tmp_path / "cpuinfo").write_text(
-        "processor\t: 0\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel name\t: AMD EPYC\n"
-    )
-    for bus, model in (("0000:4f:00.0", "NVIDIA H100 80GB HBM3"), ("0000:0a:00.0", "NVIDIA A100-SXM4-40GB")):
-        file = tmp_path / "driver/nvidia/gpus" / bus / "information"
-        file.parent.mkdir(parents=True)
-        file.write_text(
-            f"Model: \t\t {model} \nIRQ:   \t\t 123\nGPU UUID: \t GPU-0\nBus Type: \t PCIe\nModel Year: 3\n"
-        )
-    (tmp_path / "driver/nvidia/gpus/lost/information").mkdir(parents=True)
-    found = machine(tmp_path)
-    assert (found["cpu"], found["gpus"]) == ("AMD EPYC", ["NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"])
-    assert found["cores"] >= 1 and 0 < found["memory_gb"] == round(found["memory_gb"], 1)
-    assert machine(tmp_path / "none")["gpus"] == []
 
 
 def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_model, tmp_path, capsys):
@@ -298,15 +155,16 @@ def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_mod
     assert (
         "and every step a checkpoint of model, hf_model (without optimizer, extra it cannot be resumed from)." in output
     )
-    told, _, folder = output.strip().splitlines()[-1].partition("from_pretrained loads ")
-    assert told == f"{tmp_path} has metrics.jsonl, config.yaml, samples, global_step_2. "
+    [line] = [line for line in output.splitlines() if "from_pretrained loads " in line]
+    told, _, folder = line.partition("from_pretrained loads ")
+    assert told == f"{tmp_path} has metrics.jsonl, config.yaml, global_step_2. "
     AutoModelForCausalLM.from_pretrained(folder.removesuffix("."))
     assert not (tmp_path / "global_step_1/critic").exists()
 
 
 def test_a_checkpoint_without_a_model_promises_none(tiny_model, tmp_path, capsys):
     main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS, SAVE_CONTENTS.format("model,optimizer,extra"))))
-    assert capsys.readouterr().out.endswith("config.yaml, samples, global_step_2.\n")
+    assert "config.yaml, global_step_2.\n" in capsys.readouterr().out
 
 
 SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"

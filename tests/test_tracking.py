@@ -1,4 +1,4 @@
-"""The record of a run and its views: real files, a real terminal, failures injected."""
+"""The record of a run and what is shown of it: real files, a real terminal, failures injected."""
 
 import json
 import os
@@ -7,31 +7,59 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from configs.errors import ConfigError
+from configs.schema import Config, TrainerConfig
 from data.files import read_metrics
-from extras.report import lines as reports
-from extras.report.lines import plot_metric
-from extras.report.transcripts import print_records
+from data.types import Observer
 from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
-from training.tracking import METRICS_FILE, RunInfo, Tracking
+from training.observers import Observers, observers_of
+from training.tracking import METRICS_FILE, short_number
 
 ROOT = Path(__file__).parent.parent
+OF_EXTRAS = ("extras.report.observer", "extras.watch.health")
 
 
-def start(folder: str | Path, logger=(), resume_step: int = 0, total_steps: int = 10) -> Tracking:
-    config = {"trainer": {"seed": 1}}
-    return Tracking(RunInfo(Path(folder), "project", "experiment", config, resume_step, total_steps), logger)
+class Log:
+    """The observers of a run whose steps are logged as numbers."""
+
+    def __init__(self, folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10) -> None:
+        names = {"project_name": "project", "experiment_name": "experiment", "default_local_dir": str(folder)}
+        self.run = Namespace(
+            config=Config(trainer=TrainerConfig(logger=logger, **names)),
+            folder=Path(folder),
+            total_steps=total_steps,
+            tokenizer=None,
+            global_step=resume_step,
+        )
+        self.observers = Observers(self.run)
+        self.observers.others = [one for one in self.observers.others if type(one).__module__ not in OF_EXTRAS]
+        self.observers.started(resume_step)
+
+    def log(self, step: int, data: Mapping[str, float]) -> None:
+        self.observers.stepped(step, None, data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.observers.__exit__(*error)
+
+
+def start(folder: str | Path, logger: Any = (), resume_step: int = 0, total_steps: int = 10) -> Log:
+    return Log(folder, logger, resume_step, total_steps)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -166,47 +194,53 @@ def test_a_run_that_ends_on_a_full_disk_says_which_metrics_are_lost(tmp_path):
     assert recorded_steps(tmp_path) == [1]
 
 
-def test_a_view_that_the_disk_fails_ends_and_the_others_go_on(tmp_path, caplog):
-    class View:
-        def __init__(self, last_step: int) -> None:
-            self.last_step, self.steps = last_step, []
-
-        def log(self, step: int, data: dict[str, float]) -> None:
-            if step > self.last_step:
-                raise OSError("No space left on device")
-            self.steps.append(step)
-
-    track, short, long = start(tmp_path), View(1), View(9)
-    track.views = [short, long]
-    for step in (1, 2, 3):
-        track.log(step, {"x": 1.0})
-    assert (short.steps, long.steps, recorded_steps(tmp_path)) == ([1], [1, 2, 3], [1, 2, 3])
-    assert caplog.text.count("View ends before step 2: No space left on device") == 1
-
-
 def test_an_unknown_logger_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"trainer\.logger has 'comet': choose from console, .*mlflow, .*file"):
+    with pytest.raises(ConfigError, match=r"trainer\.logger has 'comet': choose from console, .*mlflow, .*file"):
         start(tmp_path / "run", ["console", "comet"])
     assert not (tmp_path / "run").exists()
 
 
-def test_a_logger_needs_no_package(monkeypatch):
-    monkeypatch.setitem(tracking.VIEWS, "mine", object)
-    assert tracking.check_loggers(["mine", "file"]) == ["mine"]
+def test_an_observer_that_the_disk_fails_ends_and_the_others_go_on(tmp_path, caplog):
+    class Counting(Observer):
+        def __init__(self, last_step: int) -> None:
+            self.last_step, self.steps = last_step, []
+
+        def stepped(self, step, batch, metrics) -> None:
+            if step > self.last_step:
+                raise OSError("No space left on device")
+            self.steps.append(step)
+
+    track, short, long = start(tmp_path), Counting(1), Counting(9)
+    track.observers.others = [short, long]
+    for step in (1, 2, 3):
+        track.log(step, {"x": 1.0})
+    assert (short.steps, long.steps, recorded_steps(tmp_path)) == ([1], [1, 2, 3], [1, 2, 3])
+    assert caplog.text.count("Counting ends before step 2: No space left on device") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard")]
-)
-def test_a_missing_package_is_reported_before_the_run_touches_anything(tmp_path, monkeypatch, name, package):
-    before = write_run(tmp_path, range(3))
-    for module in [module for module in sys.modules if module.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
-    with pytest.raises(ValueError, match=rf"trainer\.logger has '{name}'.*not installed.*`pip install {package}`"):
-        start(tmp_path, ["console", name])
-    assert (tmp_path / METRICS_FILE).read_bytes() == before
+def test_an_observer_that_cannot_close_does_not_keep_the_others_open(tmp_path):
+    class Closing(Observer):
+        def __init__(self, problem: Exception | None) -> None:
+            self.problem, self.error = problem, None
+
+        def ended(self, error) -> None:
+            self.error = error
+            if self.problem:
+                raise self.problem
+
+    for failing in (0, 1):
+        track = start(tmp_path / str(failing))
+        track.observers.others = both = [Closing(OSError("gone") if place == failing else None) for place in (0, 1)]
+        with pytest.raises(OSError, match="gone"), track:
+            raise KeyError
+        assert all(isinstance(one.error, KeyError) for one in both)
+
+
+def test_an_observer_of_the_users_is_named_by_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from data.types import Observer\nclass Mine(Observer):\n    pass\n")
+    *_, mine = observers_of(Config(trainer=TrainerConfig(logger=["file", f"{file}:Mine"])))
+    assert mine.__name__ == "Mine"
 
 
 @pytest.mark.parametrize("logger", ["file", ["file"], [], None])
@@ -214,87 +248,6 @@ def test_the_record_needs_no_logger(tmp_path, capsys, logger):
     start(tmp_path, logger).log(1, {"x": 1.0})
     assert recorded_steps(tmp_path) == [1]
     assert capsys.readouterr().out == ""
-
-
-def tensorboard_scalars(folder: Path, name: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
-
-
-def test_tensorboard_shows_what_was_logged(tmp_path):
-    with start(tmp_path, "tensorboard") as track:
-        track.log(1, {"critic/score/mean": 0.5, "val-core/maze/reward/mean@1": 0.25})
-        track.log(2, {"critic/score/mean": 0.75})
-        assert tensorboard_scalars(tmp_path, "critic/score/mean") == [(1, 0.5), (2, 0.75)]  # before it is closed
-    assert tensorboard_scalars(tmp_path, "val-core/maze/reward/mean@1") == [(1, 0.25)]
-
-
-@pytest.mark.parametrize(("resume_step", "kept"), [(2, [(0, 0.0), (1, 1.0), (2, 2.0)]), (0, [])])
-def test_tensorboard_hides_what_the_resumed_run_repeats(tmp_path, resume_step, kept):
-    with start(tmp_path, "tensorboard") as track:
-        for step in range(5):
-            track.log(step, {"x": float(step)})
-    with start(tmp_path, "tensorboard", resume_step=resume_step) as track:
-        track.log(3, {"x": 30.0})
-    assert tensorboard_scalars(tmp_path, "x") == [*kept, (3, 30.0)]
-
-
-def test_wandb_gets_the_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with start(tmp_path, "wandb") as track:
-        [view] = track.views
-        track.log(3, {"x": 1.5})
-        assert view.wandb_run.summary["x"] == 1.5
-        assert view.wandb_run.config["trainer"] == {"seed": 1}
-    assert list(tmp_path.glob("wandb/offline-run-*"))
-
-
-def test_mlflow_gets_the_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyError), start(tmp_path, "mlflow") as track:
-        track.log(3, {"val-core/maze/reward/mean@1": 1.5})
-        raise KeyError
-    [run] = mlflow.search_runs(experiment_names=["project"], output_format="list")
-    assert run.data.metrics == {"val-core/maze/reward/mean_at_1": 1.5}
-    assert run.info.status == "FAILED"
-
-
-class Service:
-    """Stands in for a service's package: it writes down what is called, and each call gives it back."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *args, **named: self.calls.append((name, *args, named)) or self
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])
-def test_services_get_the_metrics_and_before_them_the_samples_of_a_validation(tmp_path, monkeypatch, name):
-    service = Service()
-    monkeypatch.setitem(sys.modules, name, service)
-    samples = tmp_path / "samples" / "validation" / "3.jsonl"
-    samples.parent.mkdir(parents=True)
-    samples.write_text('{"input": "2+2", "output": "4", "score": 1.0, "gts": null, "rows": []}\n')
-    with start(tmp_path, name) as track:
-        track.log(2, {"x@1": 0.5})
-        track.log(3, {"x@1": 1.5})
-    told = [call[0] for call in service.calls]
-    metrics = {"x_at_1" if name == "mlflow" else "x@1": 1.5}
-    logged = [(place, call) for place, call in enumerate(service.calls) if call[1:2] == (metrics,)]
-    [(place, (*_, named))] = logged
-    assert named["step"] == 3 and told[-1] in ("finish", "end_run")
-    tables = {"wandb": "Table", "mlflow": "log_table", "trackio": "Table"}
-    assert told.index(tables[name]) < place if name in tables else "Table" not in told
-    if name == "mlflow":
-        assert service.calls[told.index("log_table")][1]["output"] == ["4"]
-    if name == "wandb":
-        [(*_, table)] = [call for call in service.calls if call[0] == "Table"]
-        assert table["data"] == [["2+2", "4", "None", "1.0", ""]]
 
 
 STEP = {
@@ -337,7 +290,7 @@ def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, c
     ("seconds", "text"), [(0, "0 s"), (99.4, "99 s"), (480, "8 min"), (5999, "100 min"), (11520, "3.2 h")]
 )
 def test_durations_are_short(seconds, text):
-    assert tracking._duration(seconds) == text
+    assert tracking.short_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -353,7 +306,7 @@ def test_durations_are_short(seconds, text):
     ],
 )
 def test_numbers_read_well(value, text):
-    assert reports.short_number(value) == text
+    assert short_number(value) == text
 
 
 def run_on_a_terminal(program: str) -> tuple[int, str]:
@@ -385,13 +338,13 @@ def test_on_a_terminal_there_is_a_bar_that_survives_prints_and_exceptions(tmp_pa
     program = f"""
 import sys
 from tests.test_tracking import STEP, start
-from extras.report.transcripts import print_records
+from rich.console import Console
 track = start({str(tmp_path)!r}, "console")
 {closing}
     track.log(1, STEP)
     print("a line of other code")
     print("and one on stderr", file=sys.stderr)
-    print_records("Validation", [{{"output": "left [/INST]"}}], brief=True)
+    Console().print("left [/INST]", markup=False, highlight=False)
     track.log(2, STEP)
     raise RuntimeError("out of memory")
 """
@@ -403,80 +356,3 @@ track = start({str(tmp_path)!r}, "console")
     assert "RuntimeError: out of memory" in output
     assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
     assert output.rindex(SHOW_CURSOR) > output.rindex("step 2/10")
-
-
-def test_one_view_that_cannot_close_does_not_keep_the_others_open(tmp_path):
-    class View:
-        def __init__(self, error: Exception | None):
-            self.error, self.closed = error, None
-
-        def close(self, failed: bool) -> None:
-            self.closed = failed
-            if self.error:
-                raise self.error
-
-    for failing in (0, 1):
-        track = start(tmp_path / str(failing))
-        track.views = views = [View(OSError("gone") if place == failing else None) for place in (0, 1)]
-        with pytest.raises(OSError, match="gone"), track:
-            raise KeyError
-        assert [view.closed for view in views] == [True, True]
-
-
-def test_samples_are_printed_as_they_are(capsys):
-    samples = [
-        {"prompt": "\x1b[31mS\x1b[0mFFF \x1b[2J[bold]go[/INST]", "output": "left\nright", "score": 1.0},
-        {"prompt": "x" * 10_000 + "END", "response": "", "score": np.float32(0.5), "ground_truth": None},
-    ]
-    print_records("validation rows at step 4", samples, brief=True)
-    output = capsys.readouterr().out
-    for text in (
-        "validation rows at step 4 · 1 of 2",
-        "2 of 2",
-        "SFFF [bold]go[/INST]",
-        "prompt",
-        "left",
-        "1.00",
-        "0.50",
-    ):
-        assert text in output
-    assert "\x1b" not in output
-    assert "8003 characters" in output and "END" in output
-    assert output.count("x") < 2_100
-
-
-def test_plot_draws_a_png_and_steps_over_gaps(tmp_path):
-    with start(tmp_path) as track:
-        for step in range(40):
-            track.log(
-                step, {"reward": float("nan") if step == 3 else step / 40} | ({"val": 0.5} if step % 9 == 0 else {})
-            )
-    plot_metric(tmp_path / METRICS_FILE, ["reward", "val"], tmp_path / "curve.png")
-    content = (tmp_path / "curve.png").read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 5_000
-
-
-def test_plot_of_an_unknown_metric_names_the_known_ones(tmp_path):
-    start(tmp_path).log(1, {"reward": 1.0, "broken": float("nan")})
-    for key in ("rewrad", "broken"):
-        with pytest.raises(ValueError, match=rf"no numbers for '{key}'; plot one of \['broken', 'reward'\]"):
-            plot_metric(tmp_path / METRICS_FILE, [key], tmp_path / "curve.png")
-
-
-def test_a_plot_says_what_it_shows(tmp_path, monkeypatch):
-    acc = "val-core/maze/acc/mean@1"
-    with start(tmp_path / "lake") as track:
-        for step in range(40):
-            track.log(step, {"critic/score/mean": step / 40} | ({acc: step / 50} if step % 10 == 0 else {}))
-    drawn = []
-    monkeypatch.setattr(reports, "write_png", lambda *arguments: drawn.append(arguments))
-    plot_metric(tmp_path / "lake" / METRICS_FILE, ["critic/score/mean", acc], tmp_path / "curve.png")
-    [(spec, rows, path)] = drawn
-    assert spec["title"] == "lake" and path == tmp_path / "curve.png"
-    assert {layer["encoding"]["y"]["title"] for layer in spec["layer"][:4]} == {"mean reward / success"}
-    assert Counter(row["series"] for row in rows) == {"training: mean reward": 40, "validation on maze: success": 4}
-
-
-def test_messages_are_told_apart_by_their_roles():
-    chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
-    assert reports.message_fields(chat) == {"system": "s", "user 2": "u", "assistant": "a", "user 4": "u"}

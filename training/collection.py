@@ -19,10 +19,9 @@ from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
 from data.seeding import derive_seed
 from data.types import SamplingParams
-from extras.watch.health import check_failures
 from training.advantage import estimator_needs
 from training.environment import assign_agents
-from training.episode_rows import EpisodeRows, greedy_scores
+from training.episode_rows import EpisodeRows, check_failures, greedy_scores
 from training.estimators import Groups
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt

@@ -4,7 +4,8 @@ Estimators, the statistics of groups and metrics count episodes. Here rows becom
 numbers of their rows (pure functions of a batch).
 """
 
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from data.padding import last_token
 from data.protocol import DataProto, object_array
+from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
 from training.estimators import Groups
 
 BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
 # What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.
 OF_PROMPTS = ("prompts", "input_ids", "attention_mask", "position_ids")
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeRows:
@@ -145,3 +149,45 @@ def describe_conversations(batch: DataProto) -> list[dict[str, Any]]:
         {**(mine or {}), "rollout_reward_scores": {}, **facts, **(more or {})}
         for mine, facts, more in zip(own, found, tools, strict=True)
     ]
+
+
+def check_failures(batch: DataProto, limit: float) -> None:
+    """Warns of episodes of `batch` that failed, or ends the run where they are more than `limit`
+    (env.max_failed_fraction).
+
+    Groups that failed whole are fine: nothing is learnt from them.
+
+    Raises:
+        RuntimeError: too many; says how many of each kind, and the most frequent cause with file and line.
+    """
+    ends = batch.select_idxs(EpisodeRows(batch).last_row)
+    causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
+    if not causes:
+        return
+    kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
+    counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
+    [(place, times)] = Counter(map(place_of, causes)).most_common(1)
+    example = next(cause for cause in causes if place_of(cause) == place)
+    failed, most = (
+        f"{len(causes)} of {len(ends)} episodes failed ({counts})",
+        f"Most frequent, {times} times: {example}",
+    )
+    if len(causes) <= limit * len(ends):
+        logger.warning("%s, and are left out. %s", failed, most)
+        return
+    raise RuntimeError(
+        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, or "
+        "let it take longer (env.timeout); what fails now and then is left out of all statistics, and "
+        "env.max_failed_fraction says how much of it a run may bear."
+    )
+
+
+def valid_episodes(batch: DataProto) -> DataProto:
+    """The last row of each episode that did not fail: those that metrics are computed from."""
+    last_rows = EpisodeRows(batch).last_row.tolist()
+    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
+
+
+def place_of(cause: str) -> str:
+    """Extracts file:line from a cause that ends in "(at file:line)", else all of it."""
+    return cause.rpartition(" (at ")[2]

@@ -1,7 +1,8 @@
 """Builds and checks everything a run needs beside its workers, before any model is loaded."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks import check_token_budgets, has_validation
-from configs.errors import ConfigError, did_you_mean, events, notice
+from configs.errors import ConfigError, did_you_mean, notice
 from configs.extras import find
 from configs.import_utils import accepts, load_modules, load_subclass, split_object
 from configs.loader import options
@@ -55,6 +56,7 @@ from training.environment import (
 )
 from training.estimators import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
+from training.observers import check_observers
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager, load_reward_manager
 from training.reward_results import ChecksRows
@@ -67,7 +69,7 @@ from training.roles import (
     policy_loss_of,
     stages,
 )
-from training.tracking import check_loggers
+from training.validation import Validator
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -84,9 +86,23 @@ class Parts:
     can_validate: bool
     total_steps: int
     trainer_class: type[RayPPOTrainer]
+    began: float = field(default_factory=time.monotonic)
+
+    def build_trainer(self, config: Config, roles: Mapping[str, Any]) -> RayPPOTrainer:
+        validator = Validator(config, self.tokenizer, roles, self.reward, self.val_loader, self.game)
+        trainer = self.trainer_class(
+            config,
+            tokenizer=self.tokenizer,
+            roles=roles,
+            reward=self.reward,
+            train_loader=self.train_loader,
+            validator=validator if self.can_validate else None,
+            total_steps=self.total_steps,
+        )
+        trainer.began = self.began
+        return trainer
 
 
-@events.listening()
 def prepare(config: Config) -> Parts:
     """Builds tokenizer, environment, reward and data, the cheap ones first.
 
@@ -96,7 +112,7 @@ def prepare(config: Config) -> Parts:
     seed_everything(config.trainer.seed)
     load_modules(config.actor_rollout_ref.model.external_lib)  # first: it may register what the rest looks up
     trainer_class = load_subclass(*split_object(config.trainer.cls), RayPPOTrainer, "trainer.cls")
-    check_loggers(config.trainer.logger)
+    check_observers(config)
     check_algorithm(config)
     check_models(config)
     checkpoint_to_resume(config)  # or raises

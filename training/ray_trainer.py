@@ -5,28 +5,26 @@ run nor what runs there. A role that is added to the table takes part without a 
 """
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
-from data.files import dispensable, dump_jsonl
+from data.files import dispensable
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from extras.report.lines import report_validation, validation_summary
-from extras.report.sample_files import SampleFiles
-from extras.report.transcripts import sample_rows
-from extras.watch.health import MismatchAlarm, NoSignal, SkippedUpdates
 from training.advantage import Estimator, add_columns, measure_mismatch, token_level_rewards
 from training.collection import Collector, update_sampler
 from training.losses import get_kl_controller
+from training.messages import validation_summary
 from training.metric_utils import compute_step_metrics, reduce_metrics, timer
 from training.mini_batches import PolicyUpdates, Update, mini_batches
 from training.reward import RewardManager
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
 from training.validation import Validator
+
+MOST_REFUSED = 3  # mini-batches that are kept for study, each of which is whole
 
 
 class RayPPOTrainer(Run):
@@ -74,32 +72,24 @@ class RayPPOTrainer(Run):
         self.columns_read = {learns: columns_read(config, learns).union(self.reads) for learns in (False, True)}
         self.collector = Collector(config, tokenizer, roles, reward, train_loader, self.run_stages)
         self.validator = validator
-        self.sample_files = SampleFiles(config, total_steps, tokenizer)
-        if validator is not None:
-            validator.sample_files = self.sample_files
         self.certificate: Metrics = {}  # of the last sync of the rollout's weights
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.skipped_updates = SkippedUpdates(
-            config.trainer.max_skipped_updates,
-            "trainer.max_skipped_updates",
-            "Often: a learning rate too high (actor_rollout_ref.actor.optim.lr), or a reward of enormous size.",
-            self.folder,
+        self.most_skipped = config.trainer.max_skipped_updates
+        self.skipped_hint = (
+            f" (trainer.max_skipped_updates={self.most_skipped}; {self.folder}/refused_update_step_*.pkl)"
         )
-        self.watches = [
-            self.skipped_updates,
-            NoSignal(config.trainer.no_signal_steps, tokenizer),
-            MismatchAlarm(config.trainer.max_rollout_mismatch),
-        ]
 
     def fit(self) -> Metrics:
         """`Run.fit`; with trainer.val_only, validates the newest checkpoint alone and writes nothing to its folder."""
         if not self.config.trainer.val_only:
             return super().fit()
         self.resume()
-        return report_validation(self.global_step, self.validate(), self.config.trainer.validation_data_dir)
+        print("\n".join(f"  {name}: {value:.6g}" for name, value in self.validate().items()))
+        return self.validation
 
     def validate(self) -> Metrics:
-        self.validation = self.validator.run(self.global_step)
+        self.validation, batches = self.validator.run(self.global_step)
+        self.observers.validated(self.global_step, batches, self.validation)
         print(validation_summary(self.global_step, self.validation))
         return self.validation
 
@@ -171,10 +161,17 @@ class RayPPOTrainer(Run):
         for mini_batch, update in mini_batches:
             metrics = role.rows(role.spec.update, mini_batch, update)
             if any(value for name, value in metrics.items() if name.endswith("/skipped_updates")):
-                self.skipped_updates.keep(mini_batch, self.global_step)
+                self.keep_refused(mini_batch)
             for name, value in metrics.items():
                 collected.setdefault(name, []).append(value)
         return reduce_metrics(collected)
+
+    def keep_refused(self, mini_batch: DataProto) -> None:
+        """Writes a mini-batch whose update was refused, unless the folder has enough of them."""
+        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MOST_REFUSED:
+            path = self.folder / f"refused_update_step_{self.global_step}.pkl"
+            with dispensable(str(path)):
+                mini_batch.save_to_disk(path)
 
     def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         """Metrics of the data, of time and of throughput."""
@@ -185,19 +182,9 @@ class RayPPOTrainer(Run):
         }
 
     def after_step(self, batch: DataProto) -> None:
-        """Reports the finished batch to the sampler, and writes its rollouts: some, or all if asked."""
+        """Reports the finished batch to the sampler."""
         with timer("update_sampler", self.timing):
             update_sampler(self.train_loader, batch, self.collector.left_out)
-        with timer("dump_rollout_generations", self.timing):
-            self.sample_files.keep_batch(batch, self.global_step)
-            self.dump_rollouts(batch)
-
-    def dump_rollouts(self, batch: DataProto) -> None:
-        settings = self.config.trainer
-        if settings.rollout_data_dir and self.is_due(settings.rollout_data_freq):
-            path = Path(settings.rollout_data_dir) / f"{self.global_step}.jsonl"
-            with dispensable(str(path)):
-                dump_jsonl(path, sample_rows(batch, self.tokenizer, self.global_step))
 
     def state(self) -> dict[str, Any]:
         return {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}
@@ -205,8 +192,6 @@ class RayPPOTrainer(Run):
     def resume(self) -> None:
         """`Run.resume`; the engine then samples from the weights that were loaded."""
         super().resume()
-        if not self.config.trainer.val_only:
-            self.sample_files.start(self.global_step)
         if self.global_step:
             self.certificate = self.rollout.update_weights(self.global_step)
 

@@ -3,7 +3,7 @@
 A trainer (training/ray_trainer.py) is a `Run` with a `step` of its own.
 """
 
-import shlex
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import events
 from configs.process import Requests, end_by, in_words
 from configs.schema import Config
 from data.files import rewrite
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import rng_state, set_rng_state
-from extras.report.lines import ended_early, files_left, nothing_left, steps_lost
-from extras.report.run_info import Start
-from extras.watch.health import Watch
 from training.checkpoint import (
     CONFIG_FILE,
     Saver,
@@ -31,9 +27,10 @@ from training.checkpoint import (
     config_yaml,
     read_part,
 )
+from training.messages import ended_early, files_left, nothing_left, steps_lost
 from training.metric_utils import timer
+from training.observers import Observers
 from training.roles import WorkerError
-from training.tracking import Tracking
 
 Metrics = dict[str, float]
 
@@ -53,12 +50,13 @@ class Run:
 
     Attributes:
         metrics, validation: metrics of the last step and of the last validation.
-        watches: asked about every step.
+        observers: told of every step (training/observers.py).
         timing: seconds of what is done outside `step`, by stage, since the last line of the record.
-        start: this start of the run; a plain clock, unless whoever makes the run gives it one that is written down.
+        began: when its clock started, by time.monotonic().
     """
 
     acts_after_last_step = False  # whether a run validates and saves at its end even if no frequency is set
+    most_skipped, skipped_hint = 3, ""  # updates in a row that loss or gradient spoil, and then the run ends
 
     def __init__(
         self,
@@ -84,9 +82,10 @@ class Run:
         self.folder = Path(config.trainer.default_local_dir)
         self.saver = Saver(self.folder, self.write_state, config.trainer.max_ckpt_to_keep, self.is_written)
         self.contents, self.in_background = contents, in_background
-        self.watches: list[Watch] = []
         self.timing: dict[str, float] = {}
-        self.start = Start()
+        self.began = time.monotonic()
+        self.skipped_in_a_row = 0
+        self.observers = Observers(self)
 
     @cached_property
     def config_text(self) -> str:
@@ -112,21 +111,21 @@ class Run:
         """Runs to the last step, from the newest checkpoint if there is one; returns the last validation's metrics."""
         settings = self.config.trainer
         clear_leftovers(self.folder)
-        self.resume()
-        events.step = self.start.done = self.global_step
-        if self.global_step >= self.total_steps:
-            print(nothing_left(self.global_step, self.total_steps, self.validation))
-        else:
-            rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
-        with Tracking.of_run(self.config, self.global_step, self.total_steps) as tracking:
-            self.timing["start"] = self.start.seconds()
+        with self.observers:
+            self.resume()
+            if self.global_step >= self.total_steps:
+                print(nothing_left(self.global_step, self.total_steps, self.validation))
+            else:
+                rewrite(self.folder / CONFIG_FILE, self.config_text.encode())
+            self.observers.started(self.global_step)
+            self.timing["start"] = time.monotonic() - self.began
             if self.can_validate and settings.val_before_train and self.global_step == 0:
                 with timer("testing", self.timing):
                     self.metrics = self.validate()
-            if self.metrics and self.global_step > tracking.record.last_step:
-                self.log(tracking)  # step 0, or one that was saved just before a kill
+            if self.metrics and self.global_step > self.observers.record.last_step:
+                self.log(None)  # step 0, or one that was saved just before a kill
             try:
-                ending = self.train(tracking)
+                ending = self.train()
             except WorkerError:
                 raise  # other workers may wait for the one that failed, and would not answer
             except (RuntimeError, ValueError):
@@ -134,17 +133,14 @@ class Run:
                 raise
             if ending is None:
                 self.saver.check(self.global_step)
-        print(
-            f"python -m extras.report {shlex.quote(str(self.folder))} makes a page of this run, to open in a browser."
-        )
-        print(files_left(self.folder, self.saver.newest, self.global_step))
-        if ending is not None:
-            steps = self.global_step, self.total_steps, self.saver.newest
-            print(ended_early(settings.resume_mode, in_words(ending), *steps))
-            end_by(ending)
+            print(files_left(self.folder, self.saver.newest, self.global_step))
+            if ending is not None:
+                steps = self.global_step, self.total_steps, self.saver.newest
+                print(ended_early(settings.resume_mode, in_words(ending), *steps))
+                end_by(ending)
         return self.validation
 
-    def train(self, tracking: Tracking) -> int | None:
+    def train(self) -> int | None:
         """Runs the steps that are left; returns the signal that ended them early, if one did.
 
         A signal waits for the end of a step, which is then saved, whenever the next save is due.
@@ -153,7 +149,6 @@ class Run:
         with Requests(self.outlook) as requests:
             while self.global_step < self.total_steps and ending is None:
                 self.global_step += 1
-                events.step = self.global_step
                 batch, self.metrics = self.step()
                 if self.can_validate and self.is_due(settings.test_freq):
                     with timer("testing", self.timing):
@@ -166,24 +161,28 @@ class Run:
                     with timer("save_checkpoint", self.timing):
                         self.metrics |= self.save() if saves else {}
                         self.metrics |= self.saver.finish(wait=last or ending is not None)
-                self.log(tracking)
-                self.start.done = self.global_step
-                self.watch(batch)
+                self.log(batch)
+                self.check_updates()
         return ending
 
-    def log(self, tracking: Tracking) -> None:
-        """Records the metrics of this step, and what the time since the last line went to."""
+    def log(self, batch: DataProto | None) -> None:
+        """Tells the observers of this step: its batch, its metrics, and what the time since the last one went to."""
         timing = {f"timing_s/{stage}": seconds for stage, seconds in self.timing.items()}
-        seconds = tracking.record.seconds_before + self.start.seconds()
+        seconds = self.observers.record.seconds_before + time.monotonic() - self.began
         self.metrics = {**self.metrics, **timing, "training/seconds": seconds}
         self.timing = {}
         with timer("log", self.timing):
-            tracking.log(self.global_step, self.metrics)
+            self.observers.stepped(self.global_step, batch, self.metrics)
 
-    def watch(self, batch: DataProto) -> None:
-        """Raises RuntimeError if it makes no sense to go on."""
-        for watch in self.watches:
-            watch.check(self.metrics, batch)
+    def check_updates(self) -> None:
+        """Raises RuntimeError where loss or gradient was not finite in `most_skipped` steps in a row."""
+        skipped = any(value > 0 for name, value in self.metrics.items() if name.endswith("/skipped_updates"))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.most_skipped:
+            raise RuntimeError(
+                f"the loss or gradient was not finite in {self.skipped_in_a_row} steps in a row{self.skipped_hint}. "
+                "The weights are as before them. Often: optim.lr is too high, or a reward of enormous size."
+            )
 
     def outlook(self) -> tuple[str, str]:
         """Says when what a signal asks for will be done, and what a second one would lose."""
@@ -232,3 +231,19 @@ class Run:
         """Takes over what `write_state` wrote to trainer_state.pt."""
         self.global_step, self.metrics = state["global_step"], state["metrics"]
         set_rng_state(state["rng"])
+
+
+class Training:
+    """Trains: the `action` of main.py on a trainer, unless a setting asks an extra for another one."""
+
+    writes = True  # into the run's folder
+
+    @staticmethod
+    def settle(config: Config) -> Config:
+        """Returns the settings by which it acts."""
+        return config
+
+    @staticmethod
+    def act(trainer: Run) -> Metrics:
+        """Acts; returns metrics."""
+        return trainer.fit()

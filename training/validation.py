@@ -1,23 +1,18 @@
 """Measures the policy by answers to held-out prompts, and by whole episodes in the real environment."""
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import Config
-from data.files import dispensable, dump_jsonl
 from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from data.types import SamplingParams
-from extras.report.sample_files import SampleFiles
-from extras.report.transcripts import by_kind, print_records, sample_rows, spread, total_scores
-from extras.watch.health import check_failures, valid_episodes
 from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_episodes, episode_seeds
-from training.episode_rows import EpisodeRows
+from training.episode_rows import EpisodeRows, check_failures, valid_episodes
+from training.messages import print_samples, spread
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
 from training.reward import RewardManager, concat_scored, score_batch, zero_reward
 
@@ -44,31 +39,20 @@ class Validator:
         self.rm = roles.get("rm") if reward is zero_reward else None
         self.loader = loader
         self.game = game
-        self.sample_files: SampleFiles | None = None  # a run's, which it sets
 
-    def run(self, step: int) -> Metrics:
-        """Computes metrics of the present policy, under verl's names; prints a few samples, keeps some in the run's
-        folder, and dumps all if asked."""
+    def run(self, step: int) -> tuple[Metrics, list[DataProto]]:
+        """Computes metrics of the present policy, under verl's names, and returns its answers; prints a few samples."""
         parts = {self.on_rows: self.loader, self.on_episodes: self.game}
         found = [part() for part, given in parts.items() if given is not None]
-        batches = [batch for _, batch in found]
-        settings = self.config.trainer
-        if settings.validation_data_dir:
-            path = Path(settings.validation_data_dir) / f"{step}.jsonl"
-            with dispensable(str(path)):
-                dump_jsonl(path, chain.from_iterable(sample_rows(batch, self.tokenizer, step) for batch in batches))
-        if self.sample_files is not None:
-            self.sample_files.keep_validation(batches, step)
-        self.print_some(batches, step, settings.log_val_generations)
-        return {name: value for metrics, _ in found for name, value in metrics.items()}
-
-    def print_some(self, batches: list[DataProto], step: int, count: int) -> None:
-        """Prints `count` samples of all `batches` together, evenly spaced from best to worst."""
-        scored = [(batch, *sample) for batch in batches for sample in enumerate(EpisodeRows(batch).scores().tolist())]
-        shown = [scored[place] for place in spread([score for *_, score in scored], count)]
-        records = [sample_rows(batch, self.tokenizer, step, [number]) for batch, number, _ in shown]
-        for kind, rows in by_kind([*chain.from_iterable(records)]).items():
-            print_records(f"validation {kind} at step {step}", rows, brief=True)
+        for _, batch in found:
+            scores = EpisodeRows(batch).scores().tolist()
+            print_samples(
+                f"validation at step {step}",
+                batch,
+                self.tokenizer,
+                spread(scores, self.config.trainer.log_val_generations),
+            )
+        return {name: value for metrics, _ in found for name, value in metrics.items()}, [batch for _, batch in found]
 
     def on_rows(self) -> tuple[Metrics, DataProto]:
         """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
@@ -77,7 +61,7 @@ class Validator:
             check_failures(batch, self.config.env.max_failed_fraction)
         answers = valid_episodes(batch)
         columns = {name: answers.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
-        columns["reward"] = total_scores(answers)
+        columns["reward"] = answers.batch["token_level_scores"].sum(1).tolist()
         metrics = process_validation_metrics(answers.data_source, answers.uid, columns)
         return flatten_validation_metrics(metrics), batch
 

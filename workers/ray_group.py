@@ -16,7 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.errors import ConfigError, events, notice_once, warns_of_close
+from configs.errors import ConfigError, notice_once, warns_of_close
 from configs.process import VARIABLES, children_apart
 from configs.schema import Config, ModelConfig, RunConfig
 from configs.threads import Threads, worker_threads
@@ -99,9 +99,9 @@ class RayWorkerGroup:
             taken.callback(remove_placement_group, placement)
             self.workers = []
             for place in range(self.size):
-                own_seed, path = derive_seed(seed, "process", place), events.path and events.path.absolute()
+                own_seed = derive_seed(seed, "process", place)
                 worker = remote_class(resources, placement, place).remote(
-                    os.getcwd(), resources.threads, model, path, own_seed
+                    os.getcwd(), resources.threads, model, own_seed
                 )
                 taken.callback(ray.kill, worker)
                 self.workers.append(worker)
@@ -243,14 +243,9 @@ def worker_summary(trainer: RunConfig) -> str:
 class RemoteWorker:
     """The Ray actor's body."""
 
-    def __init__(
-        self, working_directory: str, n_threads: int, model: ModelConfig, events_path: Path | None, seed: int
-    ) -> None:
+    def __init__(self, working_directory: str, n_threads: int, model: ModelConfig, seed: int) -> None:
         if os.path.isdir(working_directory):
             os.chdir(working_directory)  # so that the user's relative paths mean the same here
-        events.path = events_path  # on another machine a folder that is not there, where its disk is not shared
-        self.stack = ExitStack()
-        self.stack.enter_context(events.listening())
         start_process(n_threads, model)
         seed_everything(seed)
 

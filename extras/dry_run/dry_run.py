@@ -14,20 +14,62 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from configs.loader import workers_asked_for
 from configs.schema import Config
+from configs.settings import with_settings
 from data.protocol import DataProto
-from extras.report.lines import fields_table, short_number
 from extras.watch.health import likeliest_cause, teaches_nothing
 from training.episode_rows import EpisodeRows
 from training.mini_batches import rows_by_prompt
+from training.run import Training
+from training.tracking import short_number
 
 if TYPE_CHECKING:
     from training.ray_trainer import RayPPOTrainer
 
+PROMPTS = 2
 SHOWN_ROWS = 4  # of each prompt
 SHOWN_IDS = 12  # at either end of a list of token ids
 
 Metrics = dict[str, float]
+
+
+class DryRun(Training):
+    """Does one small step in place of a training."""
+
+    writes = False
+
+    @staticmethod
+    def settle(config: Config) -> Config:
+        return rehearsal(config)
+
+    @staticmethod
+    def act(trainer: "RayPPOTrainer") -> Metrics:
+        return dry_run(trainer)
+
+
+def rehearsal(config: Config) -> Config:
+    """Reduces a config to one step on two prompts at a learning rate of 0.
+
+    Takes more prompts only where a worker would be without a sequence.
+    """
+    prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
+    return with_settings(
+        config,
+        {
+            "data.train_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
+            "actor_rollout_ref.actor.ppo_epochs": 1,
+            "actor_rollout_ref.actor.optim.lr": 0.0,
+            "critic.ppo_mini_batch_size": prompts,
+            "critic.ppo_epochs": 1,
+            "critic.optim.lr": 0.0,
+            "algorithm.filter_groups.max_num_gen_batches": 1,
+            "trainer.critic_warmup": 0,
+            "trainer.total_training_steps": 1,
+            "trainer.resume_mode": "disable",
+        },
+    )
 
 
 def dry_run(trainer: "RayPPOTrainer") -> Metrics:
@@ -46,6 +88,16 @@ def dry_run(trainer: "RayPPOTrainer") -> Metrics:
     console.print(Panel(seen, title="what looks wrong", title_align="left", border_style=style))
     print("dry run: no weight has changed, and nothing was written.")
     return metrics
+
+
+def fields_table(fields: dict[str, Any]) -> Table:
+    """Lays names and values out as two columns; colours in texts are shown, and no markup."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        table.add_row(name, Text.from_ansi(short_number(value) if isinstance(value, float) else str(value)))
+    return table
 
 
 def prompt_view(batch: DataProto, rows: list[int], tokenizer: PreTrainedTokenizerBase) -> Group:

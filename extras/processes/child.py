@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from configs.errors import events
-
 START_SECONDS = 300.0  # for a process to load what it serves
 POLL_SECONDS = 0.005  # between two looks whether a killed process is gone
 MAX_BODY = 1 << 28  # bytes of a request or an answer
@@ -182,9 +180,7 @@ class ChildProcess:
         try:
             while piece := await reader.read(1 << 16):
                 shown, self.may_print = piece[: self.may_print], max(0, self.may_print - len(piece))
-                text = shown.decode("utf-8", "replace")
-                sys.stdout.write(text)
-                events.overhear(text)
+                sys.stdout.write(shown.decode("utf-8", "replace"))
         finally:
             pipe.close()
 

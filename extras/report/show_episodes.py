@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.row is not None and not 0 <= arguments.row < len(records):
         parser.error(f"--row {arguments.row}: {arguments.file} has {len(records)} lines, counted from 0")
     shown = records if arguments.row is None else [records[arguments.row]]
-    print_records(arguments.file.name, shown, brief=False)
+    print_records(arguments.file.name, shown)
 
 
 if __name__ == "__main__":

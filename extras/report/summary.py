@@ -5,7 +5,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise
@@ -15,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from configs.schema import TrainerConfig
 from data.types import FAILED_END_REASONS
 from extras.report.charts import curve_name
 from extras.report.runs import RunRecord
@@ -26,7 +24,7 @@ WINDOW = 10  # steps
 MOST_CURVES = 4  # validations that are told
 STAGES = (  # the timers that contain none of the others, in the order in which they run; a trainer's own come after
     *("start", "log", "data", "gen", "reward", "gen_max", "old_log_prob", "ref", "values", "adv", "update_critic"),
-    *("update_actor", "update_weights", "metrics", "testing", "update_sampler", "dump_rollout_generations"),
+    *("update_actor", "update_weights", "metrics", "testing", "update_sampler"),
     "save_checkpoint",
 )
 AROUND_OTHERS = ("step",)
@@ -172,7 +170,7 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
     """Finds steps in a row that taught nothing, and a policy that has become certain."""
     names = ("score/min", "score/max", "advantages/min", "advantages/max")
     ends = [dict(points(run, f"critic/{name}")) for name in names]
-    limit = number(run, "trainer.no_signal_steps", TrainerConfig.no_signal_steps) or 0
+    limit = number(run, "trainer.no_signal_steps", 10) or 0
 
     def is_silent(step: int) -> bool:
         lowest, highest, *advantages = (values.get(step) for values in ends)
@@ -181,12 +179,9 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
     trained = sorted({step for values in ends for step in values})
     longest = max(([*steps] for silent, steps in groupby(trained, is_silent) if silent), key=len, default=[])
     if len(longest) >= limit > 0:
-        from extras.watch.health import likeliest_cause  # which loads torch
-
-        last = {name: value for name in run.metrics for at, value in points(run, name) if at == longest[-1]}
         cause = "The reward is the same for all answers, or too rare to be found: look at samples of these steps."
-        with suppress(KeyError):  # a metric that it reads is missing
-            cause = likeliest_cause(last)
+        said = [event["text"] for event in run.events if event.get("logger") == "extras.watch.health"]
+        cause = next((text.partition("): ")[2] for text in said if "taught nothing" in text), cause)
         values = {"value": len(longest), "first": longest[0], "last": longest[-1], "cause": cause, "limit": limit}
         yield "no_signal", values
     before, after = mean(points(run, "actor/entropy")[:WINDOW]), late(run, "actor/entropy")
@@ -198,7 +193,7 @@ def about_signal(run: RunRecord, known: Entries) -> Found:
 
 def about_rollouts(run: RunRecord, known: Entries) -> Found:
     """Finds an engine that samples from other probabilities than the policy has, and rows that failed."""
-    limit = number(run, "trainer.max_rollout_mismatch", TrainerConfig.max_rollout_mismatch)
+    limit = number(run, "trainer.max_rollout_mismatch", 0.05)
     measured = points(run, "rollout_mismatch/abs_log_prob_diff")
     above = [(value, step) for step, value in measured if limit is not None and value > limit]
     if above:

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.protocol import DataProto
 from data.types import Sample
-from extras.report.lines import fields_table, message_fields, short_number, without_middle
+from extras.report.lines import fields_table
 from training.episode_rows import EpisodeRows
 from training.reward import policy_ids
+from training.tracking import short_number
 
 Record = dict[str, Any]
 
@@ -54,10 +54,8 @@ COMPUTED = ("old_log_probs", "ref_log_prob", "values", "entropys", "advantages")
 
 NOT_EXTRAS = ("rows", "turns", "weight_versions", "end_reason")  # of samples that are read again
 
-BRIEF_TURNS = 8  # longer episodes lose their middle where they are shown briefly
 FOR_PROGRAMS = ("rows", "reward_extra_keys", "response", "__messages__")  # shown nowhere
 IN_TURNS = (*FOR_PROGRAMS, "step", "input", "output", "turns", "raw_prompt", "extra_info", "__num_turns__")
-BESIDE = ("step", "raw_prompt", "uid", "data_source", "extra_info")  # of an answer, beside what is read of it
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 MOST_HELD = 32  # tokens that may have no text until all before them are decoded again
 
@@ -270,63 +268,14 @@ def as_sample(row: Record, end_reason: str | None, extras: Record) -> Sample:
     return Sample(row["prompt_ids"], **lists, end_reason=end_reason, extras=extras)
 
 
-def by_kind(samples: Sequence[Record]) -> dict[str, list[Record]]:
-    """Separates samples of the validation set from whole episodes, under their names in print."""
-    kinds = {
-        "rows": [row for row in samples if "turns" not in row],
-        "episodes": [row for row in samples if "turns" in row],
-    }
-    return {kind: rows for kind, rows in kinds.items() if rows}
-
-
-def select_fields(row: Record) -> Record:
-    """Selects the fields of an answer for the terminal; chat messages each under its role."""
-    shown = {name: value for name, value in row.items() if name not in BESIDE and value is not None}
-    if "raw_prompt" in row:
-        del shown["input"]
-        shown = message_fields(row["raw_prompt"]) | shown
-    return shown
-
-
-def total_scores(batch: DataProto) -> list[float]:
-    return batch.batch["token_level_scores"].sum(1).tolist()
-
-
-def spread(scores: Sequence[float], count: int) -> list[int]:
-    """Picks the places of `count` scores, evenly spaced from best to worst."""
-    ordered = sorted(range(len(scores)), key=lambda place: -scores[place])
-    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
-
-
-def print_records(title: str, records: Sequence[Record], brief: bool) -> None:
-    """Prints each rollout in a box under `title`, for example "validation at step 3", and its number.
-
-    If `brief`, long episodes and long texts lose their middle, and an answer has its readable fields alone.
-    """
-    console = Console()
+def print_records(title: str, records: Sequence[Record]) -> None:
+    """Prints each rollout in a box under `title`, and its number: of an episode turn by turn, and its other fields."""
     for number, record in enumerate(records, start=1):
-        if "turns" in record:
-            content = episode_view(record, brief)
-        else:
-            fields = {name: value for name, value in record.items() if name not in FOR_PROGRAMS}
-            content = fields_table(select_fields(fields) if brief else fields)
-        console.print(Panel(content, title=Text(f"{title} · {number} of {len(records)}"), title_align="left"))
-
-
-def episode_view(record: Record, brief: bool) -> Group:
-    """Lays out the turns of an episode, and its other fields below them."""
-    turns = Table.grid(padding=(0, 2))
-    turns.add_column(style="cyan", no_wrap=True)
-    turns.add_column(overflow="fold")
-    turns.add_column(style="green", no_wrap=True)
-    for number, turn in leave_out_middle(record["turns"], BRIEF_TURNS if brief else None):
-        if turn is None:
-            turns.add_row("…", Text(f"{number} more turns", style="dim"), "")
-        else:
-            turns.add_row(str(number), turn_view(turn, brief), short_number(turn["reward"]) if turn["reward"] else "")
-    about = {name: value for name, value in record.items() if name not in IN_TURNS and not says_nothing(value)}
-    about = {"return" if name == "score" else name: value for name, value in about.items()}
-    return Group(turns, Text(), fields_table(about))
+        hidden = IN_TURNS if "turns" in record else FOR_PROGRAMS
+        about = {name: value for name, value in record.items() if name not in hidden and not says_nothing(value)}
+        content = Group(*map(turn_view, record.get("turns", ())), fields_table(about))
+        heading = Text(f"{title} · {number} of {len(records)}")
+        Console().print(Panel(content, title=heading, title_align="left"))
 
 
 def says_nothing(value: Any) -> bool:
@@ -334,18 +283,9 @@ def says_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, list | dict) and not value)
 
 
-def turn_view(turn: Record, brief: bool) -> Group:
-    """Styles a turn: the prompt dim, the answer bold; an answer that cannot be seen is quoted."""
+def turn_view(turn: Record) -> Group:
+    """Styles a turn: the prompt dim, the answer bold, and below it what it earned; a blank answer is quoted."""
     answer = turn["response"]
-    styled = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
-    texts = [(without_middle(text) if brief else text, style) for text, style in styled if text.strip()]
-    return Group(*(Text.from_ansi(text, style=style) for text, style in texts))
-
-
-def leave_out_middle(turns: Sequence[Record], most: int | None) -> list[tuple[int, Record | None]]:
-    """Numbers the turns; keeps the first and the last, `most` in all, and between them (number left out, None)."""
-    numbered, left_out = [*enumerate(turns)], 0 if most is None else len(turns) - most
-    if left_out <= 0:
-        return numbered
-    half = most // 2
-    return [*numbered[:half], (left_out, None), *numbered[half + left_out :]]
+    texts = [(turn["prompt"], "dim"), (answer if answer.strip() else repr(answer) * bool(answer), "bold")]
+    texts += [(f"reward {short_number(turn['reward'])}", "green")] if turn["reward"] else []
+    return Group(*(Text.from_ansi(text, style=style) for text, style in texts if text.strip()))

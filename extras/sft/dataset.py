@@ -24,12 +24,12 @@ from configs.checks import plural
 from configs.errors import notice_once
 from configs.import_utils import bind, load_subclass
 from data.chat import QUESTION, ChatFormat, Prompt, parse_prompt
-from data.data_report import BadRows, print_report, prompt_text, report_unknown_characters, spread
+from data.data_report import BadRows, print_report
 from data.file_formats import BadRow, Origin
 from data.pretrained import template_terminator
 from data.rl_dataset import truncate
 from data.rows import check_is_text, read_rows
-from data.types import Message, Row, Sample
+from data.types import Message, Sample
 from extras.sft.settings import SFTDataConfig
 
 LEARNT = "learnt-0417"  # stands for what is learnt in a text, and then tells where it is
@@ -59,9 +59,7 @@ class SFTDataset(Dataset):
         self.conversations = ConversationFormat(tokenizer, config, end_id)
         self.samples: list[Sample] = []
         self.num_cut = 0
-        rows = self._load(data_files, max_samples)
-        ids = (sample.prompt_ids + sample.token_ids for sample in self.samples)
-        report_unknown_characters(zip(map(self._text, rows), ids, strict=True), tokenizer, str(data_files))
+        self._load(data_files, max_samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,10 +67,10 @@ class SFTDataset(Dataset):
     def __getitem__(self, position: int) -> dict[str, Any]:
         return {"sample": self.samples[position]}
 
-    def _load(self, data_files: str | Path | list[str], max_samples: int) -> list[Row]:
-        """Fills `samples`, and reports on the rows; returns those that are kept."""
+    def _load(self, data_files: str | Path | list[str], max_samples: int) -> None:
+        """Fills `samples`, and reports on the rows."""
         unread: list[BadRow] = []
-        rows, kept = read_rows(data_files, unread), []
+        rows = read_rows(data_files, unread)
         rows = rows[:max_samples] if max_samples >= 0 else rows
         bad = BadRows(len(rows) + len(unread), self.config.max_bad_fraction, unread)
         for origin, row in rows:
@@ -80,15 +78,12 @@ class SFTDataset(Dataset):
                 self.samples.append(self._encode(row, origin))
             except ValueError as error:
                 bad.add(BadRow(origin, str(error), cause=error))
-            else:
-                kept.append(row)
         bad.check()
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in self.samples]
         learnt = sum(sum(sample.policy_mask) for sample in self.samples)
         cut = f"; {plural(self.num_cut, 'row')} cut to data.max_length={self.config.max_length}" if self.num_cut else ""
-        about = f"{spread('rows', lengths)}; {learnt} of {sum(lengths)} tokens are learnt{cut}"
-        print_report(data_files, len(kept), [about], {"unusable": bad.describe()})
-        return kept
+        about = f"{min(lengths)} to {max(lengths)} tokens each; {learnt} of {sum(lengths)} tokens are learnt{cut}"
+        print_report(data_files, len(lengths), about, {"unusable": bad.describe()})
 
     def prompt_ids(self) -> list[list[int]]:
         """Returns each row's token ids before the first that is learnt."""
@@ -129,14 +124,6 @@ class SFTDataset(Dataset):
         """Returns the column that the row begins with: a prompt's, or a conversation's."""
         config = self.config
         return config.prompt_key if row.get(config.messages_key) is None else config.messages_key
-
-    def _text(self, row: dict[str, Any]) -> str:
-        """Returns the whole text of a row."""
-        key = self._key(row)
-        if key == self.config.messages_key:
-            return prompt_text(parse_prompt(row[key]))
-        response = within(row[self.config.response_key], self.config.response_dict_keys)
-        return prompt_text(parse_prompt(self._prompt(row, key))) + response
 
     def _prompt(self, row: dict[str, Any], key: str) -> Any:
         """Returns what the row begins with, or in a column of dicts leads to by data.prompt_dict_keys."""
@@ -201,7 +188,7 @@ class TokenRows(Dataset):
     def __init__(self, rows: Dataset, config: SFTDataConfig) -> None:
         self.rows, self.config = rows, config
         lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in map(self.sample, range(len(rows)))]
-        print_report(type(rows).__name__, len(rows), [spread("rows", lengths)], {})
+        print_report(type(rows).__name__, len(rows), f"{min(lengths)} to {max(lengths)} tokens each", {})
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -5,13 +5,14 @@ of a response, or of the answers in a conversation; all other tokens are only re
 plain policy gradient (`gpg` in training/core_algos.py) in which every learnt token has an advantage of 1.
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.errors import events, refusals, users_line_noted
+from configs.errors import refusals, users_line_noted
 from configs.extras import find
 from configs.schema import (
     ActorConfig,
@@ -31,19 +32,16 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, RandomSampler, SequentialSampler, fitting_batch_size
 from data.seeding import derive_seed, seed_everything
 from data.types import Sample
-from extras.report.lines import METRICS_FILE
-from extras.report.run_info import Start
 from extras.sft.dataset import answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig, SFTTrainerConfig
-from extras.watch.health import SkippedUpdates
 from training.checkpoint import CONFIG_FILE, checkpoint_to_resume
 from training.metric_utils import timer
 from training.mini_batches import Update
+from training.observers import check_observers
 from training.run import Metrics, Run
+from training.tracking import METRICS_FILE
 from workers.group import Role, roles_of
-from workers.ray_group import Resources, check_machine, start_command, start_pools, worker_summary
-
-MAX_SKIPPED_UPDATES = 3  # in a row; then there is no use in going on
+from workers.ray_group import check_machine, start_command, start_pools, worker_summary
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class SFTParts:
     train_loader: PromptLoader
     val_loader: PromptLoader | None
     total_steps: int
+    began: float = field(default_factory=time.monotonic)
 
 
 def start(config: SFTConfig) -> None:
@@ -101,18 +100,15 @@ def train(config: SFTConfig, parts: SFTParts) -> Path:
     epoch, settings = len(parts.train_loader), config.trainer
     each = {f"trainer.{name}": epoch for name in ("test_freq", "save_freq") if settings[name] == EACH_EPOCH}
     config = with_settings(config, each)
-    lines = [worker_summary(config.trainer)]
-    print(*lines, files_to_come(config.trainer, parts.total_steps), sep="\n")
-    threads = Resources.from_config(config.trainer).threads
-    with Start.of_run(config, parts.total_steps, threads, lines) as start:
-        pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
-        try:
-            trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config).actor_rollout_ref)["actor"])
-            trainer.start = start
-            trainer.fit()
-            return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
-        finally:
-            pools["actor"].close()
+    print(worker_summary(config.trainer), files_to_come(config.trainer, parts.total_steps), sep="\n")
+    pools = start_pools(worker_config(config), parts.total_steps, ["actor"])
+    try:
+        trainer = SFTTrainer(config, parts, roles_of(pools, worker_config(config).actor_rollout_ref)["actor"])
+        trainer.began = parts.began
+        trainer.fit()
+        return trainer.folder / f"global_step_{trainer.global_step}" / "huggingface"
+    finally:
+        pools["actor"].close()
 
 
 def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
@@ -122,11 +118,11 @@ def files_to_come(trainer: SFTTrainerConfig, total_steps: int) -> str:
     return f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}, and {often}{last}."
 
 
-@events.listening()
 def prepare(config: SFTConfig) -> SFTParts:
     """Raises ValueError for a model, a tokenizer or rows that cannot be used."""
     data = config.data
     seed_everything(config.trainer.seed)
+    check_observers(config)
     tokenizer = load_tokenizer(config.model, "model")
     model_config = load_model_config(config.model, config.model.path, "model.path")
     check_positions(model_config, data.max_length, "model.path", "data.max_length")
@@ -169,8 +165,6 @@ class SFTTrainer(Run):
         )
         self.val_loader = parts.val_loader
         self.actor = actor
-        remedy = "Often: a learning rate too high (optim.lr), or weights that are already broken."
-        self.watches = [SkippedUpdates(MAX_SKIPPED_UPDATES, None, remedy)]
 
     def step(self) -> tuple[DataProto, Metrics]:
         """One optimiser step on the next batch."""
@@ -196,6 +190,7 @@ class SFTTrainer(Run):
             tokens += int(batch.batch["response_mask"].sum())
             total += self.actor.rows("compute_loss", batch, self.update_by(1))["actor/loss"]
         self.validation = {"val/loss": total / tokens}
+        self.observers.validated(self.global_step, [], self.validation)
         return self.validation
 
     def update_by(self, tokens: int) -> Update:

@@ -1,73 +1,41 @@
-"""Watches over a run: each is asked after every step, and warns, or ends the run, when something has gone wrong.
-
-`fit` asks each of its watches by `check(metrics, batch)`. Failed episodes are counted earlier, where a batch is fresh,
-so that nothing is learnt from a batch of which too many failed.
-"""
+"""Warns once a run goes wrong: steps in a row that teach nothing, an engine that samples from other probabilities."""
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.files import dispensable
 from data.protocol import DataProto
-from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
-from extras.report.transcripts import print_records, sample_rows, spread
-from training.advantage import MEAN_MISMATCH
+from data.types import Observer
+from extras.watch.settings import Settings
 from training.episode_rows import EpisodeRows
+from training.messages import print_samples, spread
 
+MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
 SHOWN = 2  # responses that are printed of a step that taught nothing
 STRAY = 0.05  # of the rows, or of the range of scores: so few are taken for stray samples, and not for a signal
-MAX_FILES = 3  # of refused mini-batches, each of which holds a whole one
 
 logger = logging.getLogger(__name__)
 
 
-class Watch(Protocol):
-    """Looks at every step of a run, and warns of what goes wrong, or ends the run by raising RuntimeError."""
+class Watch(Observer):
+    """Looks at every step of reinforcement learning, and warns of what goes wrong."""
 
-    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
-        """Looks at a step: its metrics, and the batch that it learnt from (None: supervised training)."""
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        settings, self.alarms = run.config.trainer, []
+        if isinstance(settings, Settings):
+            self.alarms = [
+                NoSignal(settings.no_signal_steps, run.tokenizer),
+                MismatchAlarm(settings.max_rollout_mismatch),
+            ]
 
-
-class SkippedUpdates:
-    """Stops the run after N consecutive steps with a non-finite loss or gradient.
-
-    Args:
-        limit: so many in a row end the run.
-        setting: the key of `limit`, for the message; None if it has none.
-        remedy: what the user may look at.
-        folder: where the first refused mini-batches are kept for study; None: nowhere.
-    """
-
-    def __init__(self, limit: int, setting: str | None, remedy: str, folder: Path | None = None) -> None:
-        self.limit = limit
-        self.setting = f" ({setting}={limit})" if setting else ""
-        self.remedy = (
-            remedy if folder is None else f"The first batches are in {folder}/refused_update_step_*.pkl. {remedy}"
-        )
-        self.folder = folder
-        self.in_a_row = 0
-
-    def keep(self, mini_batch: DataProto, step: int) -> None:
-        """Writes a mini-batch whose update was refused, unless the folder has enough of them."""
-        path = self.folder / f"refused_update_step_{step}.pkl"
-        if len([*self.folder.glob("refused_update_step_*.pkl")]) < MAX_FILES:
-            with dispensable(str(path)):
-                mini_batch.save_to_disk(path)
-
-    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
-        """Counts a step by its metrics named …/skipped_updates. Raises RuntimeError at the limit."""
-        skipped = any(value > 0 for name, value in metrics.items() if name.endswith("/skipped_updates"))
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row >= self.limit:
-            raise RuntimeError(
-                f"the loss or gradient was not finite in {self.in_a_row} steps in a row{self.setting}. The weights are "
-                f"as before them. {self.remedy}"
-            )
+    def stepped(self, step: int, batch: DataProto | None, metrics: Mapping[str, float]) -> None:
+        if batch is not None:
+            for alarm in self.alarms:
+                alarm.check(metrics, batch)
 
 
 class MismatchAlarm:
@@ -80,7 +48,7 @@ class MismatchAlarm:
         self.limit = limit
         self.raised = False
 
-    def check(self, metrics: Mapping[str, float], batch: DataProto | None) -> None:
+    def check(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Looks at a step's metrics."""
         if self.limit is None or MEAN_MISMATCH not in metrics:
             return
@@ -121,8 +89,7 @@ class NoSignal:
             cause = likeliest_cause(metrics)
             logger.warning("%d steps in a row taught nothing%s (trainer.no_signal_steps): %s", self.limit, again, cause)
             shown = spread(EpisodeRows(batch).scores().tolist(), SHOWN)
-            rows = sample_rows(batch, self.tokenizer, int(metrics["training/global_step"]), shown)
-            print_records("of a step that taught nothing", rows, brief=True)
+            print_samples("of a step that taught nothing", batch, self.tokenizer, shown)
 
 
 def share_that_teaches(batch: DataProto) -> float:
@@ -198,45 +165,3 @@ def readable_answers(metrics: Mapping[str, float]) -> tuple[float, str]:
         invalid = metrics["invalid_actions/mean"] / metrics["num_turns/mean"]  # of parallel calls there may be more
         return max(0.0, 1 - invalid), "invalid_actions/mean, num_turns/mean"
     return metrics.get("reward/valid_action/mean", 1.0), "reward/valid_action/mean"
-
-
-def check_failures(batch: DataProto, limit: float) -> None:
-    """Warns of episodes of `batch` that failed, or ends the run where they are more than `limit`
-    (env.max_failed_fraction).
-
-    Groups that failed whole are fine: nothing is learnt from them.
-
-    Raises:
-        RuntimeError: too many; says how many of each kind, and the most frequent cause with file and line.
-    """
-    ends = batch.select_idxs(EpisodeRows(batch).last_row)
-    causes = [cause for cause, end in zip(ends.failure, ends.end_reason, strict=True) if end in ENVIRONMENT_FAILURES]
-    if not causes:
-        return
-    kinds = Counter(end for end in ends.end_reason if end in ENVIRONMENT_FAILURES)
-    counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
-    [(place, times)] = Counter(map(place_of, causes)).most_common(1)
-    example = next(cause for cause in causes if place_of(cause) == place)
-    failed, most = (
-        f"{len(causes)} of {len(ends)} episodes failed ({counts})",
-        f"Most frequent, {times} times: {example}",
-    )
-    if len(causes) <= limit * len(ends):
-        logger.warning("%s, and are left out. %s", failed, most)
-        return
-    raise RuntimeError(
-        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, or "
-        "let it take longer (env.timeout); what fails now and then is left out of all statistics, and "
-        "env.max_failed_fraction says how much of it a run may bear."
-    )
-
-
-def valid_episodes(batch: DataProto) -> DataProto:
-    """The last row of each episode that did not fail: those that metrics are computed from."""
-    last_rows = EpisodeRows(batch).last_row.tolist()
-    return batch.select_idxs([row for row in last_rows if batch.end_reason[row] not in FAILED_END_REASONS])
-
-
-def place_of(cause: str) -> str:
-    """Extracts file:line from a cause that ends in "(at file:line)", else all of it."""
-    return cause.rpartition(" (at ")[2]

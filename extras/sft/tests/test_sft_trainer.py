@@ -18,9 +18,9 @@ from extras.sft.__main__ import main
 from extras.sft.dataset import SFTDataset
 from extras.sft.settings import SFTConfig, SFTDataConfig
 from extras.sft.trainer import SFTTrainer, prepare, run, worker_config
-from tests.runs import Stopped, endings, learning_metrics, signalled, state_files
+from tests.runs import Stopped, learning_metrics, signalled, state_files
+from training.observers import Observers
 from training.roles import ROLES
-from training.tracking import Tracking
 from workers.dp_actor import DataParallelPPOActor
 from workers.group import LocalGroup, Role
 from workers.micro_batches import PooledMetrics
@@ -227,16 +227,16 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def test_a_run_stopped_in_every_step_is_the_unbroken_run(tiny_model, unbroken, tmp_path):
     """Stopped when step k is saved, and not in the record yet; the loop is the one of tests/test_resume.py."""
-    log = Tracking.log
+    stepped = Observers.stepped
     for step in range(1, 5):
 
-        def stop_or_go_on(self, number, data, step=step):
+        def stop_or_go_on(self, number, batch, data, step=step):
             if number == step:
                 raise Stopped
-            log(self, number, data)
+            stepped(self, number, batch, data)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-            patch.setattr(Tracking, "log", stop_or_go_on)
+            patch.setattr(Observers, "stepped", stop_or_go_on)
             run(four_steps(tmp_path, tiny_model))
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
@@ -250,8 +250,6 @@ def test_a_signal_ends_it_after_its_step_which_is_saved(tiny_model, unbroken, tm
     assert "after step 3 of 4, which is saved: the same command goes on from it" in capfd.readouterr().out
     run(four_steps(tmp_path, tiny_model))
     assert_same_run(tmp_path / "run", unbroken)
-    by = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
-    assert endings(tmp_path / "run") == [("stopped", by, 3), ("done", None, 4)]
 
 
 def test_lora_trains_its_matrices_alone_and_leaves_an_adapter_and_a_whole_model(tiny_model, tmp_path):
@@ -362,12 +360,9 @@ def test_what_became_of_the_rows_is_said(tmp_path, capsys):
         file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.3, max_length=12, truncation="right"), END
     ).samples
     assert len(samples) == 8
-    first, about, left_out = capsys.readouterr().out.splitlines()
-    assert first == f"{file}: 8 of 11 rows"
-    assert about == (
-        "  rows of 6 to 12 tokens, half of them at most 9, 95 % at most 12; 43 of 75 tokens are learnt; "
-        "1 row cut to data.max_length=12"
-    )
+    first, said, left_out = capsys.readouterr().out.splitlines()
+    about = "  6 to 12 tokens each; 43 of 75 tokens are learnt; 1 row cut to data.max_length=12"
+    assert (first, said) == (f"{file}: 8 of 11 rows", about)
     assert left_out.startswith(f"  left out, unusable: 3 ({file}:11: ") and f"{file}:9: {file}, row 8: the " in left_out
     with pytest.raises(ValueError, match=r"more than data\.max_bad_fraction=0\.2 of 11 rows"):
         SFTDataset(file, TOKENIZER, SFTDataConfig(max_bad_fraction=0.2), END)
@@ -403,14 +398,6 @@ def test_the_command_refuses_in_one_line_what_cannot_work(tmp_path, capsys, argu
     assert refused.value.code == 2 and stderr.startswith("error: ") and message in stderr
 
 
-def test_supervised_rows_are_looked_at_prompt_and_response(tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "a", "response": text}) + "\n" for text in ("b", "é")))
-    SFTDataset(file, TOKENIZER, SFTDataConfig(), TOKENIZER.eos_token_id)
-    [said] = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"notice: 1 character of 1 row of {file} have no token in ")
-
-
 def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_is(tiny_model, tmp_path, capsys):
     files = compose(tmp_path, tiny_model, ROWS).data.train_files
     command = [f"data.train_files={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}/run"]
@@ -419,10 +406,10 @@ def test_supervised_training_has_its_folder_to_itself_and_says_where_its_model_i
         main(command)
     assert stop.value.code == 2 and "belongs to another run" in capsys.readouterr().err
     main(command)
-    *_, last = lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("config.yaml, and after the last step global_step_2/huggingface.") for line in lines) == 1
     folder = tmp_path / "run/global_step_2/huggingface"
-    assert last == f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}."
+    assert f"{tmp_path}/run has metrics.jsonl, config.yaml, global_step_2. from_pretrained loads {folder}." in lines
     AutoModelForCausalLM.from_pretrained(folder)
     assert OmegaConf.load(tmp_path / "run/config.yaml").trainer.total_training_steps == 2
 

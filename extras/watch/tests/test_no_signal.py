@@ -1,5 +1,6 @@
 """A run whose rewards teach nothing says so, seldom, with the likeliest cause."""
 
+import math
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from extras.watch.health import NoSignal, likeliest_cause, teaches_nothing
+from extras.watch.health import MEAN_MISMATCH, MismatchAlarm, NoSignal, likeliest_cause, teaches_nothing
 from tests.batches import padded
 
 TIES = {
@@ -135,4 +136,24 @@ def test_two_responses_are_shown_with_it(caplog, capsys):
     watch.check({**LENGTHS, **TIES}, BATCH)
     shown = capsys.readouterr().out
     assert "of a step that taught nothing · 1 of 2" in shown and "2 of 2" in shown
-    assert [text for text in ("none", "of these", "pays") if f" {text} " in shown] == ["none", "pays"]
+    assert [text for text in ("none", "of these", "pays") if f"?{text} " in shown] == ["none", "pays"]
+
+
+def test_it_is_said_once_in_a_row_and_again_after_a_step_below(caplog):
+    alarm = MismatchAlarm(0.05)
+    for value in (0.01, 0.05):
+        alarm.check({MEAN_MISMATCH: value}, None)
+    assert not caplog.records
+    for value in (0.06, 0.2, math.nan):
+        alarm.check({MEAN_MISMATCH: value}, None)
+    alarm.check({}, None)
+    alarm.check({MEAN_MISMATCH: 1.0}, None)
+    assert len(caplog.records) == 1 and "0.06 nats a token" in caplog.records[0].getMessage()
+    for value in (0.01, math.nan):
+        alarm.check({MEAN_MISMATCH: value}, None)
+    assert len(caplog.records) == 2
+
+
+def test_without_a_bound_it_is_never_said(caplog):
+    MismatchAlarm(None).check({MEAN_MISMATCH: 100.0}, None)
+    assert not caplog.records

@@ -17,6 +17,7 @@ from data.padding import collate
 from data.protocol import DataProto
 from extras.evaluation import main_eval
 from extras.report.sample_files import SampleFiles, pick_groups, pick_prompts
+from extras.report.tests.records import assert_records_are_the_batch
 from extras.report.transcripts import (
     BROKEN,
     OURS,
@@ -27,7 +28,7 @@ from extras.report.transcripts import (
     token_texts_of,
 )
 from extras.try_reward.__main__ import load_reward, read_views, score_rows
-from tests.batches import Turn, assert_records_are_the_batch, episode_batch, padded, random_groups
+from tests.batches import Turn, episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most
 from training.advantage import add_columns, compute_advantage
 from training.reward import add_scores, load_reward_manager

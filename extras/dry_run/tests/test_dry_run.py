@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import main
-from configs.checks import rehearsal
 from configs.settings import with_settings
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from extras.dry_run.dry_run import brief_ids, findings, highlight_trained, is_templated_twice, value_range
+from extras.dry_run.dry_run import DryRun, brief_ids, findings, highlight_trained, is_templated_twice, value_range
 from tests.batches import padded
 from tests.runs import compose, short_run
 from training.ray_trainer import RayPPOTrainer
@@ -28,11 +27,11 @@ CONFIG = compose("data.max_prompt_length=8", "data.max_response_length=4", "acto
 
 def test_the_config_of_a_dry_run_is_one_small_step_that_learns_nothing():
     config = compose("trainer.dry_run=true", "actor_rollout_ref.model.path=unused")
-    small = rehearsal(config)
+    small = DryRun.settle(config)
     assert (small.data.train_batch_size, small.actor_rollout_ref.actor.ppo_mini_batch_size) == (2, 2)
     assert small.actor_rollout_ref.actor.optim.lr == small.critic.optim.lr == 0
     assert small.actor_rollout_ref.rollout == config.actor_rollout_ref.rollout and small.env == config.env
-    assert rehearsal(CONFIG) is CONFIG
+    assert config.trainer.action == "dry_run" and CONFIG.trainer.action == "train"
 
 
 @pytest.mark.parametrize(("workers", "samples", "prompts"), [(1, 1, 2), (4, 8, 2), (4, 1, 4), (3, 2, 2), (8, 4, 2)])
@@ -42,7 +41,7 @@ def test_every_worker_has_one_of_its_samples(workers, samples, prompts):
         "trainer.n_gpus_per_node": workers,
         "actor_rollout_ref.rollout.n": samples,
     }
-    assert rehearsal(with_settings(CONFIG, asked)).data.train_batch_size == prompts
+    assert DryRun.settle(with_settings(CONFIG, asked)).data.train_batch_size == prompts
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "frozenlake_ppo", "frozenlake_multiturn"])

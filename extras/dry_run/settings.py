@@ -1,0 +1,16 @@
+"""The switch of a dry run, and the settings by which it acts."""
+
+from dataclasses import dataclass
+
+from configs.settings import Frozen, setting
+
+
+@dataclass
+class Settings(Frozen):
+    dry_run: bool = setting(
+        False, "Do one step on two prompts, without a weight change or a file, show all of it and what looks wrong."
+    )
+
+    @property
+    def action(self) -> str:
+        return "dry_run" if self.dry_run else super().action

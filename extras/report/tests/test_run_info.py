@@ -1,0 +1,127 @@
+"""run.json and events.jsonl: on what a run ran, how each start ended, and what was said."""
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+import main
+from configs.errors import latest, notice
+from extras.report.run_info import EventFile, RunFile, git_state, machine
+from tests.runs import compose, files_of_at_most, short_run
+
+CONFIG = compose("actor_rollout_ref.model.path=unused")
+
+
+def run_in(folder: Path, global_step: int = 0) -> Namespace:
+    return Namespace(folder=folder, config=CONFIG, total_steps=9, global_step=global_step)
+
+
+def endings(folder: Path) -> list[tuple[str | None, str | None, int]]:
+    """How each start of a run ended, why, and after which step."""
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    return [(start["ending"], start["reason"], start["step"]) for start in starts]
+
+
+def test_a_start_is_described_with_its_end(tiny_model, tmp_path, capsys):
+    overrides = ["trainer.total_training_steps=1", "env.val_episodes=0"]
+    main.run(compose(*short_run(tiny_model, tmp_path, *overrides)))
+    record, output = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
+    [start] = record["starts"]
+    assert (record["kind"], start["ending"], start["reason"], start["step"]) == ("ppo", "done", None, 1)
+    assert start["command"] == sys.orig_argv and start["versions"]["torch"] == torch.__version__
+    assert (start["seed"], start["threads"], start["total_steps"]) == (0, torch.get_num_threads(), 1)
+    assert start["batch_arithmetic"][0] in output and start["machine"]["host"] == socket.gethostname()
+    assert datetime.fromisoformat(start["started"]) < datetime.fromisoformat(start["ended"])
+    assert output.endswith(f"python -m extras.report {tmp_path} makes a page of this run, to open in a browser.\n")
+
+
+def test_a_killed_start_has_no_end_and_a_fresh_one_sets_it_aside(tmp_path):
+    for step in (0, 3):
+        RunFile(run_in(tmp_path), step)  # and no end
+    assert endings(tmp_path) == [(None, None, 0), (None, None, 3)]
+    start = RunFile(run_in(tmp_path), 0)
+    with files_of_at_most(10):
+        start.end(None)
+    assert endings(tmp_path) == [(None, None, 0)]  # the disk is full, which ends no run
+    assert len(json.loads((tmp_path / "run.json.bak-1").read_text())["starts"]) == 2
+
+
+def test_an_end_names_the_line_of_the_user_or_the_signal(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("\n{}['lost']")
+    start = RunFile(run_in(tmp_path), 0)
+    with pytest.raises(KeyError) as raised:
+        exec(compile(file.read_text(), file, "exec"))
+    start.end(raised.value)
+    assert endings(tmp_path) == [("failed", f"KeyError: 'lost' ({file}:2)", 0)]
+    start.done = 2
+    for error, name in ((KeyboardInterrupt(), "Ctrl-C"), (KeyboardInterrupt(signal.SIGTERM), "SIGTERM")):
+        start.end(error)
+        assert endings(tmp_path) == [("stopped", name, 2)]
+
+
+def test_notices_and_warnings_are_left_with_their_time_and_step(tmp_path, capsys):
+    latest.clear()
+    notice("from before the run")
+    for resumed_from in (0, 3):
+        run = run_in(tmp_path, resumed_from)
+        file = EventFile(run, resumed_from)
+        run.global_step += 1
+        logging.getLogger("training.x").error("</script> \u2028")
+        with files_of_at_most(10):
+            notice("while the disk is full")
+        logging.getLogger("workers.x").warning("a %s", "warning")
+        logging.getLogger("workers.x").info("nothing")
+        file.close()
+        notice("between two starts")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().split("\n")[:-1]]
+    assert [(line["step"], line["level"], line["logger"], line["text"]) for line in lines] == [
+        (None, "notice", "notice", "from before the run"),
+        (1, "error", "training.x", "</script> \u2028"),
+        (1, "warning", "workers.x", "a warning"),
+        (3, "notice", "notice", "between two starts"),
+        (4, "error", "training.x", "</script> \u2028"),
+        (4, "warning", "workers.x", "a warning"),
+    ]
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    assert capsys.readouterr().err.count("notice: ") == 5
+
+
+def test_a_commit_is_known_where_there_is_git(tmp_path, monkeypatch):
+    assert git_state(tmp_path) == {"commit": None, "dirty": False}
+    (tmp_path / ".git").write_text("of nothing")
+    assert git_state(tmp_path) == {"commit": None, "dirty": False}
+    for name in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m one", "add file"):
+        (tmp_path / ".git").unlink(missing_ok=True) if name.startswith("init") else (tmp_path / "file").touch()
+        subprocess.run(["git", *name.split()], cwd=tmp_path, check=True)
+        state = git_state(tmp_path)
+        assert state["dirty"] == name.startswith("add") and len(state["commit"] or 40 * " ") == 40
+    assert state["commit"]
+    monkeypatch.setenv("PATH", "")
+    assert git_state(tmp_path) == {"commit": None, "dirty": False}
+
+
+def test_a_machine_is_what_its_kernel_and_its_driver_say(tmp_path):
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel name\t: AMD EPYC\n"
+    )
+    for bus, model in (("0000:4f:00.0", "NVIDIA H100 80GB HBM3"), ("0000:0a:00.0", "NVIDIA A100-SXM4-40GB")):
+        file = tmp_path / "driver/nvidia/gpus" / bus / "information"
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            f"Model: \t\t {model} \nIRQ:   \t\t 123\nGPU UUID: \t GPU-0\nBus Type: \t PCIe\nModel Year: 3\n"
+        )
+    (tmp_path / "driver/nvidia/gpus/lost/information").mkdir(parents=True)
+    found = machine(tmp_path)
+    assert (found["cpu"], found["gpus"]) == ("AMD EPYC", ["NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"])
+    assert found["cores"] >= 1 and 0 < found["memory_gb"] == round(found["memory_gb"], 1)
+    assert machine(tmp_path / "none")["gpus"] == []

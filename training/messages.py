@@ -1,0 +1,135 @@
+"""Prints lines about a run's folder, and summaries and samples of its validations."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import TrainerConfig
+from data.protocol import DataProto
+from training.checkpoint import CONFIG_FILE, find_checkpoint
+from training.episode_rows import EpisodeRows
+from training.metric_utils import CORE_VARIABLES
+from training.tracking import METRICS_FILE, short_number
+
+SHOWN_CHARACTERS, SHOWN_LINES = 2000, 40  # of a printed sample; more lose their middle
+
+
+def files_to_come(trainer: TrainerConfig, contents: Sequence[str]) -> str:
+    """Says at a run's start where its files will be, and that its model will not be saved."""
+    if trainer.val_only:
+        return f"trainer.val_only=true: nothing is written to {trainer.default_local_dir}."
+    written = f"files go to {trainer.default_local_dir}: {METRICS_FILE}, {CONFIG_FILE}"
+    if trainer.save_freq <= 0:
+        return (
+            f"{written}. No checkpoint will be written, and the trained model is gone when the run ends: "
+            "trainer.save_freq=N saves every N steps and after the last."
+        )
+    lacking = [part for part in ("model", "optimizer", "extra") if part not in contents]
+    resume = f" (without {', '.join(lacking)} it cannot be resumed from)" if lacking else ""
+    often = "step" if trainer.save_freq == 1 else f"{trainer.save_freq} steps and after the last"
+    return f"{written}, and every {often} a checkpoint of {', '.join(contents)}{resume}."
+
+
+def nothing_left(step: int, total_steps: int, validation: dict[str, float]) -> str:
+    """Says of a run that was finished before it began what its last validation was, and how it goes on."""
+    lines = [
+        f"step {step} of {total_steps} is done, so nothing is left to do. To go on, raise trainer.total_training_steps "
+        "(or total_epochs); to start afresh, set trainer.resume_mode=disable."
+    ]
+    lines += [f"  {name}: {short_number(value)}" for name, value in validation.items() if name.startswith("val-core/")]
+    return "\n".join(lines)
+
+
+def steps_lost(saved: int, step: int) -> str:
+    """Says which steps are lost if a run whose step `saved` is its newest checkpoint ends after `step`."""
+    return f"step {step} is lost" if step == saved + 1 else f"steps {saved + 1} to {step} are lost"
+
+
+def ended_early(resume_mode: str, signal: str, step: int, total_steps: int, saved: int) -> str:
+    """Says of a run that a `signal` has ended after `step` how it goes on, or what is lost."""
+    text = f"stopped by {signal} after step {step} of {total_steps}"
+    if saved < step:
+        return f"{text}, which could not be saved: {steps_lost(saved, step)}."
+    again = "the same command" if resume_mode == "auto" else "the same command with trainer.resume_mode=auto"
+    return f"{text}, which is saved: {again} goes on from it." if step < total_steps else f"{text}."
+
+
+def files_left(folder: Path, saved: int, step: int) -> str:
+    """Says at a run's end, after `step`, where its model is, and what it has learnt since `saved`, the newest one."""
+    newest = find_checkpoint(folder, "auto", None)
+    if newest is None:
+        return f"{folder} has {METRICS_FILE}, {CONFIG_FILE}, and no checkpoint."
+    models = [newest / "actor" / "huggingface", newest / "huggingface"]  # where RL has it, and supervised training
+    from_pretrained = [f" from_pretrained loads {model}." for model in models if any(model.glob("*.safetensors"))]
+    unsaved = f" They are older than the run's end: {steps_lost(saved, step)}." if saved < step else ""
+    return f"{folder} has {METRICS_FILE}, {CONFIG_FILE}, {newest.name}." + "".join(from_pretrained) + unsaved
+
+
+def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
+    """Summarises a validation, a line for each data source: the means of acc, reward and return, where it has them.
+
+    `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
+    """
+    found: dict[str, list[str]] = {}
+    names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
+    for name, value in metrics.items():
+        if match := names.fullmatch(name):
+            found.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in found.items())
+
+
+def spread(scores: Sequence[float], count: int) -> list[int]:
+    """Picks the places of `count` scores, evenly spaced from best to worst."""
+    ordered = sorted(range(len(scores)), key=lambda place: -scores[place])
+    return [ordered[int(place)] for place in np.linspace(0, len(ordered) - 1, min(count, len(ordered)))]
+
+
+def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]) -> None:
+    """Prints samples of a scored batch, numbered as by `EpisodeRows`: dim what the policy was shown, bold its words."""
+    episodes, console = EpisodeRows(batch), Console()
+    scores, columns = (
+        episodes.scores().tolist(),
+        ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ())),
+    )
+    for place, number in enumerate(numbers, start=1):
+        rows = (episodes.of_row == number).nonzero()[:, 0].tolist()
+        text = Text("\n").join(row_text(batch, row, tokenizer) for row in rows)
+        text = without_middle(text)
+        facts = {name: batch.get(name)[rows[-1]] for name in columns if name in batch}
+        about = "".join(f", {name} {value}" for name, value in facts.items() if value is not None)
+        text.append(f"\nscore {short_number(scores[number])}{about}")
+        console.print(Panel(text, title=Text(f"{title} · {place} of {len(numbers)}"), title_align="left"))
+
+
+def without_middle(text: Text) -> Text:
+    """Leaves out the middle of a text of many lines, or characters."""
+    lines = text.split("\n")
+    if len(lines) > SHOWN_LINES:
+        half = SHOWN_LINES // 2
+        text = Text("\n").join([*lines[:half], Text(f"… {len(lines) - 2 * half} more lines …"), *lines[-half:]])
+    if len(text) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        text = Text("").join([text[:half], Text(f"\n… {len(text) - 2 * half} more characters …\n"), text[-half:]])
+    return text
+
+
+def row_text(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Decodes the tokens of a row, without padding: those of the policy bold."""
+    attended, mask = batch.batch["attention_mask"][row].bool(), batch.batch["response_mask"][row].bool()
+    width, text = len(mask), Text()
+    prompt, response = batch.batch["prompts"][row], batch.batch["responses"][row]
+    pieces = [(prompt[attended[:-width]].tolist(), "dim")]
+    kept = attended[-width:]
+    for said, tokens in groupby(zip(response[kept].tolist(), mask[kept].tolist(), strict=True), key=itemgetter(1)):
+        pieces.append(([token for token, _ in tokens], "bold" if said else "dim"))
+    for ids, style in pieces:
+        text.append_text(Text.from_ansi(tokenizer.decode(ids, skip_special_tokens=True), style=style))
+    return text
