@@ -43,12 +43,10 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "extras.rules.reward:load",
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
-<<<<<<< HEAD
     "source": {
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
-=======
     "observer": {"report": "extras.report.observer:Report", "watch": "extras.watch.health:Watch"},
     "logger": {  # observers, too: those of trainer.logger
         "console": "training.tracking:ConsoleLine",
@@ -59,7 +57,6 @@ TABLE: dict[str, dict[str, str]] = {
         "swanlab": "extras.loggers.trackers:SwanLab",
     },
     "action": {"train": "training.run:Training", "dry_run": "extras.dry_run.dry_run:DryRun"},
->>>>>>> 54c46f8 (Whatever watches a run is an observer: report, watch, loggers and dry_run are whole extras)
 }
 PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): deleted together
     ("gym", "processes"),
