@@ -29,6 +29,7 @@ from configs.loader import (
     parse_arguments,
 )
 from configs.schema import Config
+from configs.settings import Frozen
 from tests.pages import shipped_modules
 from tests.runs import ROOT, compose, short_run
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
@@ -659,7 +660,8 @@ def sections(cls: type) -> list[type]:
 def sections_of_extras() -> Iterator[type]:
     for path in (ROOT / "extras").glob("*/settings.py"):
         module = import_module(f"extras.{path.parent.name}.settings")
-        yield from (it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__)
+        classes = (it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__)
+        yield from (cls for cls in classes if issubclass(cls, Frozen))
 
 
 ALL_SECTIONS = list(dict.fromkeys([*sections(Config), *filter(is_dataclass, sections_of_extras())]))
