@@ -15,6 +15,8 @@ import pytest
 
 from configs.extras import FOLDER, PAIRS, SETTINGS, TABLE
 from configs.paths import ROOT
+from tests.pages import SECTION, WRITTEN_FILE
+from tests.runs import learning_metrics, short_run
 
 pytestmark = pytest.mark.slow
 EXTRAS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
@@ -88,6 +90,30 @@ def test_the_core_does_without_an_extra(extra: str, tmp_path: Path):
         assert refused.returncode and f"{extra} is not in this copy; extras/{extra} was removed" in refused.stderr
     if core := {file for kind in kinds_of(extra) for file in CORE_TESTS.get(kind, ())}:
         pass_tests(copy, *sorted(core))
+
+
+def test_the_extra_of_the_page_is_three_files_and_three_lines_and_can_be_deleted(tiny_model: Path, tmp_path: Path):
+    copy, page = without(tmp_path / "copy"), (ROOT / "CONTRIBUTING.md").read_text()
+    files = dict(WRITTEN_FILE.findall(dict(SECTION.findall(page))["An extra"]))
+    for name, text in files.items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(text)
+    for file, before, line in (
+        ("configs/extras.py", '    "stage": {\n', '        "brevity": "extras.brevity.stage:Brevity",\n'),
+        ("configs/extras.py", "SETTINGS: dict[str, tuple[str, ...]] = {", '"brevity": ("algorithm.token_price",), '),
+        ("configs/schema.py", "class AlgorithmConfig(", 'section("brevity"), '),
+    ):
+        text = (copy / file).read_text()
+        assert text.count(before) == 1 and line.strip(" \n,)") in page
+        after = text.index("\n", text.index(before)) + 1 if before.endswith("{") else text.index(before) + len(before)
+        (copy / file).write_text(text[:after] + line + text[after:])
+    settings = ["--config-name", "frozenlake", *short_run(tiny_model, tmp_path / "run"), "algorithm.token_price=0.5"]
+    assert run(copy, "main.py", *settings).returncode == 0
+    steps = learning_metrics(tmp_path / "run")
+    assert steps[1]["brevity/price"] == 0.5 * steps[1]["response_length/mean"] > 0
+    shutil.rmtree(copy / "extras/brevity")
+    refused = run(copy, "main.py", *settings)
+    assert refused.returncode and "brevity is not in this copy" in refused.stderr
 
 
 @pytest.fixture(scope="module")
