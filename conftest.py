@@ -51,13 +51,15 @@ def shipped_configs_read_once() -> Iterator[None]:
         yield
 
 
-# The longest first. What starts vLLM or Ray is one unit of work, in one process, so that each is started once.
+# The longest first. What starts vLLM or Ray is one unit of work, in one process: each is started once, and no two
+# clusters of Ray stand side by side, where runs of one would join the other.
 ENGINES = (
     *("test_engine_contract.py", "test_vllm_rollout.py", "test_weight_transfer.py", "test_server.py"),
-    *("test_ray_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor"),
+    *("test_ray_group.py", "test_scorers.py::test_hostile_scorers_end_inside_a_ray_actor", "test_golden.py"),
+    "test_extras.py::test_the_core_alone_trains_on_ray",
 )
 LONG = (
-    *("test_docs", "test_golden", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),
+    *("test_docs", "test_extras", "test_user_contracts", "test_contributing", "test_rollout", "test_env_wrapper"),
     "test_resume",
 )
 
