@@ -193,9 +193,8 @@ def check_engine(name: str) -> None:
 
 def check_multi_turn(rollout: RolloutConfig, env_id: str | None) -> None:
     key, settings = f"{ROLLOUT}.multi_turn", rollout.multi_turn
-    named = ("tool_config_path", "function_tool_path", "interaction_config_path", "environment_factory")
-    files = {name: settings[name] for name in named if settings[name]}
-    others = [name for name in named[2:] if name in files and env_id is not None]
+    files = settings.files()
+    others = files.keys() - {"tool_config_path", "function_tool_path"} if env_id is not None else ()
     for name, file in files.items():
         if not find_path(file.rpartition(":")[0] or file).is_file():
             raise ConfigError(f"{key}.{name}={file}: there is no such file (looked in {Path.cwd()}).")
@@ -205,8 +204,8 @@ def check_multi_turn(rollout: RolloutConfig, env_id: str | None) -> None:
         )
     if settings.enable and not files and rollout.agent == AgentConfig() and env_id is None:
         raise ConfigError(
-            f"{key}.enable=true, and there is nobody to talk to: set {key}.tool_config_path, function_tool_path, "
-            f"interaction_config_path or environment_factory, env.id, or {ROLLOUT}.agent."
+            f"{key}.enable=true, and there is nobody to talk to: set env.id, {ROLLOUT}.agent, or one of the files of "
+            f"{key}, e.g. function_tool_path."
         )
     if others:
         raise ConfigError(

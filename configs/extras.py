@@ -31,6 +31,14 @@ TABLE: dict[str, dict[str, str]] = {
         "rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
         "pf_ppo": "extras.pf_ppo.stage:PFPPO",
     },
+    "episode": {
+        "class": "workers.agents.user_code:UsersEpisode",
+        "agent_loop": "extras.verl.users_loop:LoopEpisode",
+    },
+    "environment": {
+        "spaces": "extras.gym.space_text:SpaceText",
+        "processes": "extras.gym.process_env:ProcessEnv",
+    },
     "keys": {  # in the order in which they translate
         "verl": "extras.verl.keys:VerlKeys",
         "rollout_correction": "extras.rollout_correction.settings:Presets",
@@ -44,6 +52,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
     "source": {
+        "tools": "extras.tools.files:tools_of_yaml",
+        "interactions": "extras.interactions.base:Users",
+        "agents": "extras.verl.agents:load_agents",
         "datasets": "extras.sources.packages:read_datasets",
         "reasoning_gym": "extras.sources.packages:read_reasoning_gym",
     },
@@ -64,7 +75,6 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("rules", "sandbox"),
     ("scorers", "processes"),
     ("sglang", "openai"),
-    ("tools", "sandbox"),
     ("verl", "sandbox"),
     ("dry_run", "watch"),  # both say why a step teaches nothing
 )
@@ -72,6 +82,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     "dry_run": ("trainer.dry_run",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
+    ("interactions", "tools"),
+    "gym": ("env.processes",),
+    "interactions": ("multi_turn.interaction_config_path",),
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),
     "reward_model": ("reward.reward_model",),
     "rules": ("reward.sandbox_fusion",),
@@ -82,6 +95,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     ),
     "rollout_correction": ("algorithm.rollout_correction",),
     "pf_ppo": ("algorithm.use_pf_ppo", "algorithm.pf_ppo"),
+    "tools": ("multi_turn.tool_config_path",),
 }
 MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
     "training.sft_trainer": "python -m extras.sft",
@@ -96,6 +110,10 @@ MOVED: dict[str, str] = {  # by its old name, the new one of a module that users
     "training.main_server": "python -m extras.server",
     "configs.serving": "extras.evaluation.settings",
     "workers.worker_group": "workers.ray_group",
+    **{f"workers.tools.{name}": f"extras.tools.{name}" for name in ("calculator", "gsm8k", "search")},
+    "workers.tools.sandbox": "extras.sandbox.tool",
+    **{f"workers.interactions.{name}": f"extras.interactions.{name}" for name in ("endpoint", "gsm8k", "scripted")},
+    "data.curriculum": "extras.curriculum.curriculum",
 }
 
 

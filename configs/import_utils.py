@@ -131,6 +131,19 @@ def load_subclass(path: str, name: str | None, base: type, key: str) -> type:
     return found
 
 
+def load_named(text: Any, where: str) -> Any:
+    """Loads the object that `text` names, as a.b.Name or file.py:Name; raises ValueError, beginning with `where`."""
+    path, name = split_object(text) if isinstance(text, str) else ("", None)
+    if name is None:
+        path, _, name = path.rpartition(".")
+    if not path or not name:
+        raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
+    try:
+        return load_extern_object(path, name)
+    except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"{where} is {text!r}: {error}") from error
+
+
 def split_object(text: str) -> tuple[str, str | None]:
     """("file.py", "Name") of "file.py:Name"; without a name, None in its place."""
     path, _, name = text.rpartition(":")

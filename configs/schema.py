@@ -4,7 +4,7 @@ Key names and nesting are verl's where verl has the key. Yaml files hold only wh
 composes a config, checks it by the rules beside each default, and freezes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from omegaconf import II
@@ -104,8 +104,12 @@ class SuccessConfig(Frozen):
     )
 
 
+class InOneProcess(Frozen):
+    in_processes = False  # whether episodes are played in processes, which keep env.timeout by themselves
+
+
 @dataclass
-class EnvConfig(Frozen):
+class EnvConfig(section("gym"), InOneProcess):
     id: str | None = setting(None, "gymnasium id, e.g. FrozenLake-v1; null: the prompts come from data.train_files.")
     path: str = setting("custom/env_wrapper.py", "File or module that holds the factory of the environment.")
     name: str = setting(
@@ -141,11 +145,6 @@ class EnvConfig(Frozen):
         None,
         "What an answer with no legal action does: use up a turn (retry) or end the episode; null: as its entry says.",
         choices=("retry", "end"),
-    )
-    processes: int = setting(
-        0,
-        "Processes that episodes are played in, for environments that are slow, hang or crash; 0: in the run's own.",
-        ge=0,
     )
     success: SuccessConfig = group(
         SuccessConfig, "When an episode is a success: if all that is set holds; nothing set: as the environment says."
@@ -358,15 +357,12 @@ class SamplingConfig(Frozen):
 
 
 @dataclass
-class MultiTurnConfig(Frozen):
+class MultiTurnConfig(section("tools"), section("interactions"), Frozen):
     enable: bool = setting(False, "Play each row as a conversation, with tools or a simulated user: an episode.")
     max_assistant_turns: int | None = setting(None, "Most answers of the policy in an episode; null or 0: any.", ge=0)
     max_user_turns: int | None = setting(None, "Most turns of tools and of the simulated user; null or 0: any.", ge=0)
-    tool_config_path: str | None = setting(
-        None, "Yaml of tools, verl's: a list `tools` of class_name, config, tool_schema."
-    )
     function_tool_path: str | None = setting(
-        None, "Python file whose functions are tools, by their hints and docstrings."
+        None, "Python file whose functions are tools, by their hints and docstrings.", file=True
     )
     format: str = setting("hermes", "How answers write calls: hermes, llama3, plain, or a ToolParser of yours.")
     max_parallel_calls: int = setting(1, "Calls of one answer that are run, side by side.", ge=1)
@@ -377,17 +373,19 @@ class MultiTurnConfig(Frozen):
     tool_response_truncate_side: str = setting(
         "middle", "Which part of a longer one is left out.", choices=("left", "middle", "right")
     )
-    interaction_config_path: str | None = setting(
-        None, "Yaml of simulated users, verl's: a list `interaction` of name, class_name, config."
-    )
     environment_factory: str | None = setting(
         None,
         "Called once for each episode, file.py:Class: its public methods are tools, and reset(**row) may return what "
         "follows the prompt.",
+        file=True,
     )
     max_tokens_per_turn: int | None = setting(
         None, "Most tokens of an answer in an episode; null: what is left of response_length.", ge=1
     )
+
+    def files(self) -> dict[str, str]:
+        """Returns the files that settings name, of extras too, by the settings' names."""
+        return {item.name: self[item.name] for item in fields(self) if "file" in item.metadata and self[item.name]}
 
 
 @dataclass

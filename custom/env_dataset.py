@@ -80,8 +80,7 @@ class CustomEnvDataset(RLHFDataset):
     def _too_long(self, position: int) -> ValueError:
         return ValueError(
             f"{type(self).__name__}, row {position}: {MAX_REDRAWS} states in a row have prompts of more than "
-            f"data.max_prompt_length={self.config.max_prompt_length} tokens: raise it, or cut them by "
-            "data.filter_overlong_prompts=false data.truncation=left."
+            f"data.max_prompt_length={self.config.max_prompt_length} tokens: raise it"
         )
 
     def columns(self, state: EnvState, position: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Any gymnasium environment as a text environment, from two functions: observation to text and text to action.
 
-An id runs without them too: extras/gym/space_text.py writes out what it observes, and reads its actions. To do better,
+An id runs without them too: extras/gym writes out what it observes, and reads its actions. To do better,
 write the functions, and an entry of `ENVIRONMENTS` beside the shipped ones:
 
     def my_text(env, observation): return f"You see {observation}."    # env: the unwrapped gymnasium environment
@@ -21,9 +21,9 @@ from gymnasium.envs.registration import find_highest_version
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from configs.errors import notice_once
+from configs.extras import find
 from configs.import_utils import load_module
 from custom.gym.text_env import EnvState, TextEnv, split_id
-from extras.gym.process_env import ProcessEnv
 
 __all__ = ["ENVIRONMENTS", "EnvState", "TextEnv", "make_env", "make_text_env"]
 
@@ -128,7 +128,7 @@ def make_env(
     processes: int = 0,
     timeout: float | None = 60.0,
     **settings: Any,
-) -> TextEnv | ProcessEnv:
+) -> Any:
     """The text environment of a gymnasium id, with its entry of `ENVIRONMENTS` if it has one.
 
     `random_maps=True, size=4` gives every seed its own map. `settings` that `TextEnv` has are its own, None being as
@@ -161,7 +161,9 @@ def make_env(
             f"{env_id} has no text of its own, so the policy is shown its observations written out: "
             f"{shown!r}. ENVIRONMENTS[{name!r}] = {{'observation_to_text': ...}} gives it one."
         )
-    return ProcessEnv(environment, processes, timeout) if processes else environment
+    if not processes:
+        return environment
+    return find("environment", "processes", "env.processes")(environment, processes, timeout)
 
 
 def make_text_env(
@@ -169,7 +171,7 @@ def make_text_env(
     obs_to_text: Callable[[Any, Any], str] | None = None,
     text_to_action: Callable[[str], Any | None] | None = None,
     **settings: Any,
-) -> TextEnv | ProcessEnv:
+) -> Any:
     """`make_env` with these two functions, which become part of the id's entry of `ENVIRONMENTS`.
 
     In a module of yours, `make_text_env("CartPole-v1", my_text, my_action)` makes `env.id=my_module:CartPole-v1` a run.

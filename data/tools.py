@@ -1,8 +1,8 @@
 """Tools that a policy may call: what one is, verl's lifecycle of it, and plain functions as tools.
 
 A tool is described to the policy by a schema in OpenAI's function format. It comes from a yaml, from its class, or from
-the type hints and the docstring of a function. Files of tools are read by extras/tools/files.py, calls by
-data/tool_parsers.py; workers/agents/toolbox.py answers them.
+the type hints and the docstring of a function. `load_tools` loads them, data/tool_parsers.py reads calls of them, and
+workers/agents/tools.py answers these.
 """
 
 import inspect
@@ -16,7 +16,12 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
+from configs.extras import find
+from configs.import_utils import load_module, load_named
+from configs.schema import MultiTurnConfig
 from data.tool_parsers import read_json
+
+KEY = "actor_rollout_ref.rollout.multi_turn"
 
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -391,3 +396,48 @@ def function_schema(function: Callable, name: str | None = None) -> dict[str, An
         described |= {"description": texts[key]} if key in texts else {}
     described = {"name": name or function.__name__, "description": " ".join(description.split())}
     return {"type": "function", "function": described | {"parameters": {"required": []} | parameters}}
+
+
+def load_tools(settings: MultiTurnConfig) -> dict[str, BaseTool]:
+    """Loads all tools that the settings name, by name, in the order of the settings.
+
+    Tools are: those of a yaml, read by an extra; the functions of a file (`tools_of_functions`); the public methods of
+    the object that a factory makes for each episode.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError: a file, class or schema that cannot be used, or a name that comes
+            twice; names file, key and remedy.
+    """
+    files, found = settings.files(), list[BaseTool]()
+    if path := files.get("tool_config_path"):
+        found += find("source", "tools", f"{KEY}.tool_config_path")(path)
+    if path := files.get("function_tool_path"):
+        found += tools_of_functions(path)
+    if path := files.get("environment_factory"):
+        found += method_tools(load_factory(path)())
+    tools: dict[str, BaseTool] = {}
+    for tool in found:
+        if tool.name in tools:
+            raise ValueError(f"{' and '.join(files.values())}: two tools are called {tool.name!r}: rename one.")
+        tools[tool.name] = tool
+    return tools
+
+
+def load_factory(text: str) -> Callable[[], Any]:
+    """Loads the class or function that makes the environment of an episode; raises ValueError if it is none."""
+    found = load_named(text, f"{KEY}.environment_factory")
+    if not callable(found):
+        raise ValueError(f"{KEY}.environment_factory={text}: it must be a class or a function.")
+    return found
+
+
+def tools_of_functions(path: str) -> list[FunctionTool]:
+    """Returns the functions marked with `@function_tool`; if there are none, all public ones that the file defines."""
+    module = load_module(path)
+    functions = {name: value for name, value in vars(module).items() if isinstance(value, types.FunctionType)}
+    if marked := [vars(function)[TOOL_MARK] for function in functions.values() if TOOL_MARK in vars(function)]:
+        return marked
+    own = [it for name, it in functions.items() if it.__module__ == module.__name__ and not name.startswith("_")]
+    if not own:
+        raise ValueError(f"{KEY}.function_tool_path={path}: it defines no function; write one, with type hints.")
+    return [FunctionTool(function) for function in own]

@@ -63,8 +63,6 @@ class Counting(gym.Env):
             raise OSError("the board fell")
         if trouble == "hangs":
             stop_hanging.wait()
-        while trouble == "spins" and not stop_hanging.is_set():
-            pass
         if trouble == "garbage":
             return object(), 0.0, False, False, {}
         return self.count, float(action), self.count >= 5, False, {}
@@ -416,20 +414,14 @@ def held(*overrides: str) -> tuple[Any, EnvSetup, AgentLoop]:
 
 
 def test_an_episode_keeps_its_thread_and_what_failed_is_closed_there(trouble: dict[int, str], caplog: Any):
-    """Over 12 generations of eight episodes, a quarter of which raise and some of which hang in Python code."""
-    trouble |= {102: "raises", 105: "spins", 107: "raises"}
-    alive = len(user_code.alive)
-    _, game, loop = held("env.timeout=0.5")
-    counts = []
+    """Over 12 generations of eight episodes, a quarter of which raise."""
+    trouble |= {102: "raises", 107: "raises"}
+    _, game, loop = held()
     for number in range(12):
-        seeds = [*range(100, 108)] if number % 4 == 1 else [*range(100, 105), 106, 107, 108]
-        batch = loop.generate_sequences(starts(game, seeds), SAMPLED, seed=number, first_row=0)
+        batch = loop.generate_sequences(starts(game, [*range(100, 108)]), SAMPLED, seed=number, first_row=0)
         assert Counter(batch.end_reason)["env_error"] == 2, [*batch.failure]
         assert "another thread" not in str([*batch.failure])
-        wait_for(lambda: not user_code.stuck)
-        counts.append((len(user_code.alive) - alive, len(Held.opened)))
-    threads, environments = zip(*counts, strict=True)
-    assert threads[3] == threads[-1] <= 8 + 2 and max(environments) <= 8 + 1  # one is the game's own
+        assert len(Held.opened) <= 8 + 1  # one is the game's own
     loop.close()
     assert not Held.opened and "could not be closed" not in caplog.text
 
@@ -460,30 +452,6 @@ def test_calls_that_never_end_are_counted_said_and_bounded(
     stop_hanging.set()
     wait_for(lambda: not user_code.stuck)
     assert len(Held.opened) == open_ones - 4, "each is closed when its call is over"
-
-
-@pytest.mark.parametrize(
-    ("others", "had"),
-    [
-        ([], 6.4),
-        ([0.0] * 63, 6.4),  # they wait, and this one hangs
-        ([0.1] * 63, 0.1),  # all compute for 0.1 s, one after the other
-        ([6.4], 3.2),  # beside one that computes for ever, it has half of the time
-        ([6.39, *[1e-4] * 63], 3.2),
-    ],
-)
-def test_a_deadline_counts_the_seconds_that_a_thread_had(monkeypatch: pytest.MonkeyPatch, others, had):
-    """Of 6.4 seconds, in which other threads of user code computed for these."""
-    thread = user_code.UserThread()
-    now, times = [100.0], dict.fromkeys(range(len(others)), 5.0)
-    monkeypatch.setattr(user_code, "processor_times", lambda tick: dict(times))
-    monkeypatch.setattr(user_code.time, "monotonic", lambda: now[0])
-    seconds = thread._stopwatch()
-    now[0] += 6.4
-    times = {number: 5.0 + more for number, more in enumerate(others)} | {thread: 0.1}
-    assert seconds() == pytest.approx(had, abs=0.05)
-    monkeypatch.undo()
-    thread.calls.put(None)
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,8 @@ Finding = tuple[str, str]  # (what an exemption would name: module or module:fun
 
 TO_BE_CUT = {  # what still imports an extra by its name: this list only gets shorter
     "layers": {
-        "custom/env_wrapper.py": "",
-        "custom/gym/text_env.py": "",
-        "training/environment.py": "",
-        "training/preparation.py": "",
-        "workers/agent_loop.py": "",
-        "workers/agents/conversation.py": "",
     },
     "pairs": {
-        "extras/interactions/base.py": "",
-        "extras/interactions/gsm8k.py": "",
-        "extras/tools/gsm8k.py": "",
-        "extras/verl/agents.py": "",
         "extras/verl/compat.py": "",
         "extras/verl/__main__.py": "",
         "extras/verl/sft.py": "",
@@ -48,7 +38,7 @@ EXEMPT = {
         "extras/sharding/fsdp2.py": "no kernel, but gradients need it: embeddings return float32, as it is added up",
     },
     "cycles": {},
-    "custom": {"extras/gym/process_env.py": "to be cut"},
+    "custom": {},
     "size": {
         "extras/verl/__main__.py": "to be cut",
         "configs/schema.py": "every setting, once",
@@ -64,7 +54,7 @@ EXEMPT = {
         "extras/sandbox/child.py": "what a policy's program raises is its output",
         "extras/scorers/program.py": "answers what the user's reward raised, in a process of its own",
         "workers/agents/user_code.py": "hands on to whoever waits what the user's code raised in a thread",
-        "workers/agents/toolbox.py": "what a tool raises is an answer to the policy, counted and logged",
+        "workers/agents/tools.py": "what a tool raises is an answer to the policy, counted and logged",
         "workers/agents/episode.py": "an environment or a tool that raises ends its episode, counted and shown",
     },
     "print": {
@@ -96,7 +86,7 @@ EXEMPT = {
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
         "workers/ray_group.py": "hands the environment on to worker processes",
     },
-    "introspection": {"custom/gym/text_env.py": "to be cut", "workers/parallel.py": "to be cut"},
+    "introspection": {"workers/parallel.py": "to be cut"},
 }
 
 

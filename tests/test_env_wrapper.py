@@ -20,10 +20,10 @@ from custom.env_wrapper import ENVIRONMENTS, EnvState, TextEnv, make_env
 from custom.gym import text_env
 from custom.gym.planning import best_actions, shortest_paths
 from custom.gym.text_env import is_success, success_rule
+from custom.gym.texts import last_mention, mark_ansi
 from custom.reward_manager import CustomRewardManager
 from data.protocol import DataProto
 from data.types import NotScored
-from extras.gym.space_text import last_mention, mark_ansi
 from tests.runs import compose
 from training.environment import build_environment
 

@@ -71,7 +71,7 @@ NAMES = {
     "workers.rollout": ["Completion", "Request", "Rollout"],
     "extras.tools.calculator": [],
     "extras.tools.gsm8k": [],
-    "extras.tools.sandbox": [],
+    "extras.sandbox.tool": [],
     "extras.tools.search": [],
     "workers.vllm_rollout_spmd": [],
 }

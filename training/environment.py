@@ -1,27 +1,29 @@
 """The environment, its prompts and its action parser, shared by training and validation."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.errors import ConfigError, notice
-from configs.import_utils import load_extern_object
-from configs.schema import Config, DataConfig, EnvConfig, RolloutConfig, SuccessConfig
+from configs.extras import find, has
+from configs.import_utils import load_extern_object, load_named
+from configs.schema import AgentConfig, Config, DataConfig, EnvConfig, MultiTurnConfig, RolloutConfig, SuccessConfig
 from data.chat import tool_kwargs
 from data.protocol import DataProto
 from data.rl_dataset import get_dataset_class
 from data.seeding import derive_seed
 from data.tool_parsers import ToolParser
+from data.tools import KEY, load_tools
 from data.types import Message
-from extras.tools.files import load_tools
 from training.reward import RewardManager, load_reward_manager
 from training.reward_results import reward_name
 
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 
 
+AGENT_KEY = "actor_rollout_ref.rollout.agent"
 AGENT_COLUMN = "agent_name"  # verl's: what begins with a row
 SINGLE_TURN, TOOL_AGENT, ENVIRONMENT = "single_turn_agent", "tool_agent", "environment"
 
@@ -91,10 +93,7 @@ def build_environment(config: Config) -> Any | None:
     if settings.id is None:
         return None
     if agent := config.actor_rollout_ref.rollout.agent.default_agent_loop:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.agent.default_agent_loop={agent}, and env.id={settings.id}: an agent plays "
-            "rows of data.train_files. Take one of the two back."
-        )
+        raise ConfigError(f"{AGENT_KEY}.default_agent_loop={agent} plays rows, and env.id={settings.id} is set too.")
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
     given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
@@ -102,10 +101,10 @@ def build_environment(config: Config) -> Any | None:
     given |= {key: value for key, value in optional.items() if value is not None}  # a factory need not know the others
     if settings.mode == "episode":
         given["from_start"] = True
-    if settings.processes or settings.timeout != EnvConfig().timeout:
+    if settings.in_processes or settings.timeout != EnvConfig().timeout:
         given |= {"timeout": settings.timeout}
-    if settings.processes:
-        given |= {"processes": settings.processes}
+    of_extras = [item.name for item in fields(settings) if "factory" in item.metadata]
+    given |= {name: settings[name] for name in of_extras if settings[name]}
     if settings.success != SuccessConfig():
         given["success"] = settings.success
     try:
@@ -142,17 +141,14 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
         wanted = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
         raise ConfigError(
             f"{wanted}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
-            "turn_messages(state), so episodes cannot be shown to the policy. Make it a subclass of CustomEnvDataset "
-            "(custom/env_dataset.py), or train on single states (env.mode=step) and validate on them "
-            "(env.val_episodes=0, env.val_size)."
+            "turn_messages(state) to show episodes by: make it a subclass of CustomEnvDataset."
         )
     classes = [one for one in type(reward).__mro__ if one.__module__ != "custom.reward_manager"]
     unused = [name for name in ("__call__", "score") if any(name in vars(one) for one in classes)]
     if config.env.mode == "episode" and unused:
         notice(
-            f"{reward_name(reward)}: env.mode=episode does not call its {' and '.join(unused)}. The environment pays "
-            "for its episodes, and of the manager extract_action alone is called. Put the reward into the environment "
-            "(a gymnasium wrapper), or train on single states: env.mode=step."
+            f"{reward_name(reward)}: env.mode=episode does not call its {' and '.join(unused)}: the environment pays. "
+            "Put the reward into a gymnasium wrapper, or train on single states: env.mode=step."
         )
     if seeds := episode_seeds(config.env)[:STARTS_CHECKED]:
         dataset.check_sizes(map(environment.start_state, seeds), "validation episodes")
@@ -163,7 +159,7 @@ def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvS
     """Builds the setup that the driver has checked anew from the config, where episodes are played."""
     environment, rollout, tools = build_environment(config), config.actor_rollout_ref.rollout, {}
     if uses_tools(rollout):
-        found = load_tools(rollout.multi_turn.tool_config_path, rollout.multi_turn.function_tool_path)
+        found = load_tools(rollout.multi_turn)
         parser = ToolParser.get_tool_parser(rollout.multi_turn.format, tokenizer)
         tools = tool_kwargs([tool.tool_schema.model_dump() for tool in found.values()], parser, tokenizer)
     dataset = env_dataset(data_settings(config, tools), environment, tokenizer, size=1)
@@ -174,7 +170,64 @@ def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvS
 def uses_tools(rollout: RolloutConfig) -> bool:
     """Whether the policy may call tools of files."""
     settings = rollout.multi_turn
-    return settings.enable and bool(settings.tool_config_path or settings.function_tool_path)
+    return settings.enable and bool(settings.files())
+
+
+def load_users(settings: MultiTurnConfig) -> Any | None:
+    """Loads the simulated users that speak to the policy; None: there are none."""
+    path = settings.files().get("interaction_config_path")
+    return path and find("source", "interactions", f"{KEY}.interaction_config_path")(path, settings.tool_timeout)
+
+
+@dataclass(eq=False)
+class Agent:
+    """A class that plays episodes, an `Episode` or an agent loop, under the name that rows call it by.
+
+    Attributes:
+        settings: arguments of its constructor.
+        is_ready: whether its `init_class` was called, which prepares what its episodes share.
+        blocks: whether it computes or waits without `await`; an episode then has a thread of its own.
+    """
+
+    name: str
+    cls: Any
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
+        if not isinstance(self.cls, type) or not {"run", "step"} & {*dir(self.cls)}:
+            raise ConfigError(
+                f"{AGENT_KEY}: {self.name} is {self.cls!r}, which plays no episodes: it needs `step` or `run`."
+            )
+
+    @property
+    def kind(self) -> str:
+        """The kind of its episodes in the table of extras."""
+        return "agent_loop" if "run" in dir(self.cls) else "class"
+
+
+def load_agents(config: AgentConfig) -> dict[str, Agent]:
+    """Loads the user's agents by name: those that an extra knows, and default_agent_loop as file.py:Class.
+
+    Raises:
+        ConfigError, ValueError, FileNotFoundError: a file or class that cannot be used, or a default that is none.
+    """
+    agents = find("source", "agents")(config) if has("source", "agents") else {}
+    default = config.default_agent_loop
+    if default is not None and default not in agents:
+        if "." not in default and ":" not in default:
+            raise ConfigError(f"{AGENT_KEY}.default_agent_loop={default}: {known_names(agents)}")
+        agents[default] = Agent(default, load_named(default, f"{AGENT_KEY}.default_agent_loop"))
+    return agents
+
+
+def known_names(agents: Iterable[str]) -> str:
+    """Says which names there are, and how others come to be."""
+    return (
+        f"the agents are {', '.join([SINGLE_TURN, TOOL_AGENT, *agents])}. Yours is file.py:Class in "
+        f"{AGENT_KEY}.default_agent_loop, or has @register(name) in a file of actor_rollout_ref.model.external_lib."
+    )
 
 
 def begin_episodes(prompts: DataProto, agent: str) -> DataProto:

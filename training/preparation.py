@@ -38,9 +38,7 @@ from data.rl_dataset import (
 from data.sampler import Dynamic, PromptLoader, SequentialSampler, create_rl_sampler, epoch_rows, fitting_batch_size
 from data.seeding import seed_everything
 from data.tool_parsers import ToolParser
-from extras.interactions.base import interaction_of, load_interactions
-from extras.tools.files import load_tools
-from extras.verl.agents import known_names, load_agents
+from data.tools import load_tools
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
 from training.environment import (
@@ -53,6 +51,9 @@ from training.environment import (
     build_environment,
     data_settings,
     env_dataset,
+    known_names,
+    load_agents,
+    load_users,
 )
 from training.estimators import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
@@ -318,7 +319,7 @@ def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase
     """
     if not settings.enable:
         return {}
-    tools = load_tools(settings.tool_config_path, settings.function_tool_path, settings.environment_factory)
+    tools = load_tools(settings)
     if not tools:
         return {}
     try:
@@ -344,7 +345,7 @@ def check_goes_on(config: Config, chat: ChatFormat) -> None:
     """Raises ValueError if others speak after an answer, and the template drops what the answer thought."""
     settings, env = config.actor_rollout_ref.rollout.multi_turn, config.env
     plays = env.id is not None and env.mode == "episode" and env.history == "transcript"
-    if plays or (settings.enable and settings.interaction_config_path):
+    if plays or (settings.enable and load_users(settings)):
         chat.check_keeps_thoughts("user")
 
 
@@ -356,9 +357,8 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
     Raises:
         ConfigError: names the row and the remedy.
     """
-    settings, agents, dataset, interactions = rollout.multi_turn, load_agents(rollout.agent), loader.dataset, {}
-    if settings.enable:
-        interactions = load_interactions(settings.interaction_config_path)
+    settings, agents, dataset = rollout.multi_turn, load_agents(rollout.agent), loader.dataset
+    users = load_users(settings) if settings.enable else None
     if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
         rows = enumerate(dataset.rows)
     else:  # an environment's begin none
@@ -374,7 +374,8 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
                 f"once, without tools. Set {MULTI_TURN}.enable=true, or take the column away."
             )
         try:
-            interaction_of(interactions, row)
+            if users is not None:
+                users.check(row)
         except ValueError as error:
             raise ConfigError(f"row {position}: {error}") from error
 

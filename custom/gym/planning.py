@@ -55,8 +55,7 @@ def check_table(table: Table, env: gym.Env) -> None:
     if not is_table(table) or vars(env.unwrapped).get("s") not in table:
         raise ValueError(
             f"{env.unwrapped.spec.id} has a dictionary P that is no transition table: P[state][action] must be a list "
-            "of (probability, next state, reward, terminated), states and actions numbered from 0, and env.s the "
-            "number of the present state. If P is something else, give it another name."
+            "of (probability, next state, reward, terminated), and env.s the state"
         )
 
 

@@ -21,18 +21,8 @@ from configs.errors import notice_once, warns_of_close
 from configs.import_utils import load_module
 from configs.schema import SuccessConfig
 from custom.gym.planning import best_actions, check_table, shortest_paths, transition_table, worst_reward
+from custom.gym.texts import last_mention, mark_ansi, text_of
 from data.types import check_reward, check_text
-from extras.gym.space_text import (
-    action_text,
-    check_observations,
-    how_to_answer,
-    last_mention,
-    mark_ansi,
-    native_action,
-    observation_text,
-    plain_action,
-    read_action,
-)
 
 TRIAL_WALKS, TRIAL_MOVES = 5, 20  # random walks, each played twice, before an environment is used
 MAX_WORLDS = 256  # environments that states are computed in
@@ -45,7 +35,7 @@ class EnvState:
     """A state as plain data, to travel in a dataset row: playing `actions` after `reset(seed)` restores it exactly."""
 
     seed: int
-    actions: tuple[Any, ...]  # plain, as extras/gym/space_text.py has them
+    actions: tuple[Any, ...]  # plain, as custom/gym/texts.py has them
     text: str  # the observation, without the instruction
     feedback: str = ""  # in a running episode: what is said of the last answer if it was no legal action
 
@@ -62,12 +52,6 @@ def split_id(env_id: str) -> tuple[str, str, dict[str, Any]]:
         return "examples/openenv_env.py", "OpenEnv-v0", {"url": url}
     module, _, name = env_id.rpartition(":")
     return module, name, {}
-
-
-def random_walk(env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
-    """`length` random plain actions of `env`, fixed by `seed`."""
-    env.action_space.seed(seed)
-    return tuple(plain_action(env.action_space, env.action_space.sample()) for _ in range(length))
 
 
 def success_rule(rule: SuccessConfig | Mapping[str, Any] | None) -> SuccessConfig | None:
@@ -153,7 +137,7 @@ class TextEnv:
         self._best = lru_cache(maxsize=256)(lambda layout: best_actions(transition_table(self._world(layout))))
         if "action_space" not in dir(self._env.unwrapped):
             raise ValueError(f"{self.env_id} has no action_space: gymnasium asks for one, gym.spaces.Text for any text")
-        self._space = self._env.action_space
+        self._space, self._acted = self._env.action_space, text_of(self._env.action_space, self.env_id)
         self._set_actions(self._space)
         if self.max_turns is None:
             self.max_turns = gym.spec(self._env.unwrapped.spec.id).max_episode_steps or 100
@@ -195,10 +179,8 @@ class TextEnv:
             wait([worst], self.timeout)
         if worst.done():
             return worst.result()
-        raise ValueError(
-            f"{self.env_id} is tried out before it is used, and move {before} took more than env.timeout="
-            f"{self.timeout:g} seconds: raise it, or leave the trial out by repeatable=False"
-        )
+        took = f"move {before} took more than env.timeout={self.timeout:g} seconds"
+        raise ValueError(f"{self.env_id}, tried out: {took}: raise it, or leave the trial out by repeatable=False")
 
     def _play_walks(self) -> float:
         worst, worlds = 0.0, {}
@@ -206,7 +188,7 @@ class TextEnv:
             for seed in range(TRIAL_WALKS):
                 layout = self.layout(seed)
                 env = worlds[layout] = worlds[layout] if layout in worlds else self._make(layout)
-                walk = random_walk(env, seed, TRIAL_MOVES)
+                walk = self._random_walk(env, seed, TRIAL_MOVES)
                 first, second = (list(self._story(env, seed, walk)) for _ in range(2))
                 for played, (moment, again) in enumerate(zip(first, second, strict=False)):
                     self._check_equal(moment, again, f"after reset(seed={seed}) and actions {list(walk[:played])}")
@@ -224,9 +206,8 @@ class TextEnv:
         for what, one, other in zip(("observation", "reward", "end"), moment, again, strict=True):
             if one != other:
                 raise ValueError(
-                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(one)}, the next time "
-                    f"{reprlib.repr(other)}. States are kept as a seed and the actions since, so a reset must restore "
-                    "everything: begin it with super().reset(seed=seed), and draw from self.np_random."
+                    f"{self.env_id} does not repeat itself: {where} the {what} was {reprlib.repr(one)}, then "
+                    f"{reprlib.repr(other)}: begin reset with super().reset(seed=seed), draw from self.np_random"
                 )
 
     def _story(self, env: gym.Env, seed: int, actions: Sequence[Any]) -> Iterator[Moment]:
@@ -238,7 +219,7 @@ class TextEnv:
             for action in actions:
                 self._tried += 1
                 played.append(action)
-                moved = checked_step(env.step(native_action(env.action_space, action)))
+                moved = checked_step(env.step(self._acted.native(action)))
                 observation, reward, terminated, truncated, info = moved
                 if "success" in info and self.success is None:
                     self.success = SuccessConfig(said=True)
@@ -249,30 +230,30 @@ class TextEnv:
     def _set_observations(self) -> None:
         """Chooses how observations become text where no function does it: rendered, or written out."""
         renders = "ansi" in self._env.metadata.get("render_modes", ())
-        self._renders = self.observation_to_text is None and renders
-        self._observed = None
+        self._renders, self._observed = self.observation_to_text is None and renders, None
         if self._renders and self._env.render_mode != "ansi":
             self._close_one(self._env)
             self.env_kwargs = {**self.env_kwargs, "render_mode": "ansi"}
             self._env = self._make(self._layout)
         if self.observation_to_text is None and not renders:
-            self._observed = getattr(self._env, "observation_space", gym.Space())
+            has_space = "observation_space" in dir(self._env.unwrapped)
+            self._observed = text_of(self._env.observation_space if has_space else gym.Space(), self.env_id)
             try:
-                check_observations(self._observed, self.observation_names)
+                self._observed.check(self.observation_names)
             except ValueError as error:
                 raise ValueError(f"{self.env_id}: {error}") from error
 
     @property
     def writes_out(self) -> bool:
         """Whether observations are written out: no function and no rendering makes texts of them, and they are none."""
-        return self._observed is not None and not isinstance(self._observed, gym.spaces.Text)
+        return self._observed is not None and not isinstance(self._observed.space, gym.spaces.Text)
 
     def _set_actions(self, space: gym.Space) -> None:
         self._answers: dict[int, str] = {}
         self._numbered = isinstance(space, gym.spaces.Discrete)
         if not self._numbered:
             if self.text_to_action is None:
-                self.instruction = self._how_to_answer(space) if self.instruction is None else self.instruction
+                self.instruction = self._how_to_answer() if self.instruction is None else self.instruction
             return
         numbers = range(int(space.start), int(space.start + space.n))
         self.action_names = tuple(self.action_names or map(str, numbers))
@@ -284,11 +265,16 @@ class TextEnv:
         for answer in self._answers.values() if self.text_to_action else ():
             self.extract_action(answer)  # one that returns no number says so before anything is trained
 
-    def _how_to_answer(self, space: gym.Space) -> str:
+    def _how_to_answer(self) -> str:
         try:
-            return how_to_answer(space)
+            return self._acted.how_to_answer()
         except ValueError as error:
             raise ValueError(f"{self.env_id}: {error}: pass text_to_action, which makes one of an answer") from error
+
+    @property
+    def module(self) -> str:
+        """Names the module that registers the id; "": none need be loaded."""
+        return split_id(self.env_id)[0]
 
     @property
     def actions(self) -> tuple[int, ...]:
@@ -335,12 +321,17 @@ class TextEnv:
             paths = shortest_paths(table, env.unwrapped.s)
         if not paths:
             seed_of_moves, length = int(rng.integers(2**31)), int(rng.integers(self.max_walk + 1))
-            return random_walk(env, seed_of_moves, length)
+            return self._random_walk(env, seed_of_moves, length)
         best = self._best(self.layout(seed))
         useful = [path for state, path in paths.items() if not best[state].all()]
         if not useful:
             raise ValueError(f"{self.env_id}, seed {seed}: no action is better than another; is the goal within reach?")
         return useful[rng.integers(len(useful))]
+
+    def _random_walk(self, env: gym.Env, seed: int, length: int) -> tuple[Any, ...]:
+        """Returns `length` random plain actions of `env`, fixed by `seed`."""
+        env.action_space.seed(seed)
+        return tuple(self._acted.plain(env.action_space.sample()) for _ in range(length))
 
     def optimal_actions(self, state: EnvState) -> tuple[int, ...]:
         """All optimal actions by the environment's own transition table; () where it has none."""
@@ -368,7 +359,7 @@ class TextEnv:
         env = self._world(self.layout(state.seed))
         self._restore(env, state.seed, state.actions)
         with self._blame(state.seed, [*state.actions, action]):
-            return checked_step(env.step(native_action(self._space, action)))[1]
+            return checked_step(env.step(self._acted.native(action)))[1]
 
     def state_to_text(self, state: EnvState) -> str:
         """The prompt: the instruction, if there is one, and the observation."""
@@ -380,7 +371,7 @@ class TextEnv:
             action = self.text_to_action(text)
             return self._legal(action, f"text_to_action returned {action!r} for the answer {text!r}")
         if not self._numbered:
-            return self._legal(read_action(self._space, text))
+            return self._legal(self._acted.read(text))
         index = last_mention(self.action_names, text)
         return None if index is None else self.actions[index]
 
@@ -390,7 +381,7 @@ class TextEnv:
         if action is None:
             return None
         try:
-            plain = float(action) if self._numbered else plain_action(self._space, action)
+            plain = float(action) if self._numbered else self._acted.plain(action)
             if self._numbered and not plain.is_integer():
                 raise ValueError
         except (TypeError, ValueError, KeyError):
@@ -398,11 +389,11 @@ class TextEnv:
             rule = f"an action of {self.env_id} {form} {self._space}, or None where the text names none"
             raise ValueError(f"{said or f'the action {action!r} was given'}: {rule}") from None
         plain = int(plain) if self._numbered else plain
-        return plain if self._space.contains(native_action(self._space, plain)) else None
+        return plain if self._space.contains(self._acted.native(plain)) else None
 
     def action_to_text(self, action: Any) -> str:
         """The canonical answer for an action, as a demonstration; `extract_action` is sure to read it back."""
-        answer = self._answers.get(action) if self._numbered else action_text(self._space, action)
+        answer = self._answers.get(action) if self._numbered else self._acted.answer(action)
         if answer is None or self.extract_action(answer) != action:
             raise ValueError(f"{self.env_id} has no answer that reads as {action} (found {answer!r}): set action_names")
         return answer
@@ -449,7 +440,7 @@ class TextEnv:
         if legal:
             self._actions.append(action)
             with self._blame(self._seed, self._actions):
-                moved = checked_step(self._env.step(native_action(self._space, action)))
+                moved = checked_step(self._env.step(self._acted.native(action)))
                 observation, reward, terminated, truncated, said = moved
                 self._text = self._observe(self._env, observation)
         self._invalid += not legal
@@ -464,10 +455,7 @@ class TextEnv:
             fair = self._over and (legal or not terminated)
             success = fair and is_success(self.success, terminated, reward, self._return, self._said)
         elif "success" in said:
-            notice_once(
-                f"{self.env_id} says info['success'] now, which it did not in the random walks at the start: it is not "
-                "counted. Set env.success.said=true to have it counted in all episodes; what says nothing is none then."
-            )
+            notice_once(f"{self.env_id} says info['success'] now, and not at the start: set env.success.said=true.")
         own = {"success": success, "action": action, "turns": self._turns, "invalid": self._invalid}
         info = {**said, **own, "return": self._return, "end_reason": reason}
         return self.state.reply, reward, terminated, self._over and not terminated, info
@@ -510,7 +498,7 @@ class TextEnv:
         if self._renders:
             text = env.render()
         elif self._observed is not None:
-            text = observation_text(self._observed, observation, self.observation_names)
+            text = self._observed.write(observation, self.observation_names)
         else:
             text = self.observation_to_text(env.unwrapped, observation)
         if not isinstance(text, str):
@@ -526,7 +514,7 @@ class TextEnv:
             observation, _ = env.reset(seed=seed)
             for action in actions:
                 played.append(action)
-                observation, _, terminated, truncated, _ = env.step(native_action(self._space, action))
+                observation, _, terminated, truncated, _ = env.step(self._acted.native(action))
                 if terminated or truncated:
                     break
             else:

@@ -19,9 +19,9 @@ import cloudpickle
 
 from configs.errors import users_line
 from configs.import_utils import load_module
-from custom.gym.text_env import EnvState, TextEnv, split_id
 from data.concurrency import run_in_background
 from extras.processes.child import START_SECONDS, Channel, Child, ProcessEnded
+from training.environment import Environment
 
 READ = ("success", "action", "turns", "invalid", "return", "end_reason")  # of info; the rest stays in the process
 Story = tuple[tuple[str, tuple[Any, ...]], ...]  # methods of TextEnv and arguments: (("reset", (7, ())), ("act", (2,)))
@@ -38,7 +38,7 @@ class ProcessEnv:
         RuntimeError: the environment raised, or its process ended.
     """
 
-    def __init__(self, environment: TextEnv, processes: int, timeout: float | None = 60.0) -> None:
+    def __init__(self, environment: Environment, processes: int, timeout: float | None = 60.0) -> None:
         if processes < 1:
             raise ValueError(f"processes={processes}: at least 1; 0 in env.processes plays in the run's own process")
         self.environment, self.processes, self.timeout = environment, processes, timeout
@@ -100,7 +100,7 @@ class ProcessEnv:
         return self.act(self.environment.extract_action(text))
 
     @property
-    def state(self) -> EnvState:
+    def state(self) -> Any:
         """As `TextEnv.state`."""
         return self._state
 
@@ -119,7 +119,7 @@ class Process:
     """Plays episodes in a process. `lock` is to be held around `start` and `call`; `life` counts the starts, and
     `end` says how the process before this one ended."""
 
-    def __init__(self, environment: TextEnv, timeout: float | None) -> None:
+    def __init__(self, environment: Environment, timeout: float | None) -> None:
         self.environment, self.timeout, self.lock = environment, timeout, threading.Lock()
         self._child, self._forgotten, self.end = Child(serve, partial(pack, environment)), deque(), ""
 
@@ -131,7 +131,7 @@ class Process:
         """Gives back what an episode holds, at the next call."""
         self._forgotten.append(number)
 
-    def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, EnvState]:
+    def call(self, number: int, chapters: Story, before: Story = ()) -> tuple[Any, Any]:
         """Plays on in the episode `number`; returns the result of the last of the chapters, and the state now.
 
         Raises as `ProcessEnv` says, naming the chapters, those before included.
@@ -169,10 +169,9 @@ def describe(story: Story) -> str:
     return f"after reset(seed={seed}) and actions {[*start, *(action for _, (action,) in acts)]}"
 
 
-def pack(environment: TextEnv) -> bytes:
+def pack(environment: Environment) -> bytes:
     """Returns the first request to a process: the user's module, and the environment."""
-    module, _, _ = split_id(environment.env_id)
-    return pickle.dumps((module, cloudpickle.dumps(environment)))
+    return pickle.dumps((environment.module, cloudpickle.dumps(environment)))
 
 
 def serve(channel: Channel) -> None:
@@ -184,8 +183,8 @@ def serve(channel: Channel) -> None:
     module, pickled = pickle.loads(body)
     if module:
         load_module(module)  # registers the id, and is where the pickled functions are
-    environment: TextEnv = cloudpickle.loads(pickled)
-    episodes: dict[int, TextEnv] = {}
+    environment: Environment = cloudpickle.loads(pickled)
+    episodes: dict[int, Environment] = {}
     channel.write(first, b"")
     while (call := channel.read()) is not None:
         request, body = call
@@ -198,7 +197,7 @@ def serve(channel: Channel) -> None:
         channel.write(request, pickle.dumps(play(episodes[number], chapters)))
 
 
-def play(episode: TextEnv, chapters: Story) -> tuple[Any, Exception | None, str]:
+def play(episode: Environment, chapters: Story) -> tuple[Any, Exception | None, str]:
     """Returns (result of the last chapter, state), exception or None, its traceback."""
     try:
         for method, arguments in chapters:

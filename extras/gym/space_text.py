@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
@@ -24,27 +23,32 @@ NUMBER = re.compile(r"(?<![\w.])(?:(?<!\d)[-+])?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-def last_mention(names: Sequence[str], text: str) -> int | None:
-    """The index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
+class SpaceText:
+    """Writes and reads the values of a space, as text_env asks: custom/gym/texts.py has the methods' contract."""
 
-    Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
-    """
-    words, pattern = _words(tuple(names))
-    found = pattern.findall(text.lower())
-    return words[found[-1]] if found else None
+    def __init__(self, space: gym.Space) -> None:
+        self.space = space
 
+    def check(self, names: Sequence[str] | None) -> None:
+        check_observations(self.space, names)
 
-@lru_cache(maxsize=64)
-def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
-    words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
-    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
+    def write(self, observation: Any, names: Sequence[str] | None = None) -> str:
+        return observation_text(self.space, observation, names)
 
+    def how_to_answer(self) -> str:
+        return how_to_answer(self.space)
 
-def mark_ansi(text: str) -> str:
-    """Turn ANSI-highlighted characters into [X], since they may be the only mark of the player; leave no escapes."""
-    marked = re.sub(r"(?:\x1b\[(?!0?m)[\d;]*m)+([^\x1b]+)(?:\x1b\[0?m)+", r"[\1]", text)
-    return re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?", "", marked)
+    def read(self, answer: str) -> Any | None:
+        return read_action(self.space, answer)
+
+    def answer(self, action: Any) -> str:
+        return action_text(self.space, action)
+
+    def plain(self, action: Any) -> Any:
+        return plain_action(self.space, action)
+
+    def native(self, action: Any) -> Any:
+        return native_action(self.space, action)
 
 
 def check_observations(space: gym.Space, names: Sequence[str] | None = None) -> None:

@@ -1,11 +1,13 @@
 """Simulated users: who the policy talks to where a conversation has more than one question."""
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 from uuid import uuid4
 
 from data.rows import kwargs_in
+from data.tools import AgentData
 from extras.tools.files import load_class, naming_entry, read_entries
+from workers.agents.user_code import in_users_loop
 
 SUFFIX = "Interaction"
 ENTRY_KEYS = {"name", "class_name", "config"}
@@ -47,8 +49,8 @@ class BaseInteraction:
         """Forgets the conversation; called at its end."""
 
 
-def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
-    """The interactions of verl's yaml, by name: a list `interaction` of {name, class_name, config}; None: no file.
+def load_interactions(path: str) -> dict[str, BaseInteraction]:
+    """Loads the interactions of verl's yaml, by name: a list `interaction` of {name, class_name, config}.
 
     A class is named as a.b.Class or file.py:Class. Without a name, it is that of the class in lower case, less
     "Interaction" at its end.
@@ -58,7 +60,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
             twice; names file, key and remedy.
     """
     interactions: dict[str, BaseInteraction] = {}
-    for where, entry in read_entries(path, "interaction", ENTRY_KEYS) if path else []:
+    for where, entry in read_entries(path, "interaction", ENTRY_KEYS):
         found = load_class(entry, where, BaseInteraction)
         name = entry.get("name") or (found.__name__.removesuffix(SUFFIX) or found.__name__).lower()
         if name in interactions:
@@ -71,14 +73,12 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     return interactions
 
 
-def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str, Any]) -> BaseInteraction | None:
-    """Returns the interaction that a row's interaction_kwargs name; None where there are no interactions at all.
+def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str, Any]) -> BaseInteraction:
+    """Returns the interaction that a row's interaction_kwargs name.
 
     Raises:
         ValueError: the row names none, or one that is not there.
     """
-    if not interactions:
-        return None
     known, kwargs = ", ".join(interactions), kwargs_in(row, "interaction_kwargs")
     if "name" not in kwargs:
         raise ValueError(
@@ -91,6 +91,49 @@ def interaction_of(interactions: Mapping[str, BaseInteraction], row: Mapping[str
             f"rollout.multi_turn.interaction_config_path are {known}."
         )
     return interactions[kwargs["name"]]
+
+
+class Users:
+    """Makes the simulated user of a conversation, of those that the yaml at `path` lists; calls have `timeout` seconds.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: as `load_interactions`.
+    """
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self.interactions, self.timeout = load_interactions(path), timeout
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raises ValueError if a row names no interaction, or one that is not there."""
+        interaction_of(self.interactions, row)
+
+    def __call__(self, row: Mapping[str, Any], data: AgentData) -> "Talk":
+        data.interaction = interaction_of(self.interactions, row)
+        data.interaction_kwargs = kwargs_in(row, "interaction_kwargs")
+        return Talk(data.interaction, data.interaction_kwargs, self.timeout)
+
+
+class Talk:
+    """One conversation with a simulated user."""
+
+    def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout: float) -> None:
+        self.interaction, self.kwargs, self.timeout = interaction, kwargs, timeout
+        self.instance: str | None = None  # once it has begun
+
+    async def speak(self, messages: list[dict[str, Any]]) -> tuple[bool, str, float]:
+        user = self.interaction
+        if self.instance is None:
+            self.instance = await self._in_time(user.start_interaction(str(uuid4()), **self.kwargs))
+        is_over, text, score, _ = await self._in_time(user.generate_response(self.instance, messages, **self.kwargs))
+        return is_over, text, float(score)
+
+    async def close(self) -> None:
+        if self.instance is not None:
+            instance, self.instance = self.instance, None
+            await self._in_time(self.interaction.finalize_interaction(instance))
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await in_users_loop(self.interaction, work, self.timeout)
 
 
 def last_answer(messages: list[dict[str, Any]]) -> str:

@@ -1,1 +1,1 @@
-"""Shipped tools: a calculator, a Python sandbox, search, GSM8K's check of an answer. Open it for examples of tools."""
+"""Tools of yaml files, and those that are shipped: a calculator, search, GSM8K's check of an answer."""

@@ -1,4 +1,4 @@
-"""Reads files of tools: verl's yaml of tool classes, Python files of plain functions, and MCP servers.
+"""Reads verl's yaml of tools: classes, functions, and MCP servers.
 
 A yaml entry stands for the tools of some MCP servers (modelcontextprotocol.io; package mcp 2, which vLLM brings along):
 
@@ -12,7 +12,7 @@ is better served at a url.
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,52 +22,21 @@ from typing import Any
 import yaml
 
 from configs.errors import first_line
-from configs.import_utils import load_extern_object, load_module, split_object
+from configs.import_utils import load_named
 from configs.paths import find_path
-from data.tools import TOOL_MARK, BaseTool, FunctionTool, ToolResponse, method_tools
+from data.tools import TOOL_MARK, BaseTool, FunctionTool, ToolResponse
 
 ENTRY_KEYS = {"class_name", "function", "config", "tool_schema", "name", "description", "parameters", "mcp"}
 MCP_SECONDS = 30  # to connect and list the tools
 MCP_KEYS = {"mcp_servers_config_path", "tool_selected_list"}
 
 
-def load_tools(
-    tool_config_path: str | None, function_tool_path: str | None, environment_factory: str | None = None
-) -> dict[str, BaseTool]:
-    """All tools of a yaml and of a file of functions, by name, in the order of the files; None: no such file.
-
-    The yaml has a list `tools` of {class_name, config, tool_schema}: a class by its dotted name or as file.py:Class;
-    tool_schema may be left out where the class has one, or written flat as name, description and parameters. Instead of
-    class_name, `function` names a plain function in the same ways. Of a file of functions, those marked with
-    `@function_tool` are tools; if none is, all its public functions are. Of the objects that a factory makes, public
-    methods are.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError: a file, class or schema that cannot be used, or a name that comes
-            twice; names file, key and remedy.
-    """
-    found = [*(tools_of_yaml(tool_config_path) if tool_config_path else [])]
-    found += tools_of_functions(function_tool_path) if function_tool_path else []
-    found += method_tools(load_factory(environment_factory)()) if environment_factory else []
-    tools: dict[str, BaseTool] = {}
-    for tool in found:
-        if tool.name in tools:
-            files = " and ".join(filter(None, (tool_config_path, function_tool_path, environment_factory)))
-            raise ValueError(f"{files}: two tools are called {tool.name!r}; a call would mean either. Rename one.")
-        tools[tool.name] = tool
-    return tools
-
-
-def load_factory(text: str) -> Callable[[], Any]:
-    """The class or function that makes the environment of an episode. Raises ValueError if it is none."""
-    key = "actor_rollout_ref.rollout.multi_turn.environment_factory"
-    found = load_named(text, key)
-    if not callable(found):
-        raise ValueError(f"{key} is {text}, which is no class and no function: give what makes an environment.")
-    return found
-
-
 def tools_of_yaml(path: str) -> Iterator[BaseTool]:
+    """Yields the tools of a yaml with a list `tools` of {class_name, config, tool_schema}.
+
+    A class is named as a.b.Class or file.py:Class; tool_schema may be left out where the class has one, or be written
+    flat as name, description and parameters. Instead of class_name, `function` names a plain function.
+    """
     for where, entry in read_entries(path, "tools", ENTRY_KEYS):
         config = entry.get("config") or {}
         kind = config.get("type", "native")
@@ -90,24 +59,6 @@ def build_tool(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) 
     found = load_class(entry, where, BaseTool)
     with naming_entry(entry, where):
         return found(config=config, tool_schema=schema)
-
-
-def tools_of_functions(path: str) -> list[FunctionTool]:
-    """The functions marked with `@function_tool`; if there are none, all public ones that the file itself defines."""
-    module = load_module(path)
-    functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
-    marked = [vars(function)[TOOL_MARK] for function in functions if TOOL_MARK in vars(function)]
-    public = [
-        value
-        for name, value in vars(module).items()
-        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-    if not marked and not public:
-        raise ValueError(
-            f"{path} (actor_rollout_ref.rollout.multi_turn.function_tool_path) defines no function: write one with "
-            "type hints and a docstring, and mark it with @function_tool (from data.tools) if there are others."
-        )
-    return marked or [FunctionTool(function) for function in public]
 
 
 def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -137,25 +88,6 @@ def read_entries(path: str, key: str, allowed: Collection[str]) -> Iterator[tupl
         if strangers := sorted(entry.keys() - set(allowed)):
             raise ValueError(f"{where} has the keys {strangers}; it may have {', '.join(sorted(allowed))}.")
         yield where, entry
-
-
-def load_named(text: Any, where: str) -> Any:
-    """The object that `text` names, as a.b.Name or file.py:Name.
-
-    Raises:
-        ValueError: it names none; begins with `where`.
-    """
-    path, name = "", None
-    if isinstance(text, str):
-        path, name = split_object(text)
-        if name is None:
-            path, _, name = text.rpartition(".")
-    if not path or not name:
-        raise ValueError(f"{where} is {text!r}; it must name an object, as package.module.Name or file.py:Name.")
-    try:
-        return load_extern_object(path, name)
-    except (FileNotFoundError, ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{where} is {text!r}: {error}") from error
 
 
 def load_class(entry: Mapping[str, Any], where: str, base: type) -> type:

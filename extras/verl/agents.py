@@ -1,61 +1,18 @@
-"""Classes of the user's that play episodes, by the names that rows and settings call them.
+"""Names of classes that play episodes: those under `@register`, and those that agent.agent_loop_config_path lists.
 
-A row's agent_name says what begins with it, else actor_rollout_ref.rollout.agent.default_agent_loop: a name under
-`@register`, one of the list in agent.agent_loop_config_path, or a class as file.py:Class. The class is an agent loop in
-verl's form (extras/verl/users_loop.py) or an `Episode` (workers/agents/episode.py).
+A class is an agent loop in verl's form (extras/verl/users_loop.py) or an `Episode` (workers/agents/episode.py).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
 from configs.errors import ConfigError, first_line
+from configs.import_utils import load_named
 from configs.paths import find_path
 from configs.schema import AgentConfig
-from extras.tools.files import load_named
-from training.environment import SINGLE_TURN, TOOL_AGENT
-
-KEY = "actor_rollout_ref.rollout.agent"
-
-
-@runtime_checkable
-class Runs(Protocol):
-    def run(self, sampling_params: dict[str, Any]) -> Any:
-        """Plays an episode whole."""
-
-
-@runtime_checkable
-class Steps(Protocol):
-    def step(self, answer: str) -> Any:
-        """Replies to an answer."""
-
-
-@dataclass(eq=False)
-class Agent:
-    """A class that plays episodes, under the name that rows call it by.
-
-    Attributes:
-        settings: arguments of its constructor.
-        is_ready: whether its `init_class` was called, which prepares what its episodes share.
-        blocks: whether it computes or waits without `await`; an episode then has a thread of its own.
-    """
-
-    name: str
-    cls: Any
-    settings: dict[str, Any] = field(default_factory=dict)
-    is_ready: bool = False
-
-    def __post_init__(self) -> None:
-        self.blocks: bool = "blocks" in dir(self.cls) and self.cls.blocks
-        if not isinstance(self.cls, type) or not issubclass(self.cls, Runs | Steps):
-            raise ConfigError(
-                f"{KEY}: {self.name} is {self.cls!r}, which plays no episodes: give a subclass of AgentLoopBase "
-                "(extras/verl/users_loop.py), with a coroutine `run`, or of Episode (workers/agents/episode.py)."
-            )
-
+from training.environment import AGENT_KEY, Agent
 
 _agent_loop_registry: dict[str, Agent] = {}  # verl's name
 
@@ -71,26 +28,8 @@ def register(agent_name: str) -> Callable[[type], type]:
 
 
 def load_agents(config: AgentConfig) -> dict[str, Agent]:
-    """The user's agents by name: those of the yaml or json, of default_agent_loop, and what is registered.
-
-    Raises:
-        ConfigError, ValueError, FileNotFoundError: a file or class that cannot be used, or a default that is none.
-    """
-    agents = {**_agent_loop_registry, **agents_of(config.agent_loop_config_path)}
-    default = config.default_agent_loop
-    if default is not None and default not in agents:
-        if "." not in default and ":" not in default:
-            raise ConfigError(f"{KEY}.default_agent_loop={default}: {known_names(agents)}")
-        agents[default] = Agent(default, load_named(default, f"{KEY}.default_agent_loop"))
-    return agents
-
-
-def known_names(agents: dict[str, Agent]) -> str:
-    """Says which names there are, and how others come to be."""
-    return (
-        f"the agents are {', '.join([SINGLE_TURN, TOOL_AGENT, *agents])}. Register yours with @register(name) in a "
-        f"file that actor_rollout_ref.model.external_lib names, or list it in {KEY}.agent_loop_config_path."
-    )
+    """Returns the agents that are registered, and those of agent_loop_config_path, by name."""
+    return {**_agent_loop_registry, **agents_of(config.agent_loop_config_path)}
 
 
 def agents_of(path: str | None) -> dict[str, Agent]:
@@ -101,12 +40,12 @@ def agents_of(path: str | None) -> dict[str, Agent]:
         return {}
     file = find_path(path)
     if file.suffix not in (".yaml", ".yml", ".json"):
-        classes = load_named(path, f"{KEY}.agent_loop_config_path")()
+        classes = load_named(path, f"{AGENT_KEY}.agent_loop_config_path")()
         return {name: Agent(name, found) for name, found in classes.items()}
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{KEY}.agent_loop_config_path={path} cannot be read: {first_line(error)}.") from error
+        raise ConfigError(f"{AGENT_KEY}.agent_loop_config_path={path} cannot be read: {first_line(error)}.") from error
     agents = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         match entry:
@@ -116,8 +55,8 @@ def agents_of(path: str | None) -> dict[str, Agent]:
                 )
             case _:
                 raise ConfigError(
-                    f"{KEY}.agent_loop_config_path={path} holds {entry!r}; it must be a list of mappings with `name` "
-                    "and `_target_` (package.module.Class), and settings for the constructor beside them."
+                    f"{AGENT_KEY}.agent_loop_config_path={path} holds {entry!r}; it must be a list of mappings with "
+                    "`name` and `_target_` (package.module.Class), and settings for the constructor beside them."
                 )
     return agents
 

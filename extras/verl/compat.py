@@ -37,12 +37,11 @@ from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
 from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
 from data.tools import BaseTool as BaseTool
 from data.tools import ToolResponse as ToolResponse
-from data.tools import ToolSchema
+from data.tools import ToolSchema, load_tools
 from data.tools import function_tool as function_tool
 from extras.interactions.base import BaseInteraction as BaseInteraction
 from extras.rollout_correction.correction import correct_log_probs
 from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold
-from extras.tools.files import load_tools
 from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
@@ -352,7 +351,8 @@ def compute_rollout_correction_and_rejection_mask(
 
 def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[BaseTool]:
     """Returns the tools of a yaml and of a file of functions in a list."""
-    return [*load_tools(tool_config_path, function_tool_path).values()]
+    settings = schema.MultiTurnConfig(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
+    return [*load_tools(settings).values()]
 
 
 initialize_tools_from_config = load_all_tools

@@ -9,7 +9,6 @@ tokens that were sampled.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
 from types import SimpleNamespace
@@ -24,12 +23,10 @@ from data.chat import ChatFormat, as_messages, encode_prompt
 from data.rl_dataset import get_dataset_class
 from data.rows import RUN_COLUMNS, beside, kwargs_in
 from data.types import END_REASON_OF, Completion, Row, Sample, SamplingParams, check_reward
-from extras.verl.agents import Agent, Runs
-from training.environment import AGENT_COLUMN
+from training.environment import Agent
 from training.episode_rows import BROUGHT
-from workers.agents.episode import Episode, EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
-from workers.agents.toolbox import place
-from workers.agents.user_code import in_users_loop
+from workers.agents.episode import EpisodeFailed, Limits, Policy, finish_samples, or_episode_error
+from workers.agents.user_code import UsersEpisode
 
 # What user code may ask of a request beside what SamplingParams has, and the values that change nothing here.
 WITHOUT_EFFECT = {
@@ -198,44 +195,21 @@ class AgentLoopBase:
 AsyncLLMServerManager = LLMServerClient
 
 
-class UsersEpisode(Episode):
-    """An episode of the user's class: an agent loop plays it whole, an `Episode` step by step, each by the deadline of
-    a tool's call.
+class LoopEpisode(UsersEpisode):
+    """An episode that an agent loop plays whole, between two answers by the deadline of a tool's call.
 
     Raises:
         ValueError: the constructor needs what it is not given.
     """
 
     def __init__(self, row: Row, agent: Agent, config: Config, chat: ChatFormat) -> None:
-        super().__init__(row)
-        self.agent, self.config, self.chat = agent, config, chat
+        super().__init__(row, agent, config, chat)
         self.shared = {"tokenizer": chat.tokenizer, "processor": None}
         if not agent.is_ready and "init_class" in dir(agent.cls):
             bind(agent.cls.init_class, {"config": config, **self.shared, **agent.settings}, key=agent.name)()
         agent.is_ready = True
-        self.row = {name: value for name, value in row.items() if name != AGENT_COLUMN}
-        self.timeout = config.actor_rollout_ref.rollout.multi_turn.tool_timeout
-        self.inner: Episode | None = None
-
-    async def start(self) -> None:
-        await self._in_time(self._begin())
-        self.prompt_ids, self.columns = self.inner.prompt_ids, self.inner.columns
-
-    async def _begin(self) -> None:
-        offered = {"row": self.row, "config": self.config, "tokenizer": self.chat.tokenizer, "chat": self.chat}
-        self.inner = bind(self.agent.cls, offered, self.agent.settings, self.agent.name)()
-        await self.inner.start()
-
-    async def step(self, answer: str) -> Any:
-        return await self._in_time(self.inner.step(answer))
-
-    async def close(self) -> None:
-        if self.inner is not None:
-            await self._in_time(self.inner.close())
 
     async def play(self, policy: Policy, chat: ChatFormat, limits: Limits) -> list[Sample]:
-        if not issubclass(self.agent.cls, Runs):
-            return await super().play(policy, chat, limits)
         rollout = self.config.actor_rollout_ref.rollout
         server = LLMServerClient(policy, limits, rollout.prompt_length + limits.response)
         try:
@@ -243,10 +217,6 @@ class UsersEpisode(Episode):
             return await or_episode_error(self._rows(found, server, limits))
         except EpisodeFailed as failure:
             return finish_samples([Sample(self.prompt_ids)], failure.end_reason, {}, server.asked, str(failure))
-
-    async def _in_time(self, work: Any, anew: Any = lambda: False) -> Any:
-        async with place(self.agent) if self.agent.blocks else nullcontext():  # each in a thread
-            return await in_users_loop(self.agent, work, self.timeout, anew)
 
     async def _run(self, server: LLMServerClient) -> Any:
         loop, sampling = self._loop(server), server.policy.sampling
@@ -260,7 +230,7 @@ class UsersEpisode(Episode):
         }  # fmt: skip
         return await bind(loop.run, row, key=self.agent.name)()
 
-    def _loop(self, server: LLMServerClient) -> Runs:
+    def _loop(self, server: LLMServerClient) -> Any:
         """Makes the agent loop of this episode, of what its constructor names."""
         section = SimpleNamespace(config=self.config.data)
         offered = {

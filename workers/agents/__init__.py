@@ -1,4 +1,3 @@
 """Episodes: the policy and an environment, tools or a simulated user take turns. Open it to see how an episode is
-played (episode.py), or how an environment (environment.py), a conversation (conversation.py) or the calls of tools
-(toolbox.py) answer.
+played (episode.py), and how an environment (environment.py), tools (tools.py) or a user's class (user_code.py) answer.
 """

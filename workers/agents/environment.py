@@ -10,17 +10,17 @@ from workers.agents.episode import Episode
 from workers.agents.user_code import UserThread
 
 
-class Seat:
+class EnvSlot:
     """An environment and the thread that it was made in, where all its calls are made: many belong to theirs."""
 
     def __init__(self) -> None:
-        self.thread, self.environment = UserThread.take(), None
+        self.thread, self.environment = UserThread(), None
 
     async def leave(self, timeout: float | None) -> None:
-        """Closes the environment, and gives the thread back; what it raises, or that it hangs, is warned of."""
+        """Closes the environment, and ends the thread; what it raises, or that it hangs, is warned of."""
         with warns_of_close("an environment"):
             await self.thread.run(self.close, deadline=timeout)
-        self.thread.give_back()
+        self.thread.end()
 
     def close(self) -> None:
         environment, self.environment = self.environment, None
@@ -38,12 +38,12 @@ class EnvEpisode(Episode):
     there, or else made, and given back at the end; one that failed is closed.
     """
 
-    def __init__(self, row: Row, game: EnvSetup, free: list[Seat], apart: bool, timeout: float | None) -> None:
+    def __init__(self, row: Row, game: EnvSetup, free: list[EnvSlot], apart: bool, timeout: float | None) -> None:
         self.prompt_ids = row["raw_prompt_ids"]
         self.seed, self.actions = row["extra_info"]["state"].seed, row["extra_info"]["state"].actions
         self.columns = {"success": None, "invalid_actions": 0, "reset_seed": self.seed}
         self.game, self.free, self.apart, self.timeout = game, free, apart, timeout
-        self.seat: Seat | None = None
+        self.slot: EnvSlot | None = None
         self.is_reset = self.is_usable = False
 
     async def start(self) -> None:
@@ -55,28 +55,28 @@ class EnvEpisode(Episode):
 
     async def close(self) -> None:
         if self.is_usable:
-            self.free.append(self.seat)
-        elif self.seat is not None and not self.seat.thread.given_up:
-            await self.seat.leave(self.timeout)
+            self.free.append(self.slot)
+        elif self.slot is not None and not self.slot.thread.given_up:
+            await self.slot.leave(self.timeout)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self.seat is None:
-            self.seat = self.free.pop() if self.free else Seat()
-        self.is_usable, seat = False, self.seat
-        result = await seat.thread.run(function, *arguments, deadline=self.timeout, last=seat.close)
+        if self.slot is None:
+            self.slot = self.free.pop() if self.free else EnvSlot()
+        self.is_usable, slot = False, self.slot
+        result = await slot.thread.run(function, *arguments, deadline=self.timeout, last=slot.close)
         self.is_usable = True
         return result
 
     def _reset(self) -> None:
-        if self.seat.environment is None:
-            self.seat.environment = self.game.environment.clone()
-        self.seat.environment.reset(self.seed, self.actions)
+        if self.slot.environment is None:
+            self.slot.environment = self.game.environment.clone()
+        self.slot.environment.reset(self.seed, self.actions)
         self.is_reset = True
 
     def _begin(self) -> list[int]:
         """Resets the environment; returns the token ids of the first prompt."""
         self._reset()
-        prompt_ids = self.game.dataset.encode_state(self.seat.environment.state)
+        prompt_ids = self.game.dataset.encode_state(self.slot.environment.state)
         if prompt_ids is None:
             raise ValueError("the first prompt is longer than data.max_prompt_length: raise it")
         return prompt_ids
@@ -84,7 +84,7 @@ class EnvEpisode(Episode):
     def _act(self, answer: str) -> Reply:
         if not self.is_reset:
             self._reset()
-        game, environment = self.game, self.seat.environment
+        game, environment = self.game, self.slot.environment
         _, reward, _, _, info = environment.act(game.reader.extract_action(answer))
         columns = {"success": info["success"], "invalid_actions": info["invalid"]}
         if info["end_reason"] is not None:

@@ -1,7 +1,7 @@
 """Episodes: the policy and somebody else take turns, and every token is kept as it was sampled.
 
 `play` is the whole of it, for training and for validation. Whom the policy talks to is an `Episode`: an environment
-(workers/agents/environment.py), tools and a simulated user (workers/agents/conversation.py), or one of the user's own.
+(workers/agents/environment.py), tools and a simulated user (workers/agents/tools.py), or a class of the user's own.
 """
 
 from abc import ABC, abstractmethod

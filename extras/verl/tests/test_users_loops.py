@@ -20,11 +20,11 @@ from data.protocol import DataProto, object_array
 from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser
 from data.tools import function_tool
 from data.types import Completion, SamplingParams
-from extras.verl.agents import _agent_loop_registry, load_agents, register
+from extras.verl.agents import _agent_loop_registry, register
 from extras.verl.users_loop import AgentLoopBase, AgentLoopOutput, sample_of, sampling_of
 from tests.engines import Scripted
 from tests.runs import compose
-from training.environment import begin_episodes
+from training.environment import begin_episodes, load_agents
 from training.metric_utils import compute_data_metrics
 from training.reward import add_scores, load_reward_manager
 from training.reward_function import FunctionReward
@@ -243,7 +243,7 @@ def test_a_loop_of_a_yaml_gets_its_settings_and_verls_arguments(tmp_path: Path):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_failures_of_a_loop_are_those_of_any_episode(monkeypatch, blocks):
+def test_failures_of_a_loop_are_those_of_any_episode(blocks):
     """Raising, hanging and wrong results end the episode, counted; time in which the policy answers does not count."""
 
     @register("failing")
@@ -264,7 +264,6 @@ def test_failures_of_a_loop_are_those_of_any_episode(monkeypatch, blocks):
             return done if kind == "raw" else output(prompt, list(done), [1, 1] if kind == "ragged" else None)
 
     Failing.blocks = blocks
-    monkeypatch.setattr("workers.agents.user_code.LONGEST_STEP", 0.1)
     kinds = ["fine", "waits", "hangs", "stop", "forged", "raw", "ragged"]
     config = settings("actor_rollout_ref.rollout.multi_turn.tool_timeout=0.3")
     batch = played("failing", count=len(kinds), config=config, kind=kinds)

@@ -44,7 +44,7 @@ from training.ray_trainer import RayPPOTrainer
 from training.reward import add_scores, load_reward_manager, reward_metrics
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
-from workers.agents.conversation import ToolEpisodes
+from workers.agents.tools import ToolEpisodes
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 
 FORMS = Path(__file__).parent / "verl_forms"

@@ -1,4 +1,4 @@
-"""The tool that runs a program that a policy writes, in a sandbox (extras/sandbox)."""
+"""The tool that runs a program that a policy writes, in a sandbox."""
 
 import signal
 from typing import Any

@@ -1,9 +1,6 @@
 """Simulated users: found in yaml files and named by rows, and the conversations that they lead."""
 
 import asyncio
-import json
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +8,19 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
-from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
-from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from custom.tiny_model import build_tokenizer
 from data.files import dump_jsonl
 from data.http import RequestRefused
 from data.rl_dataset import RLHFDataset
 from data.sampler import PromptLoader, SequentialSampler
-from data.tool_parsers import ToolParser
 from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
 from extras.interactions.endpoint import EndpointInteraction
 from tests.servers import answering
-from training.preparation import check_rows, describe_tools
-from workers.agents.conversation import ToolEpisode, ToolEpisodes
+from training.preparation import check_rows
+from workers.agents.tools import ToolEpisode, ToolEpisodes
 from workers.agents.user_code import Overdue
 
-GSM8K = "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}]"
+GSM8K = "interaction: [{class_name: extras.interactions.gsm8k.Gsm8kInteraction, config: {}}]"
 TWICE = "{class_name: extras.interactions.base.BaseInteraction}"
 SCRIPTED = "interaction: [{name: user, class_name: extras.interactions.scripted.ScriptedInteraction}]"
 
@@ -51,7 +46,7 @@ def episodes(path: str, **settings: Any) -> ToolEpisodes:
 
 def test_verls_user_asks_until_the_answer_is_right(write):
     make = episodes(write("users.yaml", GSM8K))
-    assert make.interactions["gsm8k"].config == {"name": "gsm8k"}, "the name of its class"
+    assert make.users.interactions["gsm8k"].config == {"name": "gsm8k"}, "the name of its class"
     episode = make(row(name="gsm8k", query="…", ground_truth="18"))
     wrong, right = talk(episode, "#### 17", "#### 18")
     assert wrong.messages == [
@@ -73,7 +68,7 @@ def test_a_script_is_said_line_by_line_and_ends_early_where_that_is_asked_for(wr
     assert [reply.end_reason for reply in replies] == [None, None, "terminated"]
     [only] = talk(make(row(name="user", script=script, until="^yes")), "yes!")
     assert (only.end_reason, only.reward) == ("terminated", 1.0)
-    assert not make.interactions["user"].said  # forgotten with the conversations
+    assert not make.users.interactions["user"].said  # forgotten with the conversations
 
 
 def test_the_last_answer_is_scored_at_the_limit_of_turns(write):
@@ -98,7 +93,7 @@ def test_a_user_that_raises_or_hangs_is_the_episodes_failure(write):
         "mine.py",
         """
         import asyncio
-        from extras.verl.compat import BaseInteraction
+        from extras.interactions.base import BaseInteraction
 
         class Mine(BaseInteraction):
             async def generate_response(self, instance_id, messages, mood=None, **kwargs):
@@ -137,7 +132,6 @@ def test_a_yaml_that_cannot_be_used_says_where_and_why(write, text, words):
 
 def test_a_row_names_who_speaks():
     known = {"a": BaseInteraction({"name": "a"})}
-    assert interaction_of({}, {}) is None
     assert interaction_of(known, {"interaction_kwargs": {"name": "a"}}) is known["a"]
     with pytest.raises(ValueError, match=r"'name' key is required in interaction_kwargs: .* one of a"):
         interaction_of(known, {})
@@ -178,89 +172,6 @@ def test_rows_that_ask_for_what_there_is_pass(write, tmp_path):
     users = MultiTurnConfig(enable=True, interaction_config_path=write("users.yaml", SCRIPTED))
     check_rows(RolloutConfig(multi_turn=users), data, [])
     check_rows(RolloutConfig(), data, [])
-
-
-@pytest.fixture
-def calculator(write):
-    return MultiTurnConfig(
-        enable=True, tool_config_path=write("tools.yaml", "tools: [{class_name: extras.tools.calculator.Calculator}]")
-    )
-
-
-def test_a_template_that_shows_tools_is_given_their_schemas(calculator, capsys):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
-    kwargs = describe_tools(calculator, tokenizer)
-    [schema] = kwargs.pop("tools")
-    assert schema["function"]["name"] == "calculator" and not kwargs
-    assert "chat template" not in capsys.readouterr().err
-    assert describe_tools(MultiTurnConfig(), tokenizer) == {}
-    with pytest.raises(ConfigError, match=re.escape("multi_turn.format=x: Unknown tool parser: 'x'")):
-        describe_tools(replace(calculator, format="x"), tokenizer)
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["that ignores tools", "that is none"])
-def test_the_system_message_describes_tools_where_the_template_does_not(calculator, form, template, capsys):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    kwargs = describe_tools(replace(calculator, format=form), tokenizer)
-    assert (
-        f"the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format={form} calls"
-        in (capsys.readouterr().err)
-    )
-    question = {"role": "user", "content": "6*7?"}
-    [schema] = kwargs["tools"]
-    for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
-        prompt = tokenizer.decode(encode_prompt(messages, tokenizer, **kwargs))
-        assert json.dumps(schema) in prompt and prompt.index(json.dumps(schema)) < prompt.index("6*7?")
-        assert prompt.count("system") == 1 and ("Be brief.\n\n" in prompt) == (len(messages) == 2)
-    parser = ToolParser.get_tool_parser(form)
-    written = parser.write("calculator", {"expression": "6*7"})
-    assert all(mark in kwargs["tool_text"] for mark in re.findall(r'<.*?>|"\w+": ', written))
-
-
-@pytest.mark.parametrize("shown", [False, True], ids=["by the system message", "by the template"])
-def test_descriptions_that_spell_special_tokens_out_are_text(calculator, shown):
-    tokenizer = build_tokenizer()
-    if shown:
-        tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
-    schema = describe_tools(calculator, tokenizer)["tools"][0]
-    schema["function"]["description"] = "<|end|><|user|>"
-    kwargs = tool_kwargs([schema], ToolParser.get_tool_parser("hermes"), tokenizer)
-    assert ("tool_text" in kwargs) != shown
-    ids = encode_prompt([{"role": "user", "content": "a"}], tokenizer, **kwargs)
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1
-    assert "<|end|><|user|>" in tokenizer.decode(ids[: -len("<|user|>a")])
-
-
-def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):
-    chat = ChatFormat(tokenizer := build_tokenizer(), describe_tools(calculator, tokenizer))
-    question, answer = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
-    thanks = {"role": "user", "content": "so?"}
-    begun = chat.prompt_ids([question])
-    whole = chat.prompt_ids([question, answer, thanks])
-    assert [*begun, *tokenizer.encode("42"), *chat.increment([thanks], stopped=False)] == whole
-
-
-@pytest.mark.parametrize(
-    ("form", "template"),
-    [
-        ("plain", CHAT_TEMPLATE),
-        (
-            "hermes",
-            "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
-            "{% endif %}{{ message['content'] }}{% endfor %}",
-        ),
-        ("hermes", "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"),
-    ],
-    ids=["a format without a layout", "a template that refuses system messages", "one that drops them"],
-)
-def test_that_the_policy_reads_nothing_of_a_tool_is_told(calculator, form, template, capsys):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    assert [*describe_tools(replace(calculator, format=form), tokenizer)] == ["tools"]
-    assert "so the policy reads nothing of calculator" in capsys.readouterr().err
 
 
 # A user that a model plays

@@ -1,46 +1,209 @@
-"""Rows of data as episodes: the policy calls tools, and talks to a simulated user."""
+"""Conversations about rows: the policy calls tools, whose results it reads, and a simulated user may speak to it."""
 
+import asyncio
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from types import SimpleNamespace
-from typing import Any
-from uuid import uuid4
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.import_utils import bind
+from configs.errors import notice_once, printable, users_line
+from configs.import_utils import accepts, bind
 from configs.schema import MultiTurnConfig
 from data.chat import ChatFormat, as_messages, as_text, encode_pieces, tool_kwargs
 from data.rows import RUN_COLUMNS, beside, kwargs_in
-from data.tool_parsers import ParsedAnswer, ToolParser
-from data.tools import MethodTool
+from data.tool_parsers import ParsedAnswer, ToolCall, ToolParser, without_thoughts
+from data.tools import (
+    AgentData,
+    BaseTool,
+    MethodTool,
+    ToolResponse,
+    as_response,
+    as_reward,
+    checked_arguments,
+    load_factory,
+    load_tools,
+)
 from data.types import Reply, Row, check_text
-from extras.interactions.base import BaseInteraction, interaction_of, load_interactions
-from extras.tools.files import load_factory, load_tools
+from training.environment import load_users
 from workers.agents.episode import Episode
-from workers.agents.toolbox import Toolbox, place
-from workers.agents.user_code import in_users_loop
+from workers.agents.user_code import Overdue, in_users_loop, place
 
 OF_THE_POLICY = ("malformed", "unknown_tool", "bad_arguments", "not_run")  # failures of calls that are its own fault
+
+
+@dataclass
+class ToolReplies:
+    """Results of the calls of one answer.
+
+    Attributes:
+        messages: one of the role tool for each call, in their order, and for each that is malformed.
+        rewards: one a call; 0 for one that failed.
+        counts: "calls", and of those that failed malformed, unknown_tool, bad_arguments, raised, timeout and not_run.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str, name: str | None = None, reward: float = 0.0, failure: str | None = None) -> None:
+        self.messages.append({"role": "tool", **({"name": name} if name else {}), "content": text})
+        self.rewards.append(reward)
+        self.counts["calls"] += 1
+        if failure is not None:
+            self.counts[failure] += 1
+
+
+class Toolbox:
+    """The tools of one episode.
+
+    Args:
+        tools: by name; shared by all episodes.
+        tools_kwargs: of the row, by name of the tool: create_kwargs, execute_kwargs, calc_reward_kwargs,
+            release_kwargs.
+
+    Attributes:
+        data: the episode, for tools whose `execute` takes `agent_data`.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, BaseTool],
+        parser: ToolParser,
+        settings: MultiTurnConfig,
+        tools_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tools, self.parser, self.settings = tools, parser, settings
+        self.schemas = {name: tool.tool_schema for name, tool in tools.items()}
+        self.data = AgentData(tools_kwargs=tools_kwargs or {})
+        self.instances: dict[str, str] = {}  # by name of the tool
+        self.creating = asyncio.Lock()
+
+    def parse(self, answer: str) -> ParsedAnswer:
+        return self.parser.parse(without_thoughts(answer), self.schemas)
+
+    async def respond(self, parsed: ParsedAnswer) -> ToolReplies:
+        """Runs the calls of an answer, the first max_parallel_calls of them side by side.
+
+        The policy reads what a tool raises, and earns nothing by that call. Raises ValueError for what cannot be read.
+        """
+        replies, most = ToolReplies(), self.settings.max_parallel_calls
+        calls, rest = parsed.calls[:most], parsed.calls[most:]
+        answers = await asyncio.gather(*map(self._answer, calls))
+        for call, (text, reward, failure) in zip(calls, answers, strict=True):
+            check_text(text, f"tool {call.name}")
+            replies.add(self._cut(text), call.name, reward, failure)
+        for error in parsed.errors:
+            replies.add(f"Error: {error}", failure="malformed")
+        for call in rest:
+            replies.add(f"Error: not run, as only {most} may be called at once", call.name, failure="not_run")
+        return replies
+
+    async def finish(self) -> dict[str, float]:
+        """Returns the reward of the whole episode by name of the tools that were called."""
+        return {
+            name: as_reward(await self._call(name, "calc_reward", instance, **self._kwargs(name, "calc_reward")))
+            for name, instance in self.instances.items()
+        }
+
+    async def close(self) -> None:
+        """Releases what was created; what a tool raises there is warned of, as its episode is over."""
+        while self.instances:
+            name, instance = self.instances.popitem()
+            try:
+                await self._call(name, "release", instance, **self._kwargs(name, "release"))
+            except Exception as error:
+                warn_once(name, error)
+
+    async def _answer(self, call: ToolCall) -> tuple[str, float, str | None]:
+        """Returns (text for the policy, reward, kind of failure) of one call."""
+        if call.name not in self.tools:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(self.tools)}", 0.0, "unknown_tool"
+        try:
+            arguments = checked_arguments(self.schemas[call.name], call.arguments)
+        except ValueError as error:
+            return f"Error: {error}", 0.0, "bad_arguments"
+        try:
+            response, reward = await self._execute(call.name, arguments)
+        except Overdue:
+            return f"Error: no answer in {self.settings.tool_timeout:g} seconds", 0.0, "timeout"
+        except Exception as error:  # whatever the user's tool raises is an answer to the policy, and is counted
+            warn_once(call.name, error)
+            return printable(f"Error when executing tool: {error}"), 0.0, "raised"
+        return "" if response.text is None else response.text, reward, None
+
+    async def _execute(self, name: str, arguments: dict[str, Any]) -> tuple[ToolResponse, float]:
+        async with self.creating:  # parallel calls share the instance
+            if name not in self.instances:
+                created = await self._call(name, "create", create_kwargs=self._kwargs(name, "create"))
+                self.instances[name] = created[0] if isinstance(created, tuple) else created
+        kwargs = self._kwargs(name, "execute")
+        if accepts(self.tools[name].execute, "agent_data"):
+            kwargs = kwargs | {"agent_data": self.data}
+        result = await self._call(name, "execute", self.instances[name], arguments, **kwargs)
+        response, reward, _ = result
+        return as_response(response), as_reward(reward)
+
+    async def _call(self, name: str, method: str, *arguments: Any, **kwargs: Any) -> Any:
+        """Awaits a method of a tool; what waits because `max_concurrent` calls are under way has no deadline yet."""
+        tool = self.tools[name]
+        async with place(tool.queue, tool.max_concurrent):
+            return await in_users_loop(tool, getattr(tool, method)(*arguments, **kwargs), self.settings.tool_timeout)
+
+    def _kwargs(self, name: str, step: str) -> dict[str, Any]:
+        return (self.data.tools_kwargs.get(name) or {}).get(f"{step}_kwargs") or {}
+
+    def _cut(self, text: str) -> str:
+        return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
+
+
+def truncate(text: str, limit: int, side: str) -> str:
+    """Returns `text` without what exceeds `limit` characters on the named side: left, right or middle."""
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[-limit:]
+    if side == "right":
+        return text[:limit] + "...(truncated)"
+    half = limit // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def warn_once(name: str, error: Exception) -> None:
+    """Warns of what a tool raised, once for each line: the policy, which is told, is not who can mend it."""
+    place = users_line(error)
+    where = f" ({place})" if place else ""
+    notice_once(f"the tool {name} raised {type(error).__name__}: {error}{where}", about=(name, place))
+
+
+class User(Protocol):
+    """A simulated user in one conversation."""
+
+    async def speak(self, messages: list[dict[str, Any]]) -> tuple[bool, str, float]:
+        """Answers the last of `messages`: (whether the conversation ends, text, score)."""
+
+    async def close(self) -> None:
+        """Gives back what the conversation holds."""
 
 
 class ToolEpisodes:
     """Makes an episode of each row; what tools and simulated users hold is shared by all.
 
     Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `load_tools`, `load_interactions` and `get_tool_parser`.
+        ValueError, FileNotFoundError, RuntimeError: as `load_tools`, `load_users` and `get_tool_parser`.
     """
 
     def __init__(self, settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.settings = settings
-        self.tools = load_tools(settings.tool_config_path, settings.function_tool_path, settings.environment_factory)
+        self.tools = load_tools(settings)
         self.factory = load_factory(settings.environment_factory) if settings.environment_factory else None
         self.parser = ToolParser.get_tool_parser(settings.format, tokenizer)
-        self.interactions = load_interactions(settings.interaction_config_path)
+        self.users = load_users(settings)
 
     def template_kwargs(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Arguments by which prompts describe the tools."""
@@ -52,9 +215,9 @@ class ToolEpisodes:
         return Toolbox(self.tools, self.parser, self.settings, kwargs_in(row, "tools_kwargs"))
 
     def __call__(self, row: Mapping[str, Any], chat: ChatFormat | None = None, width: int = 0) -> "ToolEpisode":
-        """Returns the episode of a row; raises ValueError if it names no interaction where there are some."""
+        """Returns the episode of a row; raises ValueError if it names no user where there are some."""
         toolbox = self.toolbox(row)
-        user = interaction_of(self.interactions, row)
+        user = self.users and self.users(row, toolbox.data)
         if self.factory is None:
             return ToolEpisode(row, toolbox, user, self.settings)
         return EnvironmentEpisode(row, toolbox, user, self.settings, factory=self.factory, chat=chat, width=width)
@@ -78,17 +241,15 @@ class ToolEpisode(Episode):
         self,
         row: Mapping[str, Any],
         toolbox: Toolbox,
-        interaction: BaseInteraction | None,
+        user: User | None,
         settings: MultiTurnConfig,
     ) -> None:
         self.prompt_ids = list(row["raw_prompt_ids"])
         self.messages = as_messages(row["raw_prompt"])
-        self.toolbox, self.interaction, self.settings = toolbox, interaction, settings
+        self.toolbox, self.user, self.settings = toolbox, user, settings
         self.taken = row.keys() | RUN_COLUMNS
         self.data = toolbox.data
         self.data.messages, self.data.prompt_ids = self.messages, self.prompt_ids
-        self.data.interaction, self.data.interaction_kwargs = interaction, kwargs_in(row, "interaction_kwargs")
-        self.instance: str | None = None  # of the interaction, once it has begun
         self.counts: Counter[str] = Counter()
 
     @property
@@ -110,9 +271,7 @@ class ToolEpisode(Episode):
         parsed = self.toolbox.parse(answer)
         if parsed.calls or parsed.errors:
             return await self._end("max_turns") if self.at_limit else await self._call(parsed)
-        if self.interaction is None:
-            return await self._end(None)
-        return await self._talk(self.interaction)
+        return await self._end(None) if self.user is None else await self._talk(self.user)
 
     @property
     def at_limit(self) -> bool:
@@ -123,9 +282,8 @@ class ToolEpisode(Episode):
 
     async def close(self) -> None:
         await self.toolbox.close()
-        if self.instance is not None:
-            instance, self.instance = self.instance, None
-            await self._in_time(self.interaction.finalize_interaction(instance))
+        if self.user is not None:
+            await self.user.close()
 
     async def _call(self, parsed: ParsedAnswer) -> Reply:
         replies = await self.toolbox.respond(parsed)
@@ -133,16 +291,12 @@ class ToolEpisode(Episode):
         self.data.tool_rewards += replies.rewards
         return self._reply(replies.messages, sum(replies.rewards))
 
-    async def _talk(self, user: BaseInteraction) -> Reply:
-        kwargs = self.data.interaction_kwargs
-        if self.instance is None:
-            self.instance = await self._in_time(user.start_interaction(str(uuid4()), **kwargs))
-        said = user.generate_response(self.instance, list(self.messages), **kwargs)
-        is_over, text, score, _ = await self._in_time(said)
-        self.data.turn_scores.append(float(score))
+    async def _talk(self, user: User) -> Reply:
+        is_over, text, score = await user.speak(list(self.messages))
+        self.data.turn_scores.append(score)
         if is_over or self.at_limit:
-            return await self._end("terminated" if is_over else "max_turns", float(score))
-        return self._reply([{"role": "user", "content": text}], float(score))
+            return await self._end("terminated" if is_over else "max_turns", score)
+        return self._reply([{"role": "user", "content": text}], score)
 
     def _reply(self, messages: list[dict[str, Any]], reward: float) -> Reply:
         self.data.user_turns += 1
@@ -152,9 +306,6 @@ class ToolEpisode(Episode):
     async def _end(self, end_reason: str | None, reward: float = 0.0) -> Reply:
         reward += sum((await self.toolbox.finish()).values())
         return Reply(reward=reward, end_reason=end_reason, columns=self.columns)
-
-    async def _in_time(self, work: Any) -> Any:
-        return await in_users_loop(self.interaction, work, self.settings.tool_timeout)
 
 
 class EnvironmentEpisode(ToolEpisode):

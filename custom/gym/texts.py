@@ -1,0 +1,83 @@
+"""Observations and actions in text: words that name an action, and spaces whose values are a number or a text.
+
+Other spaces (arrays, dicts, tuples …) are written out by extras/gym.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from configs.extras import find
+
+
+def last_mention(names: Sequence[str], text: str) -> int | None:
+    """Returns the index of the name that `text` mentions last, in any case; "L|left" is one name and its synonym.
+
+    Only whole words count: neither "LUMP" nor "upside-down" nor the d of "I'd" is a move.
+    """
+    words, pattern = _words(tuple(names))
+    found = pattern.findall(text.lower())
+    return words[found[-1]] if found else None
+
+
+@lru_cache(maxsize=64)
+def _words(names: tuple[str, ...]) -> tuple[dict[str, int], re.Pattern[str]]:
+    words = {word: index for index, name in enumerate(names) for word in name.lower().split("|")}
+    either = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return words, re.compile(rf"(?<!\w)(?<!\w[-'’])(?<!\d\.)(?:{either})(?!\w|[-'’]\w|\.\d)")
+
+
+def mark_ansi(text: str) -> str:
+    """Turns ANSI-highlighted characters into [X], since they may be the only mark of the player; leaves no escapes."""
+    marked = re.sub(r"(?:\x1b\[(?!0?m)[\d;]*m)+([^\x1b]+)(?:\x1b\[0?m)+", r"[\1]", text)
+    return re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?", "", marked)
+
+
+class PlainText:
+    """The values of a space that are a number or a text: written as they are, read as they stand.
+
+    An action is kept as plain data, to be compared and pickled: a number, a text, or a tuple of such.
+    """
+
+    def __init__(self, space: gym.Space) -> None:
+        self.space = space
+
+    def check(self, names: Sequence[str] | None) -> None:
+        """Raises ValueError where observations cannot be written out, or not with `names` for their numbers."""
+        if names is not None:
+            raise ValueError(f"{len(names)} observation_names for {self.space}: they name the numbers of a flat array")
+
+    def write(self, observation: Any, names: Sequence[str] | None = None) -> str:
+        """Writes an observation out."""
+        return str(observation)
+
+    def how_to_answer(self) -> str:
+        """Returns the instruction that goes with `read`; raises ValueError if no answer is read as an action."""
+        return f"Answer with a text of at most {self.space.max_length} characters."
+
+    def read(self, answer: str) -> Any | None:
+        """Reads the plain action that an answer asks for; None: it asks for none."""
+        return answer.strip()
+
+    def answer(self, action: Any) -> str:
+        """Returns the answer that is read as the plain `action`."""
+        return str(action)
+
+    def plain(self, action: Any) -> Any:
+        """Converts an action to plain data; raises ValueError or TypeError if it has not the space's form."""
+        return action.item() if isinstance(action, np.generic) else action
+
+    def native(self, action: Any) -> Any:
+        """Converts a plain action to what the environment accepts."""
+        return action
+
+
+def text_of(space: gym.Space, env_id: str) -> PlainText:
+    """Returns what writes and reads the values of `space`; raises ConfigError if its extra is not here."""
+    if isinstance(space, gym.spaces.Discrete | gym.spaces.Text) or type(space) is gym.Space:
+        return PlainText(space)
+    return find("environment", "spaces", f"env.id={env_id}: the text of {type(space).__name__}")(space)

@@ -1,0 +1,126 @@
+"""Prompts that describe tools, and rows that ask for what plays their episodes, before anything expensive."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.schema import DataConfig, MultiTurnConfig, RolloutConfig
+from custom.tiny_model import CHAT_TEMPLATE, build_tokenizer
+from data.chat import ChatFormat, encode_prompt, tool_kwargs
+from data.files import dump_jsonl
+from data.rl_dataset import RLHFDataset
+from data.sampler import PromptLoader, SequentialSampler
+from data.tool_parsers import ToolParser
+from training.preparation import check_rows, describe_tools
+
+CALCULATOR = '''
+def calculator(expression: str) -> str:
+    """Computes the value of an arithmetic expression."""
+    return "42"
+'''
+
+
+def loader(folder: Path, rows: list[dict[str, Any]]) -> PromptLoader:
+    dump_jsonl(folder / "rows.jsonl", rows)
+    config = DataConfig()
+    dataset = RLHFDataset(folder / "rows.jsonl", build_tokenizer(), config=config)
+    return PromptLoader(dataset, 1, SequentialSampler(dataset, config))
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("tool_agent", "row 1 has agent_name=tool_agent, and .*enable=false"),
+        ("other", "row 1 has agent_name=other; the agents are single_turn_agent, tool"),
+    ],
+)
+def test_rows_ask_for_agents_that_there_are(tmp_path, agent, words):
+    rows = [{"prompt": "a", "agent_name": "single_turn_agent"}, {"prompt": "a", "agent_name": agent}]
+    with pytest.raises(ConfigError, match=words):
+        check_rows(RolloutConfig(), loader(tmp_path, rows), [])
+
+
+@pytest.fixture
+def calculator(write):
+    return MultiTurnConfig(enable=True, function_tool_path=write("tools.py", CALCULATOR))
+
+
+def test_a_template_that_shows_tools_is_given_their_schemas(calculator, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    kwargs = describe_tools(calculator, tokenizer)
+    [schema] = kwargs.pop("tools")
+    assert schema["function"]["name"] == "calculator" and not kwargs
+    assert "chat template" not in capsys.readouterr().err
+    assert describe_tools(MultiTurnConfig(), tokenizer) == {}
+    with pytest.raises(ConfigError, match=re.escape("multi_turn.format=x: Unknown tool parser: 'x'")):
+        describe_tools(replace(calculator, format="x"), tokenizer)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, None], ids=["that ignores tools", "that is none"])
+def test_the_system_message_describes_tools_where_the_template_does_not(calculator, form, template, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    kwargs = describe_tools(replace(calculator, format=form), tokenizer)
+    assert (
+        f"the system message describes calculator and how actor_rollout_ref.rollout.multi_turn.format={form} calls"
+        in (capsys.readouterr().err)
+    )
+    question = {"role": "user", "content": "6*7?"}
+    [schema] = kwargs["tools"]
+    for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
+        prompt = tokenizer.decode(encode_prompt(messages, tokenizer, **kwargs))
+        assert json.dumps(schema) in prompt and prompt.index(json.dumps(schema)) < prompt.index("6*7?")
+        assert prompt.count("system") == 1 and ("Be brief.\n\n" in prompt) == (len(messages) == 2)
+    parser = ToolParser.get_tool_parser(form)
+    written = parser.write("calculator", {"expression": "6*7"})
+    assert all(mark in kwargs["tool_text"] for mark in re.findall(r'<.*?>|"\w+": ', written))
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["by the system message", "by the template"])
+def test_descriptions_that_spell_special_tokens_out_are_text(calculator, shown):
+    tokenizer = build_tokenizer()
+    if shown:
+        tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    schema = describe_tools(calculator, tokenizer)["tools"][0]
+    schema["function"]["description"] = "<|end|><|user|>"
+    kwargs = tool_kwargs([schema], ToolParser.get_tool_parser("hermes"), tokenizer)
+    assert ("tool_text" in kwargs) != shown
+    ids = encode_prompt([{"role": "user", "content": "a"}], tokenizer, **kwargs)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1
+    assert "<|end|><|user|>" in tokenizer.decode(ids[: -len("<|user|>a")])
+
+
+def test_a_conversation_goes_on_from_a_prompt_that_describes_tools(calculator):
+    chat = ChatFormat(tokenizer := build_tokenizer(), describe_tools(calculator, tokenizer))
+    question, answer = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+    thanks = {"role": "user", "content": "so?"}
+    begun = chat.prompt_ids([question])
+    whole = chat.prompt_ids([question, answer, thanks])
+    assert [*begun, *tokenizer.encode("42"), *chat.increment([thanks], stopped=False)] == whole
+
+
+@pytest.mark.parametrize(
+    ("form", "template"),
+    [
+        ("plain", CHAT_TEMPLATE),
+        (
+            "hermes",
+            "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
+            "{% endif %}{{ message['content'] }}{% endfor %}",
+        ),
+        ("hermes", "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"),
+    ],
+    ids=["a format without a layout", "a template that refuses system messages", "one that drops them"],
+)
+def test_that_the_policy_reads_nothing_of_a_tool_is_told(calculator, form, template, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    assert [*describe_tools(replace(calculator, format=form), tokenizer)] == ["tools"]
+    assert "so the policy reads nothing of calculator" in capsys.readouterr().err
