@@ -76,13 +76,13 @@ PAIRS: tuple[tuple[str, str], ...] = (  # (an extra, another that it imports): d
     ("scorers", "processes"),
     ("sglang", "openai"),
     ("verl", "sandbox"),
+    ("interactions", "tools"),
     ("dry_run", "watch"),  # both say why a step teaches nothing
 )
 SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settings begin, whatever is before them
     "dry_run": ("trainer.dry_run",),
     "report": ("trainer.rollout_data_", "trainer.validation_data_dir", "trainer.sample_"),
     "watch": ("trainer.no_signal_steps", "trainer.max_rollout_mismatch"),
-    ("interactions", "tools"),
     "gym": ("env.processes",),
     "interactions": ("multi_turn.interaction_config_path",),
     "lora": ("model.lora_", "model.target_modules", "model.exclude_modules", "rollout.load_lora"),

@@ -21,8 +21,7 @@ MAX_TOUR = 2400  # lines to read of the files in docs/tour.md: one afternoon
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
 TO_BE_CUT = {  # what still imports an extra by its name: this list only gets shorter
-    "layers": {
-    },
+    "layers": {},
     "pairs": {
         "extras/verl/compat.py": "",
         "extras/verl/__main__.py": "",
