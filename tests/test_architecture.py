@@ -20,17 +20,9 @@ MAX_TOUR = 2400  # lines to read of the files in docs/tour.md: one afternoon
 
 Finding = tuple[str, str]  # (what an exemption would name: module or module:function, what is wrong)
 
-TO_BE_CUT = {  # what still imports an extra by its name: this list only gets shorter
-    "layers": {},
-    "pairs": {
-        "extras/verl/compat.py": "",
-        "extras/verl/__main__.py": "",
-        "extras/verl/sft.py": "",
-    },
-}
 EXEMPT = {
-    "layers": TO_BE_CUT["layers"],
-    "pairs": TO_BE_CUT["pairs"],
+    "layers": {},
+    "pairs": {},
     "quarantine": {},
     "patches": {
         "workers/forward_check.py": "no kernel, but log-probs need it: a rope that is the same in every batch",
@@ -39,7 +31,6 @@ EXEMPT = {
     "cycles": {},
     "custom": {},
     "size": {
-        "extras/verl/__main__.py": "to be cut",
         "configs/schema.py": "every setting, once",
         "custom/gym/text_env.py": "one class, and its parts know each other's state",
         "training/losses.py": "a catalogue of algorithms",

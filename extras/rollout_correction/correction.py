@@ -321,6 +321,25 @@ def compute_rollout_correction_and_add_to_batch(
     return batch, metrics
 
 
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: Threshold = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: Threshold | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
+    config = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
+    )
+    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
+    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
+
+
 @torch.no_grad()
 def compute_rollout_probs_diff(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor

@@ -13,11 +13,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,51 +26,25 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from configs import loader
-from configs.checks import check_config
 from configs.loader import Arguments
-from configs.schema import Config
 from configs.settings import defaults, known_keys, leaves
-from extras.evaluation.settings import EvaluationConfig, GenerationConfig, check_evaluation, check_generation
 from extras.sandbox import child
 from extras.sandbox.run import Call, check_fences, fences, run_shell
-from extras.sft.settings import SFTConfig, check_sft
 from extras.verl.keys import VerlKeys, judge
+from extras.verl.programs import ENTRIES, MERGER, Entry, check_here, name_of, programs_in
 
 SECONDS = 20.0  # for a script
 LONGEST = 100_000  # characters of one
 LOG_WIDTH, LINE = 160, 115  # characters of a line: in a file or a pipe, of a command
 WORKS, RENAMED, NO_EFFECT, MISSING = "works", "renamed", "no effect", "missing"
 HEADS = {WORKS: "runs as it is", RENAMED: "has another name", NO_EFFECT: "does nothing here", MISSING: "is missing"}
+SAME_TRAINER = r"main_(ppo|dapo|entropy)\w*|\w*async_main"  # as verl.trainer.main_ppo, but for when it does what
 TOGETHER, NO_SUCH = "the settings together", "there is no such setting."
 NOT_HERE = re.compile("there is no such file|no file matches|no file in it|is not installed")
-END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
 REMEDY = "Arguments and variables are given so: NAME=value python -m extras.verl {} ARGUMENT …"
 EARLY = "By itself it"
 FLAGS = dict.fromkeys(("--config-path", "--config-dir", "-cp", "-cd"), "--config-path")
 FLAGS |= dict.fromkeys(("--config-name", "-cn"), "--config-name")
-
-
-class Entry(NamedTuple):
-    """A command of ours: the programs of verl's that it is for, its words, its yaml, its settings and their check."""
-
-    programs: str
-    words: tuple[str, ...]
-    config: str
-    schema: type
-    check: Callable[[Any], None]
-
-
-ENTRIES = (
-    Entry(r"(\w+_)?sft_trainer\w*", ("-m", "extras.sft"), "sft", SFTConfig, check_sft),
-    Entry(
-        r"main_gen\w*", ("-m", "extras.evaluation.main_generation"), "generation", GenerationConfig, check_generation
-    ),
-    Entry(r"main_eval\w*", ("-m", "extras.evaluation.main_eval"), "evaluation", EvaluationConfig, check_evaluation),
-    Entry(r"main_\w+|\w+_main", ("main.py",), "ppo_trainer", Config, check_config),
-)
-SAME_TRAINER = r"main_(ppo|dapo|entropy)\w*|\w*async_main"  # as verl.trainer.main_ppo, but for when it does what
-MERGER = r"(legacy_)?model_merger"
-PROGRAM = "|".join([MERGER, *(entry.programs for entry in ENTRIES)])
 
 
 class Setting(NamedTuple):
@@ -120,11 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_source(path: Path, arguments: list[str]) -> tuple[list[Reading], list[str]]:
-    """Reads a file; returns the commands of verl's in it, and lines about the rest.
-
-    Raises:
-        ValueError: there is no such file, or no command of verl's in it.
-    """
+    """Reads a file; returns the commands of verl's in it, and lines about the rest. Raises ValueError without one."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file.")
     if path.suffix == ".yaml":
@@ -151,18 +120,13 @@ def readings_of(calls: list[Call]) -> list[Reading]:
 
 
 def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], str]:
-    """Runs a script in the sandbox, among commands that only note how they were called; returns these calls, and
-    how it ended if it gave no command of verl's, for lack of a file or an argument: then it is run once more, and
-    goes on.
-
-    Raises:
-        ValueError: this machine has no closed sandbox.
+    """Runs a script in the sandbox, among commands that only note how they were called; returns these calls, and how it
+    ended if it gave no command of verl's: then it is run once more, and goes on. Raises ValueError without a sandbox.
     """
     if not child.is_closed(fences()):
         raise ValueError(
-            f"{path}: a script is run to be read, and on this machine nothing would keep it from doing what it says "
-            f"({check_fences(required=False)}). Give its command instead: python -m extras.verl -- "
-            "python3 -m verl.trainer.main_ppo key=value …"
+            f"{path}: no sandbox is here to read a script in ({check_fences(required=False)}); "
+            "give its command: python -m extras.verl -- python3 -m verl.trainer.main_ppo key=value …"
         )
     text = re.sub(r"\$\{BASH_SOURCE(\[0\])?(:-[^}]*)?\}|\$BASH_SOURCE\b", "$0", text)
     text = re.sub(r"(?<![\w.-])[\w./~${}-]*/bin/(python[\d.]*|torchrun|ray|uv|accelerate)\b", r"\1", text)
@@ -176,8 +140,7 @@ def calls_of(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], s
 
 
 def run_in_sandbox(text: str, path: Path, arguments: list[str]) -> tuple[list[Call], int | None, str]:
-    """Runs the text of a script, in this folder or in the project that it belongs to; returns the calls that it made,
-    its status, and how it ended in words."""
+    """Runs a script in this folder, or in its project's; returns its calls, its status, and how it ended in words."""
     cwd, script = Path.cwd(), path.resolve()
     project = next((folder for folder in script.parents if (folder / ".git").exists()), None)
     start = cwd if project is None or cwd.is_relative_to(project) else project
@@ -197,29 +160,10 @@ def at_home(word: str, project: Path, cwd: Path) -> str:
     return f"{key}={project / value}" if equals and is_there and project != cwd else word
 
 
-def programs_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Finds verl's programs among the words of a command, whatever starts them; yields each name and arguments."""
-    for place, word in enumerate(words):
-        if (word.endswith(".py") or words[place - 1 : place] == ["-m"]) and re.fullmatch(PROGRAM, name_of(word)):
-            yield word, words[place + 1 :]
-            return
-    for word in words:  # a shell's commands in one word, as for docker, ssh and ray
-        if re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word:
-            parts = shlex.split(re.sub(r";|(?<!\\)\n", " ; ", word))
-            ends = [at for at, part in enumerate(parts) if END_OF_COMMAND.fullmatch(part)]
-            for start, end in pairwise([-1, *ends, len(parts)]):
-                yield from programs_in(parts[start + 1 : end])
-
-
-def name_of(program: str) -> str:
-    """Returns the last part of verl.trainer.main_ppo, or of recipe/dapo/main_dapo.py."""
-    return re.split(r"[./]", program.removesuffix(".py"))[-1]
-
-
 def read_program(call: Call, program: str, arguments: list[str]) -> Reading:
     if re.fullmatch(MERGER, name_of(program)):
         return read_merger(program, arguments, call.variables)
-    entry = next(entry for entry in ENTRIES if re.fullmatch(entry.programs, name_of(program)))
+    entry = next(it for it in ENTRIES if re.fullmatch(it.programs, name_of(program)))
     if entry.config == "sft":  # torchrun says how many workers there are
         arguments = [*arguments, *workers_of(call.words, arguments)]
     reading = read_settings(program, entry, arguments, call.variables)
@@ -238,17 +182,17 @@ def workers_of(words: list[str], arguments: list[str]) -> Iterator[str]:
 
 
 def read_merger(program: str, arguments: list[str], variables: dict[str, str]) -> Reading:
+    check_here("extras.merge")
     settings, command = [], ["-m", "extras.merge", "merge"]
     flags = dict(re.findall(r"--([\w-]+)[= ]?((?:(?!--)\S)*)", " ".join(arguments)))
     for flag, value in flags.items():
         text = f"--{flag} {value}".strip()
-        if flag == "backend" and value != "fsdp":
-            settings.append(Setting(text, MISSING, "Megatron's checkpoints are not read"))
-        elif flag in ("backend", "local_dir", "target_dir"):
-            settings.append(Setting(text, WORKS))
-            command += [f"--{flag}", value]
-        else:
-            settings.append(Setting(text, NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"))
+        fate, said = NO_EFFECT, "a checkpoint says what it holds, and nothing is uploaded"
+        if flag in ("backend", "local_dir", "target_dir"):
+            is_megatron = flag == "backend" and value != "fsdp"
+            fate, said = (MISSING, "Megatron's checkpoints are not read") if is_megatron else (WORKS, "")
+            command += [] if is_megatron else [f"--{flag}", value]
+        settings.append(Setting(text, fate, said))
     return Reading(program, settings, command, variables)
 
 
@@ -339,8 +283,8 @@ def simple(value: Any) -> str | None:
 
 
 def compose(settings: list[Setting], arguments: Arguments, entry: Entry) -> tuple[list[Setting], str]:
-    """Composes and checks what works; whatever is refused then becomes missing, with the reason, until the rest is
-    accepted. For files and engines that are not on this machine others stand in. Also returns the checks' notices."""
+    """Composes and checks what works; what is refused becomes missing, until the rest is accepted. For files and
+    engines that are not on this machine others stand in. Also returns the checks' notices."""
     stand_ins: dict[str, str] = {}
     notices = StringIO()
     while error := refusal(arguments, entry, [*(it.now for it in settings if it.now), *stand_ins.values()], notices):

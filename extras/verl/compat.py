@@ -34,14 +34,7 @@ from transformers import AutoTokenizer
 from configs import schema
 from data.pretrained import as_users_read
 from data.protocol import AUTO_PADDING, DataProto, DataProtoItem, object_array
-from data.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
-from data.tools import BaseTool as BaseTool
-from data.tools import ToolResponse as ToolResponse
-from data.tools import ToolSchema, load_tools
-from data.tools import function_tool as function_tool
-from extras.interactions.base import BaseInteraction as BaseInteraction
-from extras.rollout_correction.correction import correct_log_probs
-from extras.rollout_correction.settings import RolloutCorrectionConfig, Threshold
+from data.tools import BaseTool, ToolSchema, load_tools
 from extras.verl.imports import StandIns
 from extras.verl.keys import judge
 from training import core_algos
@@ -328,25 +321,6 @@ def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: s
     """Aggregated entropy of logits [B, R, V]: a bonus, to be subtracted from the loss."""
     logits = zero_masked(logits, response_mask.unsqueeze(-1))
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    rollout_is: str | None = None,
-    rollout_is_threshold: Threshold = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    *,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: Threshold | None = None,
-) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """`correct_log_probs` as verl has it: the settings one by one, the weights as the column rollout_is_weights."""
-    config = RolloutCorrectionConfig(
-        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, rollout_rs, rollout_rs_threshold
-    )
-    weights, mask, metrics = correct_log_probs(old_log_prob, rollout_log_prob, response_mask, config)
-    return (None if weights is None else DataProto.from_dict({"rollout_is_weights": weights})), mask, metrics
 
 
 def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[BaseTool]:

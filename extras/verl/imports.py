@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from configs.extras import absence, is_here
 from configs.import_utils import Imports
 
 
@@ -24,10 +25,10 @@ class StandIn(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        if target := names_of_verl().get(self.__name__, {}).get(name):
-            module, _, attribute = target.partition(":")
-            return attrgetter(attribute)(importlib.import_module(module))
         full = f"{self.__name__}.{name}"
+        module, _, attribute = names_of_verl().get(self.__name__, {}).get(name, "").partition(":")
+        if module and is_here(module):
+            return attrgetter(attribute)(importlib.import_module(module))
         if full in names_of_verl():
             return importlib.import_module(full)
         raise AttributeError(name if name.startswith("__") else why_not_here(full))
@@ -77,7 +78,8 @@ class StandIns(Imports):
 
     @staticmethod
     def exec_module(module: StandIn) -> None:
-        module.__all__ = list(names_of_verl()[module.__name__])
+        served = names_of_verl()[module.__name__].items()
+        module.__all__ = [name for name, target in served if is_here(target.partition(":")[0])]
 
 
 @cache
@@ -119,6 +121,10 @@ def names_of_verl() -> dict[str, dict[str, str]]:
 def why_not_here(name: str) -> str:
     """Says what to use in place of `name`, a module of verl or a name in one."""
     served, refused = table_of_verl()
+    module, _, attribute = name.rpartition(".")
+    home = served.get(module, {}).get(attribute, "").partition(":")[0]
+    if home and not is_here(home):
+        return f"{name} is not here: {absence(home.split('.')[1])}"
     parents = (name.rsplit(".", place)[0] for place in range(name.count(".")))
     if reason := next((refused[parent] for parent in parents if parent in refused), None):
         return f"{name} is not here: {reason}."

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from configs import extras
+from configs.errors import ConfigError
 from extras.sandbox import child
 from extras.sandbox.run import Call, fences, run_shell
 from extras.verl import __main__ as from_verl
@@ -244,6 +246,15 @@ def test_what_becomes_of_a_setting(given: str, fate: str, said: str):
     kept = [said] if fate in (WORKS, RENAMED) else [given] if "val_only" in given else []
     assert reading.command == ["main.py", *ROWS.split(), *kept]
     assert ("load_format, which the vllm engine reads, and name=hf does not" in reading.notices) == ("load" in given)
+
+
+@pytest.mark.parametrize(("program", "extra"), [("fsdp_sft_trainer", "sft"), ("main_eval", "evaluation")])
+def test_a_command_of_an_extra_that_is_gone_is_refused_by_name(program, extra, monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=f"{extra} is not in this copy; extras/{extra} was removed"):
+        settings(f"python3 -m verl.trainer.{program} data.path=x")
+    with pytest.raises(ConfigError, match="merge is not in this copy"):
+        settings("python3 -m verl.model_merger merge --local_dir x")
 
 
 def test_a_trainer_of_a_recipes_own_is_not_passed_over():

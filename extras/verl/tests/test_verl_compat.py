@@ -17,10 +17,10 @@ import training.core_algos
 import training.torch_functional
 from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
-from extras.rollout_correction.correction import correct_log_probs
+from data.sampler import AbstractCurriculumSampler
+from extras.rollout_correction.correction import compute_rollout_correction_and_rejection_mask, correct_log_probs
 from extras.rollout_correction.settings import RolloutCorrectionConfig
 from extras.verl.compat import (
-    AbstractCurriculumSampler,
     ActorConfig,
     as_torch_index,
     compute_entropy_loss,
@@ -29,7 +29,6 @@ from extras.verl.compat import (
     compute_policy_loss,
     compute_policy_loss_reinforce,
     compute_rewards,
-    compute_rollout_correction_and_rejection_mask,
     entropy_from_logits,
     get_response_mask,
     group_mean_std,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from configs import extras
 from configs.import_utils import load_extern_object, load_module, load_modules, load_subclass
 from configs.loader import load_config, parse_arguments, yaml_folder
 from configs.schema import AlgorithmConfig, RolloutConfig
@@ -28,11 +29,11 @@ from data.tool_parsers import FunctionCall, ToolCall, ToolParser
 from data.types import SamplingParams
 from extras.sft.dataset import answer_end, create_sft_dataset
 from extras.sft.settings import SFTConfig
+from extras.sft.verl_datasets import MultiTurnSFTDataset, VerlSFTDataset
 from extras.tools import files as tool_files
 from extras.verl.compat import find_latest_ckpt_path
 from extras.verl.imports import table_of_verl
 from extras.verl.managers import move_to_policy
-from extras.verl.sft import MultiTurnSFTDataset, VerlSFTDataset
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
@@ -540,6 +541,13 @@ def test_of_a_conversation_what_is_not_trainable_is_read_and_of_all_rows_the_fir
     arguments = parse_arguments(["data.messages_key=none"], "sft", None, yaml_folder(SFTConfig))
     config = load_config(arguments, SFTConfig).data
     assert len(VerlSFTDataset(["rows.jsonl"] * 3, TOKENIZER, config, max_samples=2)) == 2
+
+
+def test_a_name_of_an_extra_that_is_gone_is_an_import_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "FOLDER", tmp_path)
+    (tmp_path / "mine.py").write_text("from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics")
+    with pytest.raises((ImportError, RuntimeError), match="rollout_correction is not in this copy"):
+        load_module(str(tmp_path / "mine.py"))
 
 
 def test_the_hook_of_single_messages_is_refused_by_name(tmp_path):

@@ -1,0 +1,79 @@
+"""Finds verl's programs among the words of a command, and the commands of ours that do their work."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+from configs.errors import ConfigError
+from configs.extras import absence, is_here
+
+END_OF_COMMAND = re.compile(r"[|;&]+|\d?>.*")
+
+
+class Entry(NamedTuple):
+    """A command of ours: the programs of verl's that it is for, its words, its yaml, its settings and their check."""
+
+    programs: str
+    words: tuple[str, ...]
+    config: str
+    schema_name: str
+    check_name: str
+
+    @property
+    def schema(self) -> type:
+        check_here(self.words[-1])
+        return resolve_name(self.schema_name)
+
+    @property
+    def check(self) -> Callable[[Any], None]:
+        return resolve_name(self.check_name)
+
+
+def of_extra(programs: str, module: str, config: str, schema: str, check: str) -> Entry:
+    """Describes a command of an extra, whose settings and check are imported when a script asks for it."""
+    settings = f"extras.{module.split('.')[0]}.settings"
+    return Entry(programs, ("-m", f"extras.{module}"), config, f"{settings}:{schema}", f"{settings}:{check}")
+
+
+ENTRIES = (
+    of_extra(r"(\w+_)?sft_trainer\w*", "sft", "sft", "SFTConfig", "check_sft"),
+    of_extra(r"main_gen\w*", "evaluation.main_generation", "generation", "GenerationConfig", "check_generation"),
+    of_extra(r"main_eval\w*", "evaluation.main_eval", "evaluation", "EvaluationConfig", "check_evaluation"),
+    Entry(r"main_\w+|\w+_main", ("main.py",), "ppo_trainer", "configs.schema:Config", "configs.checks:check_config"),
+)
+MERGER = r"(legacy_)?model_merger"
+PROGRAM = "|".join([MERGER, *(it.programs for it in ENTRIES)])
+
+
+def check_here(module: str) -> None:
+    """Raises ConfigError if a module of extras is not in this copy."""
+    if not is_here(module):
+        raise ConfigError(absence(module.split(".")[1]))
+
+
+def programs_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Finds verl's programs among the words of a command, whatever starts them; yields each name and arguments."""
+    if found := program_of(words):
+        yield found
+        return
+    for word in words:  # a shell's commands in one word, as for docker, ssh and ray
+        if re.search(rf"[./](?:{PROGRAM})\b", word) and " " in word:
+            parts = shlex.split(re.sub(r";|(?<!\\)\n", " ; ", word))
+            ends = [at for at, part in enumerate(parts) if END_OF_COMMAND.fullmatch(part)]
+            commands = (parts[start + 1 : end] for start, end in pairwise([-1, *ends, len(parts)]))
+            yield from filter(None, map(program_of, commands))
+
+
+def program_of(words: list[str]) -> tuple[str, list[str]] | None:
+    for place, word in enumerate(words):
+        if (word.endswith(".py") or words[place - 1 : place] == ["-m"]) and re.fullmatch(PROGRAM, name_of(word)):
+            return word, words[place + 1 :]
+    return None
+
+
+def name_of(program: str) -> str:
+    """Returns the last part of verl.trainer.main_ppo, or of recipe/dapo/main_dapo.py."""
+    return re.split(r"[./]", program.removesuffix(".py"))[-1]
