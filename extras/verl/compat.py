@@ -181,31 +181,23 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: floa
 
 
 def postprocess_data(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    max_length: int,
-    pad_token_id: int,
-    left_pad: bool = True,
+    input_ids: Tensor, attention_mask: Tensor, max_length: int, pad_token_id: int, left_pad: bool = True,
     truncation: str = "error",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pad or truncate ids and attention mask, both [B, L], to [B, max_length].
 
     `truncation` names the side that is cut: "left" keeps the last tokens, "right" the first, "middle" the first
     max_length // 2 and the rest from the end; "error" raises NotImplementedError on rows that are too long.
     """
-    assert truncation in ("left", "right", "middle", "error"), (
-        f"truncation is {truncation!r}, but must be one of 'left', 'right', 'middle', 'error'"
-    )
+    sides = ("left", "right", "middle", "error")
+    assert truncation in sides, f"truncation is {truncation!r}, but must be one of {sides}"
     assert input_ids.ndim == 2, f"input_ids has shape {tuple(input_ids.shape)}, but must be [batch, length]"
     length = input_ids.shape[-1]
     if length <= max_length:
         padded_ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
         return padded_ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
     if truncation == "error":
-        raise NotImplementedError(
-            f"a sequence has {length} tokens, but at most {max_length} are allowed and truncation='error' forbids "
-            "cutting it: raise the maximum length, filter the row out, or choose 'left', 'right' or 'middle'"
-        )
+        raise NotImplementedError(f"a sequence has {length} tokens, but at most {max_length} may be: set truncation")
     num_head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     first_of_tail = length - (max_length - num_head)
     kept = [*range(num_head), *range(first_of_tail, length)]
@@ -271,17 +263,10 @@ def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_pr
 
 
 def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    *,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, cliprange: float | None = None,
+    *, cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Deprecated: `compute_policy_loss_vanilla` as it was called before there were configs.
 
     Low and high default to `cliprange`. Returns (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower), scalar tensors.

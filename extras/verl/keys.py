@@ -1,4 +1,4 @@
-"""Judges settings that are no keys of the schema: verl's of all versions, and our own old spellings.
+"""Judges settings that are no keys of the schema: verl's of all versions, and those of guides.
 
 The tables are extras/verl/keys.toml. `judge` says of one setting whether it works, is renamed, has no effect, or is
 refused, and why.

@@ -70,10 +70,8 @@ def get_reward_manager_cls(name: str) -> type:
     if name not in REWARD_MANAGER_REGISTRY:
         known = ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none"
         raise ValueError(
-            f"Unknown reward manager: {name}. Registered are: {known}; one of yours stands under @register({name!r}) "
-            "(extras/verl/managers.py) in a file that actor_rollout_ref.model.external_lib names, or is the class "
-            "of this name in the file reward.reward_manager.path. verl's naive, batch, dapo, prime, remote and "
-            "rate_limited need no name here."
+            f"Unknown reward manager: {name}. Registered are: {known}; write @register({name!r}) "
+            "(extras/verl/managers.py) in a file that actor_rollout_ref.model.external_lib or reward_manager.path."
         )
     return REWARD_MANAGER_REGISTRY[name]
 
@@ -183,20 +181,13 @@ class UsersManager:
         compute_score: Callable,
         whole: Config | None = None,
     ) -> None:
-        offered = {
-            "config": verls_view(config, whole),
-            "tokenizer": tokenizer,
-            "num_examine": 0,
-            "compute_score": compute_score,
-            "reward_fn_key": "data_source",
-            "reward_router_address": None,
-            "reward_model_tokenizer": None,
-            **kwargs_of(config),
-        }
+        offered = {"config": verls_view(config, whole), "tokenizer": tokenizer, "compute_score": compute_score}
+        offered |= {"num_examine": 0, "reward_fn_key": "data_source"}
+        offered |= {"reward_router_address": None, "reward_model_tokenizer": None, **kwargs_of(config)}
         required = None if issubclass(manager_class, ScoresRows) else config.reward_kwargs.extras
         self.config = config
         self.manager = bind(
-            manager_class, offered, required, key="reward.reward_manager", settings="reward.reward_kwargs"
+            manager_class, offered, required, "reward.reward_manager", settings="reward.reward_kwargs"
         )()
 
     def __call__(self, data: DataProto) -> Any:
@@ -213,8 +204,7 @@ class UsersManager:
 
 
 def load(settings: RewardConfig, run: Any) -> UsersManager:
-    """Loads the manager that reward.reward_manager names, and gives it the function
-    of the run, or the rules of public data sets."""
+    """Loads the manager that reward.reward_manager names, with the run's function or the rules of public data sets."""
     function = settings.custom_reward_function
     if function.path:
         scores, kwargs = load_extern_object(function.path, function.name), function.reward_kwargs

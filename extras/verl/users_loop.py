@@ -66,12 +66,9 @@ class TokenOutput(list):
     """The policy's answer: a list of its token ids, with what is known of them."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        log_probs: list[float] | None = None,
-        stop_reason: str | None = None,
+        self, token_ids: Sequence[int], log_probs: list[float] | None = None, stop_reason: str | None = None,
         extra_fields: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(token_ids)
         self.token_ids, self.log_probs, self.stop_reason = list(token_ids), log_probs, stop_reason
         self.routed_experts, self.num_preempted, self.extra_fields = None, None, extra_fields or {}
@@ -104,10 +101,8 @@ class LLMServerClient:
         sampling = sampling_of(sampling_params or {}, self.policy.sampling)
         most = min(sampling.max_tokens, self.limits.answer, self.longest - len(prompt))
         if most <= 0:
-            raise ValueError(
-                f"generate was given {len(prompt)} tokens, and data.max_prompt_length + data.max_response_length is "
-                f"{self.longest}: nothing is left for an answer. End the episode before, or raise them."
-            )
+            lengths = "data.max_prompt_length + data.max_response_length"
+            raise ValueError(f"generate was given {len(prompt)} tokens, and {lengths} is {self.longest}: raise them.")
         turn, self.asked, self.waiting = self.asked, self.asked + 1, self.waiting + 1
         try:
             work = self.policy.answer(prompt, most, turn, sampling)
@@ -301,13 +296,10 @@ def sample_of(
     if len(mask) != len(ids) or len(given if given is not None else ids) != len(ids) or set(mask) - {0, 1}:
         raise ValueError(
             f"an AgentLoopOutput has {len(ids)} response_ids, {len(mask)} in response_mask and response_logprobs "
-            f"{given if given is None else len(given)}: each must have one a token, and the mask 1 or 0."
+            f"{given if given is None else len(given)}: give one a token, and a mask of 1 or 0."
         )
     if len(prompt) > width:
-        raise ValueError(
-            f"an AgentLoopOutput has {len(prompt)} prompt_ids, and data.max_prompt_length is {width}: raise it, or "
-            "have the loop shorten them."
-        )
+        raise ValueError(f"an AgentLoopOutput has {len(prompt)} prompt_ids, and data.max_prompt_length is {width}.")
     is_cut, ids, mask = len(ids) > limits.response, ids[: limits.response], mask[: limits.response]
     log_probs, versions, turns = [None if policys else 0.0 for policys in mask], [0] * len(ids), [0] * len(ids)
     reason = "terminated"
@@ -321,9 +313,8 @@ def sample_of(
         log_probs = [float(value) if policys else 0.0 for value, policys in zip(given, mask, strict=False)]
     if strangers := log_probs.count(None):
         raise ValueError(
-            f"an AgentLoopOutput says of {strangers} tokens (response_mask 1) that the policy sampled them, and it "
-            "did not, behind what stands before them: return its token_ids as they came, give these a mask of 0, or "
-            "return response_logprobs."
+            f"response_mask says of {strangers} tokens that the policy sampled them, which it did not: "
+            "return its token_ids as they came, a mask of 0, or response_logprobs."
         )
     rewards = [0.0] * len(ids)
     return Sample(prompt, ids, mask, log_probs, versions, rewards, turns), "max_tokens" if is_cut else reason
