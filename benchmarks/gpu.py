@@ -129,9 +129,6 @@ def arms_here(workload: Workload, arguments: argparse.Namespace) -> dict[str, Pa
     """Lists the arms that this machine has, by name."""
     own = ["trainer.executor=local", *micro_batch(arguments.micro_batch_tokens), *arguments.overrides]
     arms = {"ours": Part(sys.executable, "benchmarks.ours_arm", own)}
-    if arguments.device == "cuda":
-        compiled = [*own, "actor_rollout_ref.rollout.enforce_eager=false"]
-        arms["ours, compiled"] = Part(sys.executable, "benchmarks.ours_arm", compiled)
     if importlib.util.find_spec("vllm"):
         arms["ours, vllm"] = Part(sys.executable, "benchmarks.ours_arm", [*own, "actor_rollout_ref.rollout.name=vllm"])
     if has_environment() or importlib.util.find_spec("trl"):

@@ -17,7 +17,7 @@ from configs.paths import ROOT
 FOLDER = ROOT / "extras"
 TABLE: dict[str, dict[str, str]] = {
     "engine": {
-        "hf": "workers.hf.rollout:HFRollout",
+        "hf": "workers.hf_rollout:HFRollout",
         "vllm": "workers.vllm_rollout_spmd:vLLMRollout",
         "sglang": "extras.sglang.rollout:SGLangRollout",
         "openai": "extras.openai.rollout:OpenAIRollout",

@@ -423,9 +423,7 @@ class RolloutConfig(section("lora", "RolloutSettings"), SamplingConfig):
         0.5, "With vllm: share of the GPU's memory for its weights and cache, beside the trainer's.", gt=0, le=1
     )
     free_cache_engine: bool = setting(True, "With vllm: leave the GPU's memory to the trainer between generations.")
-    enforce_eager: bool | None = setting(
-        None, "With vllm, true: no CUDA graphs. With hf, false: compiled steps, a CUDA graph each; null: neither."
-    )
+    enforce_eager: bool | None = setting(None, "With vllm, true: no CUDA graphs.")
     max_model_len: int | None = setting(
         None, "With vllm: longest prompt and response together, in tokens; null: prompt_length + response_length.", ge=2
     )

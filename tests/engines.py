@@ -17,7 +17,7 @@ from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
 from workers.agent_loop import AgentLoop
 from workers.engine import TrainEngine
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.rollout import Checksums, Rollout
 from workers.weight_sync import draw_probe, largest_distance, score_probe
 

@@ -36,7 +36,7 @@ IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those t
         "extras.evaluation.main_generation",
         "extras.evaluation.main_eval",
     ),
-    *("workers.group", "workers.model_worker", "workers.hf.rollout", "extras.server.app"),
+    *("workers.group", "workers.model_worker", "workers.hf_rollout", "extras.server.app"),
     *("custom.tiny_model", "custom.env_dataset", "custom.reward_manager"),
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or a fork may hang

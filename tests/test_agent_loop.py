@@ -33,7 +33,7 @@ from workers.agent_loop import AgentLoop
 from workers.agents import user_code
 from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Limits, SingleAnswer, play
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.micro_batches import MicroBatchSize, cut
 from workers.models import load_causal_lm

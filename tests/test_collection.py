@@ -28,7 +28,7 @@ from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager
 from training.reward_function import FunctionReward
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
 
 TOKENIZER = build_tokenizer()

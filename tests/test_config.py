@@ -530,7 +530,6 @@ def test_an_engine_is_split_over_workers_that_there_are(monkeypatch):
 
 def test_settings_of_vllm_that_hf_does_not_read_are_named(capsys):
     check_engine(f"{ROLLOUT}.max_num_batched_tokens=64")
-    check_engine(f"{ROLLOUT}.enforce_eager=false")
     assert capsys.readouterr().err == ""
     check_engine(
         f"{ROLLOUT}.gpu_memory_utilization=0.4",

@@ -31,8 +31,7 @@ from extras.lora.lora import (
 from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
 from tests.runs import ROOT
 from workers.forward_check import rope_changes
-from workers.hf.batch import NoCacheBatch, SeparateRows
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout, NoCacheBatch, SeparateRows
 from workers.micro_batches import score
 from workers.rollout import sample_of
 from workers.scoring_model import padded_scores, scoring_model, set_forward

@@ -142,24 +142,15 @@ def test_a_model_kept_in_main_memory_takes_the_steps_of_one_on_the_device(folder
     assert relative_distance(*found) < 1e-3 < relative_distance(found[0], before)
 
 
-COMPILED = pytest.mark.skipif(DEVICE.type == "cpu", reason="tests/test_rollout.py compiles it there")
-
-
 @DTYPES
-@pytest.mark.parametrize(
-    ("settings", "enforce_eager"),
-    [(PACKED, None), (PLAIN, None), pytest.param(PACKED, False, marks=COMPILED)],
-    ids=["kernels", "plain", "compiled"],
-)
+@pytest.mark.parametrize("settings", [PACKED, PLAIN], ids=["kernels", "plain"])
 @pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_the_trainer_gives_rollouts_the_log_probs_that_they_were_drawn_with(
-    folder, settings, enforce_eager, temperature, dtype
-):
+def test_the_trainer_gives_rollouts_the_log_probs_that_they_were_drawn_with(folder, settings, temperature, dtype):
     model = load(folder, dtype, settings)
     engine = TrainEngine(model, OptimConfig(), 1, DEVICE, dtype)
     generator = torch.Generator().manual_seed(2)
     prompts = [ids for length in (1, 150, 40) for ids in [random_ids(length, generator)] * 4]
-    config = RolloutConfig(prompt_length=150, response_length=40, enforce_eager=enforce_eager)
+    config = RolloutConfig(prompt_length=150, response_length=40)
     sampling = SamplingParams(do_sample=True, temperature=temperature, top_k=-1, top_p=1.0, max_tokens=40)
     with engine.autocast():
         rollout = build_rollout(load_rollout_class("hf"), config, AutoTokenizer.from_pretrained(folder), model)

@@ -32,7 +32,7 @@ SLOW_ENGINE = """
 import time
 from pathlib import Path
 
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 
 def generate(*_):
     Path("{marker}").touch()

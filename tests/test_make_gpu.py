@@ -77,10 +77,6 @@ def test_trl_is_found_where_the_comparison_on_a_cpu_installs_it(built: bool, mon
     arms = gpu.arms_here(workload, arguments)
     assert [*arms] == ["ours", "ours, vllm", *(["trl"] if built else [])]
     assert "trainer.seed=1" in arms["ours"].own and arms["ours, vllm"].own[-1] == "actor_rollout_ref.rollout.name=vllm"
-    arguments.device = "cuda"
-    assert (
-        gpu.arms_here(workload, arguments)["ours, compiled"].own[-1] == "actor_rollout_ref.rollout.enforce_eager=false"
-    )
     assert not built or arms["trl"] == (vs_trl.TRL_PYTHON, "benchmarks.trl_arm", ["4"])
 
 

@@ -18,7 +18,7 @@ from benchmarks.models import numbers_tokenizer
 from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, PolicyLossConfig, RolloutConfig
 from data.protocol import DataProto, object_array
 from data.types import Completion, SamplingParams
-from extras.kernels import compiled, packed_attention
+from extras.kernels import packed_attention
 from extras.kernels.generation import SharedPrompts
 from tests.batches import close, ragged_batch, random_ids, update_of
 from tests.pretended_gpu import CPU, CUDA, MixedDevices, PretendedGPU
@@ -26,7 +26,7 @@ from training.core_algos import AGGREGATION_MODES, POLICY_LOSS_REGISTRY
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
-from workers.hf.batch import RunningBatch, SeparateRows, last_logits
+from workers.hf_rollout import RunningBatch, SeparateRows
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model
@@ -219,29 +219,6 @@ LOSSES = [
     *({"loss_agg_mode": mode, "entropy_coeff": 0.1} for mode in AGGREGATION_MODES),
     *({"use_kl_loss": True, "kl_loss_type": kind} for kind in KL_TYPES),
 ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_is_recorded_and_repeated(folder, dtype, monkeypatch):
-    """enforce_eager=false: a step of decoding is one launch, beside those of sampling, and draws the same."""
-    monkeypatch.setattr(compiled, "compiled_logits", lambda: last_logits)
-    found, launches, generator = [], [], torch.Generator().manual_seed(1)
-    prompts = [ids for length in (5, 20, 11) for ids in [random_ids(length, generator)] * 4]
-    asked = DataProto.from_dict(None, {"raw_prompt_ids": object_array(prompts)})
-    with PretendedGPU() as gpu:
-        model = load_causal_lm(ModelConfig(path=str(folder)), CUDA, dtype, PROMPT + RESPONSE)
-        autocast = TrainEngine(model, OptimConfig(), 10, CUDA, dtype).autocast
-        for enforce_eager in (None, False):
-            config = RolloutConfig(prompt_length=PROMPT, response_length=RESPONSE, enforce_eager=enforce_eager)
-            with autocast():  # a block of its own, which keeps casts of the trial's weights
-                rollout = build_rollout(load_rollout_class("hf"), config, AutoTokenizer.from_pretrained(folder), model)
-            with autocast(), gpu.counting(), counted_steps(gpu, rollout.batch_class) as steps:
-                found.append(generate_batch(rollout, asked, SamplingParams(True, 1.0, -1, 1.0, RESPONSE), 0, 0).batch)
-            assert max(steps) == 1
-            launches.append(gpu.launches)
-    assert gpu.replays > len(steps) / 2 and launches[1] < launches[0] / 2
-    for name, column in found[0].items():
-        close(found[1][name], column, 1e-5 if dtype == torch.float32 else 1e-3)  # columns are added up in other order
 
 
 def test_every_loss_runs_on_the_device(folder):

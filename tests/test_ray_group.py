@@ -23,7 +23,7 @@ from tests.runs import compose, learning_metrics, short_run
 from training.model_shards import Shards
 from workers import ray_group
 from workers.group import LocalGroup, distinct_groups
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.load_rollout import load_rollout_class
 from workers.models import gpu_trouble
 from workers.ray_group import (
@@ -45,7 +45,7 @@ from workers.ray_group import (
 MY_ROLLOUT = """
 import torch
 
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 
 class MyRollout(HFRollout):
     def generate_sequences(self, *args):
@@ -428,7 +428,7 @@ def test_a_rollout_of_the_users_is_used(tiny_model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["x = 1", "from workers.hf.rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
+    "text", ["x = 1", "from workers.hf_rollout import HFRollout", MY_ROLLOUT + MY_ROLLOUT.replace("MyR", "YourR")]
 )
 def test_a_file_without_exactly_one_rollout_is_refused(tmp_path: Path, text: str):
     file = tmp_path / "my_rollout.py"

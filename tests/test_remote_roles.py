@@ -14,7 +14,7 @@ from data.types import Sample, SamplingParams
 from training.environment import AGENT_COLUMN, SINGLE_TURN, TOOL_AGENT
 from training.roles import ROLES
 from workers.group import Done, Role, RolloutRole, check_shares, shares_of
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.vllm_rollout_spmd import vLLMRollout
 
 few = settings(max_examples=60, deadline=None)

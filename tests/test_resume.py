@@ -345,7 +345,7 @@ import signal
 
 import torch
 
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 
 calls = dict.fromkeys(("generation", "update", "write"), 0)
 

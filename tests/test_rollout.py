@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -31,13 +29,11 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from extras.kernels import compiled
 from extras.kernels.generation import SharedPrompts
 from extras.kernels.turn_cache import PromptCache
 from tests.engines import drain, plans, play
-from workers.hf import batch as rollout_batch
-from workers.hf.batch import NoCacheBatch, RunningBatch, last_logits, sample, sample_rows
-from workers.hf.rollout import HFRollout
+from workers import hf_rollout
+from workers.hf_rollout import HFRollout, NoCacheBatch, RunningBatch, sample, sample_rows
 from workers.rollout import Rollout, stop_token_ids
 from workers.scoring_model import scoring_model
 
@@ -61,11 +57,10 @@ def make_rollout(
     stops: tuple[int, ...] = (),
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
-    enforce_eager: bool | None = None,
 ) -> HFRollout:
     model.generation_config.eos_token_id = list(stops) or None
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    config = RolloutConfig(prompt_length=P, response_length=R, enforce_eager=enforce_eager, **sizes)
+    config = RolloutConfig(prompt_length=P, response_length=R, **sizes)
     return HFRollout(config, tokenizer, model)
 
 
@@ -380,59 +375,6 @@ def test_a_step_waits_for_the_device_once(tokenizer: PreTrainedTokenizerBase, mo
     assert {*steps} == {("tolist", True), ("tolist", False)}
 
 
-COMPILED = {  # family, precision, backend: inductor's takes some 15 seconds, the other only traces
-    "Qwen2, compiled": ("Qwen2, biases", torch.bfloat16, None),
-    "Mistral, traced": ("Mistral, a window shorter than the sequences", torch.float32, "eager"),
-}
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_a_compiled_step_draws_what_the_step_as_it_is_draws(
-    tokenizer: PreTrainedTokenizerBase, case: str, monkeypatch: pytest.MonkeyPatch
-):
-    """By one graph for any rows, prompts and columns, in every generation, with the weights that the model then has."""
-    family, dtype, backend = COMPILED[case]
-    if backend:
-        traced = torch.compile(last_logits, dynamic=True, fullgraph=True, recompile_limit=1, backend=backend)
-        monkeypatch.setattr(compiled, "compiled_logits", lambda: traced)
-    torch._dynamo.reset()
-    counters.clear()
-    model, flips = random_model(family, "packed", layers=1), 0
-    autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype != torch.float32)  # a block keeps casts of weights
-    engines = []
-    for enforce_eager in (None, False):
-        with autocast():
-            engines.append(make_rollout(model, tokenizer, (7, 40, 80), 9, enforce_eager=enforce_eager))
-    assert engines[1].batch_class is compiled.CompiledPrompts
-    for count in (30, 3, 1):
-        with autocast():
-            wanted, found = ({done.id: done for done in each.generate(mixed_requests(count))} for each in engines)
-        differ = {row for row in found if found[row].token_ids != wanted[row].token_ids}
-        assert_same([found[row] for row in {*found} - differ], {row: wanted[row] for row in {*wanted} - differ})
-        flips += len(differ)
-        with torch.no_grad():
-            for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
-                matrix += matrix.std() * torch.randn_like(matrix) / 2
-        assert engines[1].batch is None and not any("stand_in" in vars(layer) for layer in model.modules())
-    assert flips <= (3 if dtype == torch.bfloat16 else 0)  # which rounds sums of other columns otherwise
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(
-    "forward, why",
-    [("packed", "not do for Llama.* .RuntimeError: no c"), ("kernels off", "takes whole weights")],
-)
-def test_a_step_that_cannot_be_compiled_is_refused(
-    tokenizer: PreTrainedTokenizerBase, forward: str, why: str, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(compiled, "compiled_forward", fail)
-    with pytest.raises(ValueError, match=rf"enforce_eager=false: the compiled step.* {why}.*leave the key null"):
-        make_rollout(random_model("Llama, untied", forward), tokenizer, enforce_eager=False)
-
-
 class Waits(TorchDispatchMode):
     """Adds to `waits` what a GPU's host waits for, beside copies to it."""
 
@@ -474,13 +416,13 @@ def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerB
     assert not is_as_before()
     rollout.abort(range(5))
     assert is_as_before() and rollout.step() == []
-    monkeypatch.setattr(rollout_batch, "sample_rows", fail_at_call(3))
+    monkeypatch.setattr(hf_rollout, "sample_rows", fail_at_call(3))
     with pytest.raises(RuntimeError, match="call 3"):
         generate(rollout, PROMPTS, GREEDY)
     assert is_as_before() and not rollout.has_unfinished_requests()
     for row, ids in enumerate(PROMPTS):
         rollout.add(Request(row, ids, GREEDY, row))
-    monkeypatch.setattr(rollout_batch, "sample_rows", fail_at_call(1))
+    monkeypatch.setattr(hf_rollout, "sample_rows", fail_at_call(1))
     with pytest.raises(RuntimeError, match="call 1"):
         rollout.step()
     assert is_as_before() and not rollout.has_unfinished_requests()

@@ -33,7 +33,7 @@ from tests.shapes import SMALL
 from workers import micro_batches
 from workers import scoring_model as scoring_model_module
 from workers.forward_check import check_width
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize, cut, cut_share, score
 from workers.scoring_model import padded_scores, scoring_model
 

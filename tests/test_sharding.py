@@ -66,7 +66,7 @@ from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
 from workers.forward_check import ForwardCheck
 from workers.group import shares_of
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
 from workers.parallel import Replicas

@@ -5,9 +5,7 @@ own tokens end at the column that is written next, so that rows which joined at 
 leave by giving their place to the last one, and prompts that join take the places of those that no row answers any
 more. Both memories are a little larger than what is in use, and are cut to that and enlarged again when they are full.
 Where all of this stands is known on the host, as no step may wait for the device to tell.
-With fixed shapes all sizes are rounded up, and steps compute on all of it: until `layout` changes each is the same
-operations on the same memory (compiled.py).
-Attention to such a cache is in extras/kernels/.
+Attention to such a cache is in decode.py.
 """
 
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from workers.hf.batch import on_device
+from workers.hf_rollout import on_device
 
 BLOCK = 64  # columns added when the memory is full
 GROWTH = 1 / 8  # of the places of prompts, at least, when others join while these are answered
@@ -40,12 +38,7 @@ class RowLayer(CacheLayerMixin):
         raise AssertionError("rows join by RowCache.join, before any forward")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d], or
-        with fixed shapes all memory."""
-        if self.cache.has_fixed_shapes:
-            for memory, new in ((self.keys, key_states), (self.values, value_states)):
-                memory.index_copy_(2, self.cache.column, new.to(memory.dtype))
-            return self.keys, self.values
+        """Writes the new token's [b, heads, 1, d]. Returns all of the rows' own, [b, heads, width + 1, d]."""
         rows, end = len(key_states), self.cache.end
         self.keys[:rows, :, end] = key_states[:, :, 0]
         self.values[:rows, :, end] = value_states[:, :, 0]
@@ -93,18 +86,17 @@ class RowCache(Cache):
 
     On the host: `prompt_of_row` [b], at which place the prompt is that a row answers; `lengths` [places of prompts] of
     prompts, in tokens; `starts` [b], the column of each row's first own token; `end`, that of the next. On the device:
-    `positions` [b, 1] of the next tokens; `column` [1], which is `end`. With fixed shapes b are all places for rows.
+    `positions` [b, 1] of the next tokens.
     """
 
-    def __init__(self, prefilled: DynamicCache, has_fixed_shapes: bool) -> None:
+    def __init__(self, prefilled: DynamicCache) -> None:
         """Without rows; of the layers of `prefilled`."""
-        self.has_fixed_shapes = has_fixed_shapes
         super().__init__(layers=[RowLayer(self, layer) for layer in prefilled.layers])
         self.device = prefilled.layers[0].keys.device
         self.max_tokens = 0  # that a row may get
         self._masks: dict[int | None, Tensor | None] = {}  # of this step, by window
         none = np.zeros(0, dtype=np.int64)
-        self.lengths, self.end, self.layout = none, 0, 0
+        self.lengths, self.end = none, 0
         self._set_rows(none, starts=none)
 
     def __len__(self) -> int:
@@ -142,10 +134,8 @@ class RowCache(Cache):
         order[gaps] = movers
         self._set_rows(self.prompt_of_row[order], self.starts[order])
         answered = len(self.lengths) - len(self._unanswered)
-        if 2 * answered <= len(self.lengths) > self._rounded(answered):
+        if 2 * answered <= len(self.lengths) > answered:
             self._resize_prompts(0, 0)
-        if self.has_fixed_shapes and 4 * left <= self.places > 2:  # as the others are computed, too
-            self._resize(left)
         return order.tolist()
 
     def row_layers(self, place: int) -> list[tuple[Tensor, Tensor]]:
@@ -171,35 +161,25 @@ class RowCache(Cache):
         """Goes on by a token of each row, which every layer was given."""
         self.end += 1
         self.positions += 1
-        self.column += 1
 
     def mask(self, window: int | None) -> Tensor | None:
         """The keys that the next tokens attend to, [b, P + width + 1] bool: their prompts' columns, then their own.
 
         None: all of them. `window`: how far back they see, themselves included, if that is limited.
         """
-        if self.has_fixed_shapes:  # the compiler sees that it is asked for more than once
-            return self._mask(window)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         return self._masks[window]
 
     def _mask(self, window: int | None) -> Tensor | None:
-        if not self.has_fixed_shapes:
-            window = window if window and window <= self.layers[0].get_seq_length() else None
-            if not self._is_ragged and not window:
-                return None
+        window = window if window and window <= self.layers[0].get_seq_length() else None
+        if not self._is_ragged and not window:
+            return None
         prompt_columns = torch.arange(self.prompt_width, device=self.device) - self.prompt_width
-        # Counted from the newest.
-        if self.has_fixed_shapes:
-            own = torch.arange(self.columns, device=self.device) - self.column
-        else:
-            own = torch.arange(self.first - self.end, 1, device=self.device)
+        own = torch.arange(self.first - self.end, 1, device=self.device)  # counted from the newest
         lengths = self._row_lengths[:, None]
         positions = torch.cat([lengths + prompt_columns, self.positions + own], dim=1)
         attended = torch.cat([lengths + prompt_columns >= 0, self.positions + own >= lengths], dim=1)
-        if self.has_fixed_shapes:
-            attended[:, self.prompt_width :] &= own <= 0
         return attended & (self.positions - positions < window) if window else attended
 
     def by_prompt(self, rows: Tensor) -> Tensor:
@@ -230,40 +210,28 @@ class RowCache(Cache):
         """Room for the own tokens of `places` rows, and for up to BLOCK more of each."""
         used = self.end - self.first
         for layer in self.layers:
-            layer.resize(self._rounded(places), min(self._rounded(used + BLOCK), self.max_tokens))
-        self.end, starts, self.layout = used, self.starts - self.first, self.layout + 1
+            layer.resize(places, min(used + BLOCK, self.max_tokens))
+        self.end, starts = used, self.starts - self.first
         self._set_rows(self.prompt_of_row, starts)
-
-    def _rounded(self, size: int) -> int:
-        """With fixed shapes the next power of two, and no 1, for which another graph would be compiled."""
-        return max(2, 1 << (size - 1).bit_length()) if self.has_fixed_shapes else size
 
     def _set_rows(self, prompt_of_row: np.ndarray, starts: np.ndarray) -> None:
         self.prompt_of_row, self.starts = prompt_of_row, starts
         self.first = int(starts.min()) if len(starts) else self.end
         rows_of_prompt = np.bincount(prompt_of_row, minlength=len(self.lengths))
         self._unanswered = np.flatnonzero(rows_of_prompt == 0)
-        most = self._rounded(int(rows_of_prompt.max())) if len(starts) else 0
+        most = int(rows_of_prompt.max()) if len(starts) else 0
         order = prompt_of_row.argsort(kind="stable")
         firsts = rows_of_prompt.cumsum() - rows_of_prompt  # of each prompt, in `order`
         slots = np.empty_like(order)
         slots[order] = prompt_of_row[order] * most + np.arange(len(order)) - firsts[prompt_of_row[order]]
         members = np.zeros(len(self.lengths) * most, dtype=np.int64)
         members[slots] = np.arange(len(slots))
-        self._is_in_order = not self.has_fixed_shapes and np.array_equal(slots, np.arange(len(members)))
+        self._is_in_order = np.array_equal(slots, np.arange(len(members)))
         lengths = self.lengths[prompt_of_row]
         self._is_ragged = bool((starts != self.first).any() or (lengths != self.prompt_width).any())
-        positions = lengths + self.end - starts
-        if self.has_fixed_shapes:
-            slots, lengths, positions = (np.pad(a, (0, self.places - len(starts))) for a in (slots, lengths, positions))
-        numbers = {"_members": members.reshape(len(self.lengths), most), "_slots": slots, "_row_lengths": lengths}
-        for name, array in (numbers | {"positions": positions[:, None], "column": np.array([self.end])}).items():
-            old, new = vars(self).get(name), on_device(array, self.device)
-            if self.has_fixed_shapes and old is not None and old.shape == new.shape:
-                old.copy_(new)
-            else:
-                setattr(self, name, new)
-                self.layout += 1
+        self._members = on_device(members.reshape(len(self.lengths), most), self.device)
+        self._slots, self._row_lengths = on_device(slots, self.device), on_device(lengths, self.device)
+        self.positions = on_device((lengths + self.end - starts)[:, None], self.device)
 
     def _places_for(self, prompts: int, width: int) -> np.ndarray:
         """Returns the places of so many new prompts of this width, and makes room for them: [prompts]."""
@@ -281,10 +249,9 @@ class RowCache(Cache):
         if more and len(answered):
             more = max(more, int(GROWTH * len(answered)))
             width += BLOCK if width > self.prompt_width else 0
-        width = self._rounded(max([width, *kept.tolist()]))
-        more = self._rounded(len(answered) + more) - len(answered)
+        width = max([width, *kept.tolist()])
         places = on_device(answered, self.device)
         for layer in self.layers:
             layer.resize_prompts(places, len(answered) + more, width)
-        self.lengths, self.layout = np.concatenate([kept, np.zeros(more, dtype=np.int64)]), self.layout + 1
+        self.lengths = np.concatenate([kept, np.zeros(more, dtype=np.int64)])
         self._set_rows(prompt_of_row, self.starts)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from extras.kernels.packed_attention import is_packed, known_sdpa_mask, layer_window
-from extras.kernels.products import Linear, cast_linear, packed_linear, use_onednn
+from extras.kernels.products import Linear, packed_linear
 
 NAME = "prefix_rows"
 MIN_ROWS, MIN_STEPS = 4, 4  # below, the packed layout gains less than it costs to make
@@ -29,7 +29,7 @@ class Prompt(Protocol):
 
 
 class Rows(Protocol):
-    """The cache of the rows that are generating (workers/hf/cache.py), as attention needs it."""
+    """The cache of the rows that are generating (extras/kernels/cache.py), as attention needs it."""
 
     layers: Sequence[Prompt]
 
@@ -60,19 +60,15 @@ def decoding(model: PreTrainedModel) -> Iterator[bool]:
             model.set_attn_implementation(attention)
 
 
-def lay_out_weights(model: PreTrainedModel, steps: int, rows: int, is_compiled: bool = False) -> bool:
+def lay_out_weights(model: PreTrainedModel, steps: int, rows: int) -> bool:
     """Within `decoding`: lays the weights of `model` out for products with `rows` rows, as they are now, until its end.
 
-    Returns whether that is done, which takes some rows and some steps to gain what it costs. For a forward that
-    `is_compiled`, for which autocast keeps no casts, they are cast and nothing else.
+    Returns whether that is done, which takes some rows and some steps to gain what it costs.
     """
-    gains = is_compiled or (rows >= MIN_ROWS and steps >= MIN_STEPS)
-    if is_compiled:
-        use_onednn(model)
+    gains = rows >= MIN_ROWS and steps >= MIN_STEPS
     for layer in model.modules() if gains else ():
         if isinstance(layer, Linear):
-            weights = layer.weight, layer.bias
-            layer.stand_in = cast_linear(*weights) if is_compiled else packed_linear(*weights, rows)
+            layer.stand_in = packed_linear(layer.weight, layer.bias, rows)
     return gains
 
 

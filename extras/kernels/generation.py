@@ -1,8 +1,8 @@
 """Generates by the kernels: reads a prompt once for all its samples, and keeps an episode's turns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -12,13 +12,11 @@ from extras.kernels.cache import RowCache
 from extras.kernels.decode import decoding, lay_out_weights
 from extras.kernels.packed_attention import known_padding
 from extras.kernels.turn_cache import CachedPrefix, Layers, TurnCache, cache_of
-from workers.hf.batch import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left, positions_of
+from workers.hf_rollout import Rows, RunningBatch, RunningRow, SeparateRows, last_logits, pad_left, positions_of
 
 
 class LaidOut(RunningBatch):
     """Rows whose module is set up for decoding meanwhile, its weights laid out for narrow products."""
-
-    is_compiled: ClassVar[bool] = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -28,7 +26,7 @@ class LaidOut(RunningBatch):
     def join(self, requests: Sequence[Request]) -> list[Completion]:
         if not self.has_laid_out:
             steps, rows = max(request.sampling.max_tokens for request in requests) - 1, len(self) + len(requests)
-            self.has_laid_out = lay_out_weights(self.module, steps, rows, self.is_compiled)
+            self.has_laid_out = lay_out_weights(self.module, steps, rows)
         return super().join(requests)
 
     def close(self) -> None:
@@ -49,7 +47,6 @@ class SharedPrompts(LaidOut):
 
     COST = "nothing"
     cache: RowCache | None = None
-    has_fixed_shapes: ClassVar[bool] = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -97,24 +94,17 @@ class SharedPrompts(LaidOut):
 
     def _keep(self, prefilled: DynamicCache, lengths: Sequence[int], source: Sequence[int], max_tokens: int) -> None:
         if self.cache is None:
-            self.cache = RowCache(prefilled, self.has_fixed_shapes)
+            self.cache = RowCache(prefilled)
         self.cache.join(prefilled, lengths, source, max_tokens)
 
     def _forward(self) -> Tensor:
         """Returns logits after the last token of each row that is alive: [b, V]."""
         self.cache.make_room()
-        logits = self._next_logits()
+        no_mask = self.last.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
+        ids, positions = self.last[:, None], self.cache.positions
+        logits = last_logits(self.module, ids, positions, no_mask, self.cache, rows=self.cache)
         self.cache.advance()
         return logits
-
-    def _next_logits(self) -> Tensor:
-        """Computes what `_forward` returns, on the device alone."""
-        return self._logits_after(self.last[:, None], last_logits)
-
-    def _logits_after(self, ids: Tensor, forward: Callable[..., Tensor]) -> Tensor:
-        """Computes logits after the newest tokens, [b, 1]: [b, V], by `forward`, as `last_logits` does."""
-        no_mask = ids.new_zeros(1, 1, 1, 1)  # four dimensions: transformers makes none of its own
-        return forward(self.module, ids, self.cache.positions, no_mask, self.cache, rows=self.cache)
 
     def _forget(self, gone: Sequence[int]) -> list[int]:
         return self.cache.leave(gone)

@@ -11,16 +11,13 @@ from transformers import PreTrainedModel
 from configs.schema import RolloutConfig
 from extras.kernels.decode import register_row_attention
 from extras.kernels.memory import give_back_memory, start_process
-from extras.kernels.norms import use_fast_norms
 from extras.kernels.packed_attention import is_packed, packed_scores, use_packed_attention
 from extras.kernels.products import use_onednn
 from workers.forward import Forward
-from workers.hf.batch import NoCacheBatch
+from workers.hf_rollout import NoCacheBatch
 from workers.micro_batches import TokenScores
 
 __all__ = ["Kernels"]
-COMPILED = "actor_rollout_ref.rollout.enforce_eager=false: the compiled step of the hf engine"
-EAGER = "leave the key null, and the step runs as it is"
 
 
 class Kernels(Forward):
@@ -37,18 +34,12 @@ class Kernels(Forward):
         attention that takes packed micro-batches and is SDPA for all others."""
         if model.device.type == "cpu":
             use_onednn(model)
-            use_fast_norms(model)
         register_row_attention()
         use_packed_attention(model)
         return packed_scores
 
     def batches(self, model: PreTrainedModel, config: RolloutConfig) -> tuple[type, ...]:
-        from extras.kernels.compiled import CompiledPrompts
         from extras.kernels.generation import LaidOutRows, SharedPrompts
 
-        shares = model.shares_prompts and is_packed(model)
-        if config.enforce_eager is False:
-            if model.parallel.lockstep or not shares:
-                raise ValueError(f"{COMPILED} takes whole weights, and rows that share prompts: {EAGER}.")
-            return (CompiledPrompts,)
-        return (*([SharedPrompts] if shares else []), LaidOutRows, NoCacheBatch)
+        shared = (SharedPrompts,) if model.shares_prompts and is_packed(model) else ()
+        return (*shared, LaidOutRows, NoCacheBatch)

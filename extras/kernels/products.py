@@ -9,7 +9,6 @@ devices and precisions, builds without it), everything here is what torch does a
 
 import platform
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ def use_onednn(module: nn.Module) -> None:
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes values @ weightᵀ + bias, [..., in] and [out, in] → [..., out]; differentiable once."""
-    if torch.compiler.is_compiling() or not (IS_FASTER and is_for_onednn(values, weight)):
+    if not (IS_FASTER and is_for_onednn(values, weight)):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (values, weight, bias)):
         # Rows in and out, as oneDNN would return a view of them, in which autograd lets nobody write.
@@ -75,16 +74,6 @@ def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[T
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), rows)
     bias = None if bias is None else bias.detach().to(dtype)
     return lambda values: onednn_linear(values.to(dtype), packed, bias)
-
-
-def cast_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Casts `weight` [out, in] as autocast would, if it would; returns the product with it."""
-    device = weight.device.type
-    if not torch.is_autocast_enabled(device):
-        return None
-    dtype = torch.get_autocast_dtype(device)
-    weight, bias = (x if x is None else nn.Parameter(x.detach().to(dtype), False) for x in (weight, bias))
-    return partial(F.linear, weight=weight, bias=bias)
 
 
 def onednn_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -30,7 +30,7 @@ from training.reward import add_scores, load_reward_manager
 from training.reward_function import FunctionReward
 from workers.agent_loop import AgentLoop
 from workers.agents.episode import Limits
-from workers.hf.rollout import HFRollout
+from workers.hf_rollout import HFRollout
 from workers.load_rollout import build_rollout
 from workers.models import load_causal_lm
 

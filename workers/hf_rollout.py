@@ -1,29 +1,40 @@
-"""The rows that are generating: a prompt prefilled once for those that start together, then a token of each at a time.
+"""Rollouts by the Hugging Face model itself: no second copy of the weights, nothing to synchronise.
 
-Rows join and leave at any step. Each has its own sampling, limit and uniform numbers, drawn by its own seed, so that
-its tokens do not depend on its company. What they have drawn is read from the device once a step, and all that follows
-from it is decided on the host: which rows end, and where those that stay are from then on.
-What the model keeps of them from token to token is a subclass's: here, caches as transformers makes them, for each row.
-extras/kernels has rows that share their prompts, and keep what episodes have read.
+A sampling loop of our own in place of `generate`: a prompt is prefilled once for the rows that start together, then a
+step draws one token of each row. Rows join and leave at any step. Each has its own sampling, limit and uniform numbers,
+drawn by its own seed, so its tokens do not depend on its company; the log-prob comes out of the softmax that is sampled
+from. What is drawn is read from the device once a step, and the host decides which rows end.
+What a model keeps of the rows from token to token is a subclass's of `RunningBatch`: here, transformers' caches, for
+each row. extras/kernels has rows that share their prompts, and keep what episodes have read.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from configs.schema import RolloutConfig
+from data.padding import collate
+from data.pretrained import position_count
+from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
-from data.types import Completion, Request, SamplingParams
+from data.types import Completion, Request, Sample, SamplingParams
 from training.torch_functional import to_device
-from workers.rollout import divergence
+from workers.collectives import common_notice
+from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
+from workers.rollout import Rollout, check_request, divergence, sample_of
 
+REFILL = 1 / 8  # of max_num_seqs: so many places have to be free before waiting rows are prefilled
+TRIAL_TOKENS = 5  # of a trial's responses: enough steps for the kernels of long ones
 VOCABULARY_BLOCK = 128  # tokens whose probabilities are summed before a block is chosen
 
 
@@ -63,8 +74,9 @@ def sampling_kinds(rows: Sequence[RunningRow], device: torch.device) -> dict[Sam
 class RunningBatch(ABC):
     """The rows that generate with `module` until none is left: `alive`, b of them in the subclass's order.
 
-    `max_num_batched_tokens`: most of a pass over prompts, padding included; a longer prompt has a pass of its own.
-    `max_kept_tokens`: what a subclass may keep of episodes between their turns.
+    Args:
+        max_num_batched_tokens: of a pass over prompts, padding included; a longer prompt has a pass of its own.
+        max_kept_tokens: of episodes between their turns, for a subclass that keeps them.
     """
 
     def __init__(
@@ -232,9 +244,8 @@ class Rows:
 
 
 class SeparateRows(RunningBatch):
-    """Rows that keep their prompts to themselves, in caches as transformers makes them for the model: with keys and
-    values, with states, or with both. Those that joined together have one cache, so that a step is a forward of each
-    such part. For models whose attention cannot share prompts: slower than `SharedPrompts`, and more general."""
+    """Rows that keep their prompts to themselves, in transformers' caches for the model: keys and values, states, or
+    both. Those that joined together have one cache, and a step is a forward of each such part."""
 
     COST = "each row keeps a prompt of its own"
     caches: ClassVar[bool] = True
@@ -277,10 +288,177 @@ class SeparateRows(RunningBatch):
 
 
 class NoCacheBatch(SeparateRows):
-    """Rows of which the model keeps nothing: each token costs a forward of all before it. As slow as it is general."""
+    """Rows of which the model keeps nothing: as slow as it is general."""
 
     COST = "each token costs a forward of all before it"
     caches = False
+
+
+BATCH_CLASSES = (SeparateRows, NoCacheBatch)  # to generate, behind those of the model's kernels
+
+
+class HFRollout(Rollout):
+    """Samples from the actor's own `model`, by the first kind of batch whose log-probs are the trainer's: they are
+    tried, in the precision of the block in which the engine is made.
+
+    From the first request until none is left and no episode may go on, the module is in eval mode, set up for decoding.
+
+    Raises:
+        ValueError: no kind of batch has the trainer's log-probs.
+    """
+
+    is_probed = True
+    reads = ()
+
+    def __init__(self, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+        super().__init__(config, tokenizer, model)
+        self.positions = position_count(model.config.get_text_config())
+        self.batch: RunningBatch | None = None  # while there are requests
+        self.set_up = ExitStack()  # what the module is set up with meanwhile
+        self._prefilled = 0  # tokens of prompts, in batches that have ended
+        self.batch_class: type[RunningBatch] = self._choose_batch_class()
+        self._prefilled = 0  # without the trial's
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts that went through the model so far, equal prompts and kept turns once, without padding."""
+        return self._prefilled + (self.batch.prefilled_tokens if self.batch is not None else 0)
+
+    def _choose_batch_class(self) -> type[RunningBatch]:
+        name, problems = type(self.module).__name__, []
+        candidates = self.module.kernels.batches(self.module, self.config) or BATCH_CLASSES
+        with scaled_up_weights(self.module):
+            for batch_class in candidates:
+                self.batch_class = batch_class
+                problem = self._problem()
+                if problem is None:
+                    if problems:
+                        common_notice(f"{name} generates slower, as {batch_class.COST} ({problems[-1]}).")
+                    return batch_class
+                problems.append(problem)
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=hf: {name} samples with other log-probs than it is trained with "
+            f"({problems[-1]}). Choose another model, or an engine of yours (docs/models.md)."
+        )
+
+    def _problem(self) -> str | None:
+        """Returns why `batch_class` cannot be used, or None: tries rows past any length that the run reaches."""
+        mode, stops, self.stop_ids = self.module.training, self.stop_ids, set()
+        try:
+            batch = self._sample_trial()
+            found, wanted = batch.batch["rollout_log_probs"], trained_log_probs(self.module, batch)
+            with torch.autocast(self.module.device.type, enabled=False):
+                exact = trained_log_probs(self.module, batch)
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.stop_ids = stops
+            self.module.train(mode)
+        distance = (found - wanted).abs().max().item()
+        return None if distance < tolerance(wanted, exact) else f"log_probs differ by {distance:.1g}"
+
+    def _sample_trial(self) -> DataProto:
+        """Responses to a prompt twice, to a shorter one, and to one that ends before the length that they go past; and
+        to what the latter two begin, as their next turns."""
+        width = check_width(self.module, self.config.prompt_length + self.config.response_length)
+        rows, most = ragged_batch(self.module, width).batch["input_ids"] % self.vocab_size, width - TRIAL_TOKENS
+        lengths = {0: most, 1: max(1, most // 2), 2: max(1, most - TRIAL_TOKENS)}
+        sampling = SamplingParams(True, 1.0, -1, 1.0, TRIAL_TOKENS)
+        samples: list[Sample] = []
+        try:
+            for turn in ([(0, lengths[0]), *lengths.items()], [(1, most - 1), (2, most)]):
+                requests = [
+                    Request(i, rows[row, :length].tolist(), sampling, seed=i, episode=row)
+                    for i, (row, length) in enumerate(turn)
+                ]
+                samples += map(sample_of, requests, self.generate(requests))
+        finally:
+            self.forget(range(len(rows)))
+        return collate(samples, most, TRIAL_TOKENS, self.pad_token_id)
+
+    def add(self, request: Request) -> None:
+        check_request(request, self.vocab_size, self.positions)
+        assert self.batch is None or request.id not in self.batch, f"request {request.id} is running already"
+        super().add(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """Lets waiting requests join, if it is time, and draws one token of every row."""
+        if not self.has_unfinished_requests():
+            return []
+        goes_on = False
+        try:
+            if self.batch is None:
+                self._start()
+            finished = self._join()
+            if len(self.batch):
+                finished += self.batch.step()
+            goes_on = self._goes_on()
+        finally:
+            if not goes_on:  # nothing is left to do, or it failed
+                self._stop()
+        return finished
+
+    @torch.no_grad()
+    def abort(self, ids: Iterable[int]) -> None:
+        dropped = set(ids)
+        super().abort(dropped)
+        if self.batch is not None:
+            self.batch.drop(dropped)
+            if not self._goes_on():
+                self._stop()
+
+    def forget(self, episodes: Iterable[int]) -> None:
+        if self.batch is not None:
+            self.batch.forget(episodes)
+            if not self._goes_on():
+                self._stop()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_weights(weights, version)
+        self._stop_if_idle()
+
+    def sleep(self) -> None:
+        """Keeps nothing any more; the module is as it was, once no request is left."""
+        self._stop_if_idle()
+
+    close = sleep
+
+    def _stop_if_idle(self) -> None:
+        if self.batch is not None and not self.has_unfinished_requests():
+            self._stop()
+
+    def _goes_on(self) -> bool:
+        """Returns True if there is something to do, or may soon be, as an episode may have another turn."""
+        return self.has_unfinished_requests() or (self.batch is not None and self.batch.goes_on())
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting) or (self.batch is not None and len(self.batch) > 0)
+
+    def tokens_so_far(self, seen: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {} if self.batch is None else self.batch.tokens_so_far(seen)
+
+    def _join(self) -> list[Completion]:
+        """Waiting requests take the free places, once there are enough of them; those that end by their first token."""
+        free = self.config.max_num_seqs - len(self.batch)
+        if not self.waiting or free < self.config.max_num_seqs * REFILL:
+            return []
+        joining = [self.waiting.pop(request_id) for request_id in [*islice(self.waiting, free)]]
+        return self.batch.join(joining)
+
+    def _start(self) -> None:
+        self.module.eval()
+        self.set_up.callback(self.module.train)
+        most, kept = self.config.max_num_batched_tokens, self.config.prompt_length + self.config.response_length
+        kept *= self.config.max_num_seqs
+        self.batch = self.batch_class(self.module, self.stop_ids, self.pad_token_id, self.weight_version, most, kept)
+        self.set_up.callback(self.batch.close)
+
+    def _stop(self) -> None:
+        """Forgets all requests and episodes, and leaves the module as it was before them, to be trained."""
+        self.waiting.clear()
+        self._prefilled, self.batch = self.prefilled_tokens, None
+        self.set_up.close()
 
 
 def on_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
