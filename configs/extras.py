@@ -24,7 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "sync": {"plain": "workers.weight_sync:WeightSync", "certificate": "extras.certificate.certificate:Certificate"},
     "forward": {"off": "workers.forward:Forward", "kernels": "extras.kernels.kernels:Kernels"},
-    "parallel": {"replicas": "workers.parallel:Replicas", "sharding": "extras.sharding.layout:Sharded"},
+    "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "imports": {"verl": "extras.verl.imports:StandIns"},
     "stage": {
@@ -89,6 +89,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     "reward_model": ("reward.reward_model",),
     "rules": ("reward.sandbox_fusion",),
     "sandbox": ("reward.sandbox",),
+    "sharding": (
+        *("actor.tensor_parallel_size", "fsdp_config.fsdp_size", "fsdp_config.reshard_after_forward"),
+        *("fsdp_config.mixed_precision", "fsdp_config.param_offload", "fsdp_config.optimizer_offload"),
+        *("optim.moments_dtype", "ref.fsdp_config"),
+    ),
     "scorers": (
         *("reward.num_workers", "reward.memory_limit_mb", "reward.in_process", "reward.max_rpm", "reward.max_tpm"),
         "reward.estimated_tokens_per_request",

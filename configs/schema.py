@@ -186,15 +186,10 @@ class ModelConfig(section("lora"), PretrainedModelConfig):
 
 
 @dataclass
-class OptimConfig(Frozen):
+class OptimConfig(section("sharding", "OptimSettings")):
     lr: float = setting(1e-6, "Peak learning rate of AdamW.", ge=0)
     weight_decay: float = setting(0.01, "AdamW's decoupled weight decay.", ge=0)
     betas: list[float] = setting([0.9, 0.999], "AdamW's betas.")
-    moments_dtype: str = setting(
-        "float32",
-        "What AdamW's moments are kept in; bfloat16: 4 bytes a weight instead of 8, and other numbers in the run.",
-        choices=("float32", "bfloat16"),
-    )
     clip_grad: float = setting(1.0, "Largest global gradient norm; larger gradients are scaled down.", gt=0)
     lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=SCHEDULES)
     lr_warmup_steps: int = setting(-1, "Warm-up steps; negative: lr_warmup_steps_ratio of all steps.")
@@ -204,54 +199,18 @@ class OptimConfig(Frozen):
 
 
 @dataclass
-class FSDPConfig(Frozen):
+class FSDPConfig(section("sharding", "OffloadSettings")):
     dtype: str = setting(
         "auto",
         "Compute dtype: auto is bfloat16 autocast on GPUs that have it, else float32. Weights are always float32. "
         "bfloat16 is faster on CPUs with AMX or AVX512_BF16.",
         choices=("auto", "float32", "bfloat16"),
     )
-    param_offload: bool = setting(False, "Keep the weights in main memory while their model has nothing to do.")
 
 
 @dataclass
-class MixedPrecisionConfig(Frozen):
-    param_dtype: str = setting(
-        "float32",
-        "Of several workers: what weights are gathered in to train and to score. bfloat16, where it is computed in "
-        "(fsdp_config.dtype): half is sent, and half is whole at a time; norms and embeddings are rounded, too, as "
-        "products round matrices. auto: what is computed in.",
-        choices=("float32", "bfloat16", "auto"),
-    )
-    reduce_dtype: str = setting(
-        "float32",
-        "Of several workers: what gradients are summed in over them. bfloat16 sends half as much, and rounds each sum.",
-        choices=("float32", "bfloat16"),
-    )
-
-
-@dataclass
-class TrainFSDPConfig(FSDPConfig):
-    optimizer_offload: bool = setting(
-        False, "Keep AdamW's moments in main memory and compute its steps there: 8 bytes a weight less on a GPU."
-    )
-    fsdp_size: int = setting(
-        -1,
-        "Workers that hold a model together, sharded by FSDP2; -1: all. A divisor of their number makes replicas, each "
-        "over neighbours in rank, and 1 has every worker hold whole models.",
-        ge=-1,
-    )
-    reshard_after_forward: bool = setting(
-        True,
-        "Of several workers: drop the others' parts of a layer after its forward, and gather them again for its "
-        "backward. False is faster, and holds the whole model meanwhile.",
-    )
-    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "What workers send each other.")
-
-
-@dataclass
-class RefFSDPConfig(Frozen):
-    param_offload: bool = setting(False, "As in actor.fsdp_config, for the reference.")
+class TrainFSDPConfig(section("sharding", "TrainSettings"), FSDPConfig):
+    """Adds the settings of models in training."""
 
 
 @dataclass
@@ -275,7 +234,21 @@ class CheckpointConfig(Frozen):
 
 
 @dataclass
-class ActorConfig(Frozen):
+class LayoutConfig(Frozen):
+    strategy: str = setting(
+        "fsdp2",
+        "How several workers hold a model, the critic's too: fsdp2: in shards; replicas: each has a whole one.",
+        choices=("fsdp2", "replicas"),
+    )
+
+    @property
+    def peers(self) -> int:
+        """Counts the workers that compute each layer together."""
+        return 1
+
+
+@dataclass
+class ActorConfig(section("sharding", "ActorSettings"), LayoutConfig):
     ppo_mini_batch_size: int | None = setting(
         None, "Prompts an optimiser step; null: train_batch_size, i.e. one update a step, exactly on-policy.", ge=1
     )
@@ -309,12 +282,6 @@ class ActorConfig(Frozen):
     kl_loss_coef: float = setting(0.001, "Weight of the KL in the loss.", ge=0)
     kl_loss_type: str = setting("low_var_kl", "Estimator of the KL in the loss.", choices=KL_KINDS)
     optim: OptimConfig = group(OptimConfig, "Optimiser and schedule.")
-    tensor_parallel_size: int = setting(
-        1,
-        "Workers that compute each layer together, split by heads and columns: neighbours in rank, on one machine. The "
-        "critic's layers too.",
-        ge=1,
-    )
     fsdp_config: TrainFSDPConfig = group(TrainFSDPConfig, "Precision and offloading; the critic's too.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "Contents of checkpoints.")
 
@@ -327,14 +294,13 @@ class RefModelConfig(Frozen):
 
 
 @dataclass
-class RefConfig(Frozen):
+class RefConfig(section("sharding", "RefSettings")):
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         II("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"), "As in rollout, for the reference.", ge=1
     )
     log_prob_max_token_len_per_gpu: int = setting(
         II("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"), "As in rollout, for the reference.", ge=1
     )
-    fsdp_config: RefFSDPConfig = group(RefFSDPConfig, "Offloading.")
     model: RefModelConfig = group(RefModelConfig, "The reference's model; another one than the actor's is a teacher.")
 
 

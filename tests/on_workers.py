@@ -3,13 +3,13 @@
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from extras.sharding.fsdp2 import whole
 from training.model_shards import once
 from workers.collectives import gather, rank
 from workers.model_worker import ModelWorker
@@ -86,8 +86,8 @@ class Inspector:
         self.worker = worker
 
     def weight_sum(self) -> float:
-        return weight_sum(once(self.worker.policy.module))
+        return weight_sum(once(self.worker.policy.module), self.worker.policy.parallel.full)
 
 
-def weight_sum(weights: dict[str, Tensor]) -> float:
-    return sum(whole(weights[name]).double().sum().item() for name in sorted(weights))
+def weight_sum(weights: dict[str, Tensor], full: Callable[[Tensor], Tensor] = lambda weight: weight) -> float:
+    return sum(full(weights[name]).double().sum().item() for name in sorted(weights))

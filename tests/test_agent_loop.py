@@ -24,7 +24,6 @@ from data.chat import ChatFormat
 from data.protocol import DataProto
 from data.tools import FunctionTool
 from data.types import Completion, Reply, Request, SamplingParams
-from extras.kernels.packed_attention import Packed
 from tests.engines import Scripted
 from tests.runs import compose
 from training.advantage import compute_advantage
@@ -35,7 +34,6 @@ from workers.agents.environment import EnvEpisode
 from workers.agents.episode import Limits, SingleAnswer, play
 from workers.hf_rollout import HFRollout
 from workers.load_rollout import build_rollout
-from workers.micro_batches import MicroBatchSize, cut
 from workers.models import load_causal_lm
 from workers.rollout import Rollout
 
@@ -334,24 +332,6 @@ def test_a_prompt_beyond_the_models_positions_is_refused_and_not_taken_for_a_fai
     with pytest.raises(ValueError, match=r"max_tokens=4000 are more than 2048, the model's positions"):
         played(config, game, engine, [11])
     assert not engine.has_unfinished_requests()
-
-
-def test_a_turn_computes_its_new_tokens_and_an_update_each_token_once(tiny_model: Path):
-    """Three episodes from one start: the tokens that go through the model."""
-    config, game = counting("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=2")
-    engine = real_engine(tiny_model, config)
-    before = engine.prefilled_tokens
-    batch = played(config, game, engine, [11, 11, 11])
-    prompt, turns = len(batch.raw_prompt_ids[0]), batch.non_tensor_batch["__num_turns__"]
-    real = batch.attention_mask[:, -400:]
-    told = (real - batch.response_mask).sum().item()
-    assert min(turns) > 2
-    # The last token of an answer is read with what it led to, if anything; the others are when they are drawn.
-    assert engine.prefilled_tokens - before == prompt + told + sum(turns - 1)
-    [micro] = cut(batch, MicroBatchSize(None, 5000), [], engine.module)
-    packed = Packed.of(micro, engine.module.device)
-    assert len(packed.input_ids) == prompt + real.sum().item() - 3, "a response's last token predicts nothing"
-    assert micro.is_scored.sum() == batch.response_mask.sum()
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ EXEMPT = {
         "workers/models.py": "CUDA_VISIBLE_DEVICES may hide the GPU on purpose",
         "workers/ray_group.py": "hands the environment on to worker processes",
     },
-    "introspection": {"workers/parallel.py": "to be cut"},
+    "introspection": {},
 }
 
 

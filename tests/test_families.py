@@ -4,8 +4,6 @@ forward against the padded one; generation against the trainer. docs/models.md h
 import copy
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,23 +16,14 @@ from configs.schema import ModelConfig, RolloutConfig
 from data.padding import collate
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.kernels.generation import SharedPrompts
-from extras.lora.lora import (
-    adapter_weights,
-    add_lora,
-    is_lora,
-    load_adapter,
-    plain_weights,
-    save_pretrained,
-    without_lora,
-)
 from tests.batches import CUTS, PROMPT_WIDTH, RESPONSE_WIDTH, TEMPERATURE, ragged_batch, unpadded
 from tests.runs import ROOT
+from workers.adapter import NoAdapter
 from workers.forward_check import rope_changes
-from workers.hf_rollout import HFRollout, NoCacheBatch, SeparateRows
+from workers.hf_rollout import HFRollout, NoCacheBatch, RunningBatch, SeparateRows
 from workers.micro_batches import score
 from workers.rollout import sample_of
-from workers.scoring_model import padded_scores, scoring_model, set_forward
+from workers.scoring_model import padded_scores, scoring_model, set_forward, with_hooks
 
 CLOSE = 1e-4
 LONGEST = PROMPT_WIDTH + RESPONSE_WIDTH
@@ -70,7 +59,6 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
 MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 PACKED, PADDED, EAGER = "packed", "padded", "padded, eager"
 SHARED, OWN, WHOLE = "shared prompts", "a prompt a row", "whole sequences"
-GENERATION = {SharedPrompts: SHARED, SeparateRows: OWN, NoCacheBatch: WHOLE}
 
 
 class Family(NamedTuple):
@@ -202,13 +190,13 @@ def eager_model(name: str) -> PreTrainedModel:
     return model
 
 
-def as_loaded(eager: PreTrainedModel) -> PreTrainedModel:
+def as_loaded(eager: PreTrainedModel, adapter: NoAdapter | None = None) -> PreTrainedModel:
     """The same weights behind the attention that transformers chooses for the model."""
     config = copy.deepcopy(eager.config)
     config._attn_implementation = None
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(eager.state_dict())
-    return model
+    return with_hooks(model, adapter=adapter)
 
 
 def log_probs(eager: PreTrainedModel, batch: DataProto) -> list[Tensor]:
@@ -247,12 +235,12 @@ def training_of(model: PreTrainedModel) -> str:
     return EAGER if model.config._attn_implementation == "eager" else PADDED
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer: PreTrainedTokenizerBase):
-    """In training and in generation, packed and padded, alone and together."""
+def ways_of(name: str, tokenizer: PreTrainedTokenizerBase, kernels: str) -> tuple[str, type[RunningBatch]]:
+    """How a family is trained and generated from; its log-probs are those of eager attention row by row, in training
+    and in generation, alone and together."""
     batch, eager = ragged_batch(), eager_model(name)
     wanted = log_probs(eager, batch)
-    model = scoring_model(as_loaded(eager), ModelConfig(), torch.device("cpu"), torch.float32, LONGEST)
+    model = scoring_model(as_loaded(eager), ModelConfig(kernels=kernels), torch.device("cpu"), torch.float32, LONGEST)
     for training in (True, False):
         for cut in ("1 row", "all rows"):
             found = score(model.train(training), batch, CUTS[cut], TEMPERATURE).log_probs
@@ -261,52 +249,18 @@ def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer:
     sampled = generated(rollout, batch)
     scored = score(model.train(), sampled, CUTS["3 rows"], 1.0).log_probs
     assert (sampled.batch["rollout_log_probs"] - scored).abs().max() < CLOSE
-    assert (training_of(model), GENERATION[rollout.batch_class]) == FAMILIES[name][2:]
+    ways = training_of(model), rollout.batch_class
     if model.shares_prompts:
         set_forward(model, padded_scores, shares_prompts=False)
         assert distance(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs, wanted) < CLOSE
+    return ways
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])
-def test_matrices_of_lora_are_merged_wherever_they_are(name: str, tmp_path: Path):
-    """…experts that are one tensor included, and layers with their weight the other way round; they can be read again,
-    and left out."""
-    batch, eager = ragged_batch(), eager_model(name)
-    adapted, again, found = as_loaded(eager), as_loaded(eager), []
-    add_lora(adapted, ModelConfig(lora_rank=4))
-    for parameter in (parameter for name, parameter in adapted.named_parameters() if is_lora(name)):
-        torch.nn.init.normal_(parameter, std=0.1)
-    save_pretrained(adapted, dict(adapter_weights(adapted)), tmp_path)
-    settings = ModelConfig(lora_adapter_path=str(tmp_path / "lora_adapter"))
-    add_lora(again, settings), load_adapter(again, settings)
-    for model in (adapted, again):
-        scoring_model(model, ModelConfig(), torch.device("cpu"), torch.float32, LONGEST)
-        found.append(score(model, batch, CUTS["all rows"], TEMPERATURE).log_probs)
-    assert torch.equal(*found) and distance(found[0], log_probs(eager, batch)) > 0.1
-    with without_lora(adapted):
-        assert distance(score(adapted, batch, CUTS["all rows"], TEMPERATURE).log_probs, log_probs(eager, batch)) < CLOSE
-    merged = eager_model(name)
-    merged.load_state_dict(dict(plain_weights(adapted)))
-    assert distance(found[0], log_probs(merged, batch)) < CLOSE / 10
-
-
-@pytest.mark.parametrize(
-    ("name", "excluded", "said"),
-    [
-        ("Mixtral, with router noise", None, None),
-        ("Jamba", ["dt_proj"], None),
-        ("Jamba", None, r"dt_proj of JambaFor.* differ by .*exclude_modules=\[dt_proj\]"),
-    ],
-)
-def test_lora_that_would_be_merged_wrongly_is_refused_by_the_layer(name: str, excluded, said: str | None):
-    """Jamba multiplies by the weight of that layer itself. The trial leaves no trace."""
-    model = as_loaded(eager_model(name))
-    add_lora(model, ModelConfig(lora_rank=4, exclude_modules=excluded))
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ValueError, match=said) if said else nullcontext():
-        scoring_model(model, ModelConfig(), torch.device("cpu"), torch.float32, LONGEST)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_are_those_of_eager_attention_row_by_row(name: str, tokenizer: PreTrainedTokenizerBase):
+    training, generation = ways_of(name, tokenizer, "off")
+    assert training == (PADDED if FAMILIES[name].training == PACKED else FAMILIES[name].training)
+    assert generation is (NoCacheBatch if FAMILIES[name].generation == WHOLE else SeparateRows)
 
 
 def test_the_page_has_this_table():

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -29,13 +28,11 @@ from transformers import (
 from configs.schema import ModelConfig, RolloutConfig
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
-from extras.kernels.generation import SharedPrompts
-from extras.kernels.turn_cache import PromptCache
-from tests.engines import drain, plans, play
+from tests.engines import drain
 from workers import hf_rollout
 from workers.hf_rollout import HFRollout, NoCacheBatch, RunningBatch, sample, sample_rows
 from workers.rollout import Rollout, stop_token_ids
-from workers.scoring_model import scoring_model
+from workers.scoring_model import scoring_model, with_hooks
 
 P, R = 9, 12
 PROMPTS = [[20, 30, 40], [7], [50, 51, 52, 53, 54, 55, 56, 57, 58], [60, 61], [33, 34, 35, 36, 37]]
@@ -83,8 +80,9 @@ EXTREMES = (0.0, 5e-324, 0.5, 1 - 2**-53)  # of the uniform numbers in [0, 1)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+OFF = "kernels off"
 FORWARDS = {
-    "kernels off": ModelConfig(kernels="off"),
+    OFF: ModelConfig(kernels="off"),
     "padded": ModelConfig(use_remove_padding=False),
     "packed": ModelConfig(),
 }
@@ -99,7 +97,7 @@ def random_model(family: str, forward: str, layers: int = 2) -> PreTrainedModel:
     with torch.no_grad():
         for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
             matrix.mul_(8)
-    model = scoring_model(model, FORWARDS[forward], torch.device("cpu"), torch.float32, longest=P + R)
+    model = scoring_model(with_hooks(model), FORWARDS[forward], torch.device("cpu"), torch.float32, longest=P + R)
     assert model.shares_prompts == (forward == "packed")
     return model
 
@@ -127,7 +125,7 @@ def stopped(done: Completion, stops: set[int]) -> Completion:
     return replace(done, token_ids=done.token_ids[:size], log_probs=done.log_probs[:size], finish_reason="stop")
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_whole_forwards_without_cache_whoever_shares_the_batch(
     tokenizer: PreTrainedTokenizerBase, family: str, forward: str, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +176,7 @@ def assert_same(found: list[Completion], wanted: dict[int, Completion]) -> None:
         assert done.log_probs == pytest.approx(wanted[done.id].log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("family", ["Llama, 2 query heads a key head", "Mistral, a window shorter than the sequences"])
 def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joined(
     tokenizer: PreTrainedTokenizerBase, family: str, forward: str
@@ -201,7 +199,7 @@ def test_a_row_depends_on_neither_its_company_nor_its_pass_nor_the_time_it_joine
         assert_same([*found, *drain(rollout).values()], alone)
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("forward", [OFF])
 def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrainedTokenizerBase, forward: str):
     """31 prompts of 4 tokens and one of 60: the short ones are not padded to the long one, nor all taken at once."""
     model, passes = random_model("Llama, untied", forward), []
@@ -217,147 +215,9 @@ def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrai
     assert prefills == [[1, 60], [8, 4], [8, 4], [8, 4], [7, 4]]
 
 
-@pytest.mark.parametrize("budget", [8192, 6])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_next_turns_are_answered_as_if_nothing_were_kept(tokenizer: PreTrainedTokenizerBase, family: str, budget: int):
-    """Whatever the passes; and nothing is left of the episodes, nor on the model."""
-    samplings = [replace(GREEDY, max_tokens=1), replace(GREEDY, max_tokens=4), sampling(3), sampling(4, 0.7)]
-    rollout = make_rollout(random_model(family, "packed"), tokenizer, (40,), max_num_batched_tokens=budget)
-    episodes = plans(1, samplings, 300)
-    wanted = play(rollout, episodes, keeps=False)
-    before = rollout.prefilled_tokens
-    found = play(rollout, episodes, keeps=True)
-    assert_same([done for _, done in found.values()], {done.id: done for _, done in wanted.values()})
-    assert rollout.prefilled_tokens - before < before / 2
-    assert rollout.batch is None and rollout.module.training
-
-
-def keep(rollout: HFRollout, episode: int, prompt: list[int], max_tokens: int = 3) -> list[int]:
-    """The prompt and the response of a turn that is kept."""
-    request = Request(episode, prompt, replace(GREEDY, max_tokens=max_tokens), 0, episode=episode)
-    return prompt + rollout.generate([request])[0].token_ids
-
-
-def test_only_what_is_new_of_a_turn_is_prefilled(tokenizer: PreTrainedTokenizerBase):
-    """By turns: a group's first prompt once; then the token that was drawn last, and what it was told; of a past that
-    has changed, from the change on; all of it once nothing is kept any more."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer)
-    told, counts = {7: [11, 12], 8: [13], 9: [*range(14, 20)]}, []
-
-    def prefilled(prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-        before = rollout.prefilled_tokens
-        requests = [Request(e, ids, sampling(3, 1.0), derive_seed(e), episode=e) for e, ids in prompts.items()]
-        done = rollout.generate(requests)
-        counts.append(rollout.prefilled_tokens - before)
-        return {e: prompts[e] + one.token_ids for e, one in zip(prompts, done, strict=True)}
-
-    texts = prefilled(dict.fromkeys(told, PROMPTS[2]))
-    for _ in range(4):
-        texts = prefilled({e: ids + told[e] for e, ids in texts.items()})
-    assert counts == [len(PROMPTS[2]), *[sum(1 + len(ids) for ids in told.values())] * 4]
-    changed = [*texts[9][:20], 21 + texts[9][20] % 2, *texts[9][21:]]
-    prefilled({9: changed, 8: texts[8]})
-    assert counts[-1] == len(changed) - 20 + 1
-    rollout.forget([7, 8])
-    prefilled({8: [*texts[8], 5], 9: [*changed, 5]})
-    assert counts[-1] == len(texts[8]) + 1 + 1
-    rollout.sleep()
-    prefilled({9: changed})
-    assert counts[-1] == len(changed)
-
-
-@pytest.mark.parametrize(
-    "drop", [lambda rollout: rollout.load_weights([], 1), HFRollout.sleep, HFRollout.close, lambda r: r.forget([1, 2])]
-)
-def test_what_is_kept_goes_with_the_weights_or_the_episodes(tokenizer: PreTrainedTokenizerBase, drop: Callable):
-    """Until then the model stays as it decodes, so that turns which come one by one need not set it up each time."""
-    model = random_model("Llama, untied", "packed").train()
-    rollout = make_rollout(model, tokenizer)
-    keep(rollout, 1, PROMPTS[0])
-    keep(rollout, 2, PROMPTS[1])
-    assert not rollout.has_unfinished_requests() and not model.training and rollout.batch.turns.turns.keys() == {1, 2}
-    drop(rollout)
-    assert model.training and rollout.batch is None
-    before = rollout.prefilled_tokens
-    text = keep(rollout, 1, PROMPTS[0])
-    assert rollout.prefilled_tokens == before + len(PROMPTS[0])
-    rollout.forget([1])
-    assert text[:3] == PROMPTS[0] and model.training
-
-
-def test_no_more_is_kept_than_the_rows_side_by_side_would_have(tokenizer: PreTrainedTokenizerBase):
-    """Three sequences of 21 tokens: the oldest go; what runs is not counted, and what is aborted is not kept."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=3)
-    texts = {episode: keep(rollout, episode, [7] * 18) for episode in (1, 2, 3)}
-    assert rollout.batch.turns.tokens == 60 and [*rollout.batch.turns.turns] == [1, 2, 3]
-    texts[1] = keep(rollout, 1, texts[1])
-    assert rollout.batch.turns.tokens == 40 + 23 and [*rollout.batch.turns.turns] == [2, 3, 1]
-    keep(rollout, 4, [8, 9])
-    assert rollout.batch.turns.tokens == 20 + 23 + 4 and [*rollout.batch.turns.turns] == [3, 1, 4]
-    rollout.add(Request(1, texts[1], GREEDY, 0, episode=1))
-    rollout.step()
-    assert [*rollout.batch.turns.turns] == [3, 4]
-    rollout.abort([1])
-    assert [*rollout.batch.turns.turns] == [3, 4] and not rollout.has_unfinished_requests()
-    rollout.add(Request(3, texts[3], GREEDY, 0, episode=3))
-    rollout.step()
-    rollout.forget([3])
-    drain(rollout)
-    assert [*rollout.batch.turns.turns] == [4], "3 was forgotten while it ran"
-    rollout.forget([1, 2])
-    assert rollout.batch is not None and not rollout.module.training, "episode 4 may go on"
-    rollout.forget([4])
-    assert rollout.batch is None and rollout.module.training
-
-
-def test_memory_is_that_of_the_rows_that_run_side_by_side(tokenizer: PreTrainedTokenizerBase):
-    """However many have come and gone since the engine was idle."""
-    rollout = make_rollout(random_model("Llama, untied", "packed"), tokenizer, max_num_seqs=8)
-    columns, row = [], 0
-    for _ in range(60):
-        while len(rollout.waiting) < 4:
-            rollout.add(Request(row, PROMPTS[row % 5], sampling(max_tokens=2 + row % R), row))
-            row += 1
-        rollout.step()
-        columns.append(rollout.batch.cache.columns)
-    assert row > 60 and max(columns) <= 1 + R and len(rollout.batch) <= rollout.batch.cache.places <= 8
-    drain(rollout)
-    assert rollout.batch is None
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_keys_and_values_are_kept_in_bfloat16_where_that_multiplies_them(
-    tokenizer: PreTrainedTokenizerBase, family: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Under autocast: half the bytes, as the memory that is announced counts them; turn by turn, the tokens and the
-    log-probs that float32 gives, to the bit."""
-    runs, model = [], random_model(family, "packed")
-    for kept in (PromptCache.update, DynamicCache.update):
-        monkeypatch.setattr(PromptCache, "update", kept)
-        with torch.autocast("cpu", torch.bfloat16):
-            rollout, done, sizes = make_rollout(model, tokenizer, (7, 40, 80), max_num_seqs=5), {}, []
-            for request in mixed_requests(12):
-                rollout.add(replace(request, episode=request.id))
-            while rollout.has_unfinished_requests():
-                for one in rollout.step():
-                    done[one.id] = one
-                    if one.id < 12:
-                        longer = (PROMPTS[one.id % 5] + one.token_ids)[:P]
-                        rollout.add(Request(one.id + 12, longer, sampling(4), one.id, episode=one.id))
-                cache = rollout.batch.cache
-                memory = [layer.values for layer in cache.layers] + [layer.prompt_keys for layer in cache.layers]
-                sizes.append(sum(tensor.nbytes for tensor in memory))
-            rollout.sleep()
-        runs.append((rollout.batch_class, done, sizes))
-    (way, found, halved), (same_way, wanted, sizes) = runs
-    assert way is same_way is SharedPrompts and found == wanted and len(found) == 24
-    width = 1 if family == "GPT-2" else 2  # only rotations leave float32
-    assert [width * size for size in halved] == sizes
-
-
-def test_a_step_waits_for_the_device_once(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_waits_for_the_device_once(tokenizer, monkeypatch: pytest.MonkeyPatch, forward: str = OFF):
     """For what it has drawn, whoever ends by it; whatever else needs a number of the device would wait for it too."""
-    rollout, inside = make_rollout(random_model("Llama, untied", "packed"), tokenizer, (7, 40), 9), []
+    rollout, inside = make_rollout(random_model("Llama, untied", forward), tokenizer, (7, 40), 9), []
     step, tolist, steps = RunningBatch.step, Tensor.tolist, []
 
     def counted(batch: RunningBatch) -> list[Completion]:
@@ -392,14 +252,14 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_generation_leaves_no_trace_on_the_model(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
+def test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch: pytest.MonkeyPatch, forward: str = OFF):
     """Once nothing is left to do, also by an abort, or when it fails: its attention, weights and mode are as before."""
-    model = random_model("Llama, untied", "packed").train()
-    rollout = make_rollout(model, tokenizer)
+    model = random_model("Llama, untied", forward).train()
+    rollout, attention = make_rollout(model, tokenizer), model.config._attn_implementation
 
     def is_as_before() -> bool:
         stand_ins = any("stand_in" in vars(layer) for layer in model.modules())
-        return model.training and model.config._attn_implementation == "prefix_packed" and not stand_ins
+        return model.training and model.config._attn_implementation == attention and not stand_ins
 
     generate(rollout, PROMPTS, GREEDY)
     assert is_as_before()
@@ -442,7 +302,7 @@ def fail_at_call(number: int) -> Callable:
 
 def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: PreTrainedTokenizerBase):
     """Slow, and the same, whoever joins and leaves."""
-    model = random_model("Llama, untied", "padded")
+    model = random_model("Llama, untied", OFF)
     rollout, rows = make_rollout(model, tokenizer, stops=(7, 40, 80), max_num_seqs=4), mixed_requests(12)
     wanted = {done.id: done for done in rollout.generate(rows)}
     rollout.batch_class, widths = NoCacheBatch, []
@@ -454,7 +314,7 @@ def test_what_nothing_is_kept_of_is_forwarded_whole_for_every_token(tokenizer: P
 
 
 def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tokenizer: PreTrainedTokenizerBase):
-    model = random_model("Llama, untied", "packed")
+    model = random_model("Llama, untied", OFF)
     model.register_forward_hook(sharper)  # the trainer does not call, it enters by `token_scores`
     with pytest.raises(ValueError, match="LlamaForCausalLM samples with other log-probs than it is trained with"):
         make_rollout(model, tokenizer)
@@ -466,7 +326,7 @@ def sharper(_: PreTrainedModel, args: tuple, output: Any) -> Any:
 
 
 @pytest.mark.parametrize("params", [GREEDY, sampling(), sampling(top_k=5), sampling(top_p=0.5)])
-@pytest.mark.parametrize("forward", ["packed", "padded"])
+@pytest.mark.parametrize("forward", [OFF])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 def test_a_policy_that_has_diverged_is_said_to_be(
     tokenizer: PreTrainedTokenizerBase, params: SamplingParams, forward: str, broken: float
@@ -539,7 +399,7 @@ def test_the_stop_set_is_generation_config_and_tokenizer_and_template(
 
 
 def test_nothing_but_stop_ids_is_inherited_from_generation_config(tokenizer: PreTrainedTokenizerBase):
-    model = random_model("Llama, untied", "packed")
+    model = random_model("Llama, untied", OFF)
     plain = ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1))
     model.generation_config.update(temperature=0.01, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2)
     assert ids(generate(make_rollout(model, tokenizer), PROMPTS, sampling(), seed=1)) == plain

@@ -25,7 +25,6 @@ from training.torch_functional import (
 )
 from workers.collectives import gather
 from workers.model_checkpoint import ModelCheckpoint
-from workers.parallel import with_hooks
 
 WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models take what their products gain
 
@@ -47,7 +46,7 @@ class TrainEngine:
     """Trains a module by AdamW.
 
     Args:
-        module: float32 weights; moved to `device`.
+        module: float32 weights; it carries its hooks (`with_hooks`), and is moved to `device`.
         optim: optimiser settings.
         total_steps: length of the run, in calls of a new `step` (for the schedule).
         dtype: compute precision; weights stay float32.
@@ -61,7 +60,7 @@ class TrainEngine:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.module = with_hooks(module).to(device).train()
+        self.module = module.to(device).train()
         self.parallel, self.adapter = module.parallel, module.adapter
         self.optim = optim
         self.device = device

@@ -7,10 +7,17 @@ from transformers import PreTrainedModel
 
 from configs.extras import find, has
 from configs.schema import ModelConfig, RolloutConfig
+from workers.forward_check import Trial
 
 
 class Forward:
-    """Leaves layers as they are, and batches padded; the base of what does more, which any of these may be asked to."""
+    """Leaves layers as they are, and batches padded; the base of what does more, which any of these may be asked to.
+
+    Attributes:
+        trial: tries whether a forward is to be used.
+    """
+
+    trial: type[Trial] = Trial
 
     def start_process(self) -> None:
         """Sets up a process that is ours alone, before anything is loaded."""

@@ -1,12 +1,11 @@
-"""Checks which forward of a model is right, against its eager attention, and makes rows score alike in any batch.
+"""Tries whether a model scores rows together as each alone by its eager attention, and makes rows score alike.
 
-A model may attend in a way of its own, or do something to its logits, that a forward of ours, or SDPA, leaves out. The
-reference is the model as transformers computes it, by its eager attention, on one row at a time, padded by nothing.
-Log-probs of rows that were sampled one way and scored another are wrong, and nobody sees it: so layers compute in
+A model may attend in a way of its own, or do something to its logits, that another forward, SDPA among them, leaves
+out. Log-probs of rows that were sampled one way and scored another are wrong, and nobody sees it: so layers compute in
 training as in eval mode, and a rotary embedding is the same for every batch.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -22,90 +21,63 @@ from workers.micro_batches import MicroBatchSize, cut, score_micro_batches
 
 TOLERANCE = 1e-3  # log-probs and values of float32 weights agree far better, and a wrong forward is far worse
 ROUNDINGS = 4  # so many times what rounding to the compute dtype does to the reference
-# Tokens of a check's longest row, at least: in float32 on a CPU; in a lower precision, whose roundings take more scored
-# tokens to know; and on a GPU, whose FlexAttention has kernels for blocks of 128 tokens and pads fewer than 256.
-SHORTEST, ROUNDED, BLOCKS = 9, 32, 200
+SHORTEST = 9  # tokens of a trial's longest row, at least
 BEYOND, RESPONSE = 24, 16  # tokens behind a limit; those of its response, half of the row at most
 EAGER_WIDTH = 4608  # tokens; eager attention holds the square of them for every head
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a forward that does not fit
 LIMITS = ("window", "window_size", "chunk_size")  # how names of settings end behind which a model attends otherwise
 
 
-class ForwardCheck:
-    """Holds the forwards of `model` against what it makes now, in eval mode, of three ragged rows of two prompts.
+class Trial:
+    """Holds the forwards of `model` against its eager attention in eval mode, on three ragged rows, each alone.
 
-    Where the model computes otherwise behind some length, the rows go past it, if the run does.
+    Where the model computes otherwise behind some length, the rows go past it, if the run does. Kernels may add to it.
 
     Args:
         model: with the padded forward.
         dtype: compute precision of the run.
-        width: tokens of the longest row.
+        longest: tokens of the run's longest sequence.
 
     Raises:
         one of FAILURES: the forward does not take such rows.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, width: int) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, longest: int) -> None:
+        self.model, self.dtypes = model, {torch.float32, dtype}
         self.ask = "values" if model.get_output_embeddings() is None else "log_probs"
-        self.batch = ragged_batch(model, width)
-        self.short = ragged_batch(model, min(width, BLOCKS))  # whose backward eager attention has the memory for
-        self.wanted = {precision: self.scores(1, precision, training=False) for precision in {torch.float32, dtype}}
-        self.gradients = {precision: self.gradient(1, precision) for precision in {torch.float32, dtype}}
-        self.tolerances = {
-            precision: tolerance(scores, self.wanted[torch.float32]) for precision, scores in self.wanted.items()
-        }
-
-    def problem(self, dtypes: Collection[torch.dtype]) -> str | None:
-        """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
-        on each row alone, and on all together as generation computes and as the trainer does; its gradient too. All
-        ranks are told the same, as each has to take part in what is tried next."""
-        differences, together = [], len(self.batch)
+        self.width = check_width(model, longest, self.shortest(model, dtype))
+        usual = model.config._attn_implementation
         try:
-            for dtype in dtypes:
-                for rows, training in ((1, False), (together, False), (together, True)):
-                    distance = (self.scores(rows, dtype, training) - self.wanted[dtype]).abs().max().item()
-                    if not distance < self.tolerances[dtype]:
-                        differences.append(distance)
-            if worst := largest(max(differences, default=0.0)):
-                return f"{self.ask} then differ by {worst:.1g}"
-            for dtype in dtypes:
-                wanted, exact = self.gradients[dtype], self.gradients[torch.float32]
-                distance, norm = (self.gradient(len(self.short), dtype) - wanted).norm(), wanted.norm()
-                limit = max(TOLERANCE * norm, ROUNDINGS * (wanted - exact).norm())
-                is_wrong = norm.isfinite() and not distance <= limit  # some enlarged weights have no gradient at all
-                if worst := largest(float(distance / norm) if is_wrong else 0.0):
-                    return f"gradients then differ by {worst:.1g} of their norm"
+            model.set_attn_implementation("eager")
+            self.refer(self.width if self.width <= EAGER_WIDTH else SHORTEST)
+        finally:
+            model.set_attn_implementation(usual)
+
+    @staticmethod
+    def shortest(model: PreTrainedModel, dtype: torch.dtype) -> int:
+        """Counts the tokens that the longest row has at least, unless the run's has fewer."""
+        return SHORTEST
+
+    def refer(self, width: int) -> None:
+        """Computes the reference, of rows of up to `width` tokens, by the attention that the model has now."""
+        self.batch = ragged_batch(self.model, width)
+        self.wanted = {dtype: self.scores(1, dtype, training=False) for dtype in self.dtypes}
+
+    def problem(self, dtype: torch.dtype) -> str | None:
+        """Says why the forward that the model has now is not to be used; None: it may. It is held against the reference
+        on each row alone, and on all together as generation computes and as the trainer does. All ranks are told the
+        same, as each has to take part in what is tried next."""
+        wanted, together = self.wanted[dtype], len(self.batch)
+        limit, differences = tolerance(wanted, self.wanted[torch.float32]), []
+        try:
+            for rows, training in ((1, False), (together, False), (together, True)):
+                distance = (self.scores(rows, dtype, training) - wanted).abs().max().item()
+                if not distance < limit:
+                    differences.append(distance)
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
-        return None
-
-    @torch.enable_grad()
-    def gradient(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Computes the gradient of the summed scores to the embeddings of each token id, [ids, d], so many rows at a
-        time; that reaches every layer, and the weights get none."""
-        model, mode, leaves = self.model, self.model.training, []
-        known, total = self.short.batch["input_ids"].unique().to(model.device), 0.0
-
-        def cut_off(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            leaves.append((output.detach().requires_grad_(), *args))
-            return leaves[-1][0].clone()  # which a model may change in place
-
-        model.train()
-        hook = model.get_input_embeddings().register_forward_hook(cut_off)
-        try:
-            for micro in cut(self.short, MicroBatchSize(rows, 0), [], model):
-                with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-                    scores = model.token_scores(micro, 1.0, [self.ask])._asdict()[self.ask]
-                embedded, ids = leaves[-1]
-                with model.parallel.without_sums(model):
-                    [found] = torch.autograd.grad(scores[micro.is_scored].sum(), [embedded])
-                places = torch.searchsorted(known, ids.flatten())
-                total += found.new_zeros(len(known), found.shape[-1]).index_add(0, places, found.flatten(0, -2))
-        finally:
-            hook.remove()
-            model.train(mode)
-        return total
+        worst = largest(max(differences, default=0.0))
+        return f"{self.ask} then differ by {worst:.1g}" if worst else None
 
     @torch.no_grad()
     def scores(self, rows: int, dtype: torch.dtype, training: bool) -> Tensor:
@@ -114,17 +86,10 @@ class ForwardCheck:
         self.model.train(training)
         try:
             with torch.autocast(self.model.device.type, dtype, enabled=dtype != torch.float32):
-                return score_micro_batches(self.model, self.batch, micros, temperature=1.0, ask=[self.ask])._asdict()[
-                    self.ask
-                ]
+                scores = score_micro_batches(self.model, self.batch, micros, temperature=1.0, ask=[self.ask])
+            return scores._asdict()[self.ask]
         finally:
             self.model.train(mode)
-
-
-def first_problem(checks: Sequence[ForwardCheck], dtypes: Collection[torch.dtype]) -> str | None:
-    """Says why the forward that the model has now is not to be used; None: it may."""
-    problems = (check.problem(dtypes) for check in checks)
-    return next((problem for problem in problems if problem is not None), None)
 
 
 @torch.no_grad()
@@ -152,29 +117,12 @@ def tolerance(scores: Tensor, exact: Tensor) -> float:
     return max(TOLERANCE, ROUNDINGS * (scores - exact).abs().max().item())
 
 
-def forward_checks(model: PreTrainedModel, dtype: torch.dtype, longest: int) -> list[ForwardCheck]:
-    """Makes the checks against eager attention; for rows too long for it, also one against the model's usual attention,
-    for which the short check vouches.
-
-    Args:
-        longest: tokens of the run's longest sequence.
-    """
-    usual, width = model.config._attn_implementation, check_width(model, longest, dtype)
-    fits = width <= EAGER_WIDTH
-    try:
-        model.set_attn_implementation("eager")
-        found = [ForwardCheck(model, dtype, width if fits else SHORTEST)]
-    finally:
-        model.set_attn_implementation(usual)
-    return found if fits else [*found, ForwardCheck(model, dtype, width)]
-
-
-def check_width(model: PreTrainedModel, longest: int, dtype: torch.dtype = torch.float32) -> int:
-    """Counts the tokens of a check's longest row in this precision, where the run's has `longest`."""
-    text, tried = model.config.get_text_config().to_dict(), ROUNDED if dtype != torch.float32 else SHORTEST
+def check_width(model: PreTrainedModel, longest: int, shortest: int = SHORTEST) -> int:
+    """Counts the tokens of a trial's longest row: `shortest` or more, and no more than the run's `longest`."""
+    text = model.config.get_text_config().to_dict()
     limits = [value or 0 for name, value in text.items() if name.endswith(LIMITS) and isinstance(value, int | None)]
     passed = [limit + BEYOND for limit in [*limits, *rope_changes(model.config)] if 0 < limit < longest]
-    return max(SHORTEST, min(longest, max([*passed, tried if model.device.type == "cpu" else BLOCKS])))
+    return max(SHORTEST, min(longest, max([*passed, shortest])))
 
 
 def ragged_batch(model: PreTrainedModel, width: int) -> DataProto:

@@ -125,7 +125,7 @@ class RolloutRole(Role):
 
 def roles_of(pools: Mapping[str, Group], policy: ActorRolloutRefConfig) -> dict[str, Role]:
     """Makes the roles that the loop calls, one for each of `pools`, which names the group that plays it."""
-    peers = policy.actor.tensor_parallel_size
+    peers = policy.actor.peers
     roles = {name: Role(group, ROLES[name], peers if ROLES[name].like_policy else 1) for name, group in pools.items()}
     if "rollout" in roles:
         engine = load_rollout_class(policy.rollout.name)

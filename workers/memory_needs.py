@@ -42,7 +42,7 @@ def memory_report(config: Config, layouts: Mapping[str, Replicas], card: int) ->
 
 def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, int]:
     """Counts the bytes of a GPU that the models of each role take."""
-    policy, judge, roles = config.actor_rollout_ref, config.reward.reward_model.model, needed_roles(config)
+    policy, roles = config.actor_rollout_ref, needed_roles(config)
     size = parameter_count(policy.model, policy.model.path, "actor_rollout_ref.model.path", AutoModelForCausalLM)
     trains_all = policy.model.adapter == "none"
     held = {"actor": layouts["policy"].bytes_held(size, policy.actor.optim if trains_all else None)}
@@ -53,6 +53,7 @@ def model_bytes(config: Config, layouts: Mapping[str, Replicas]) -> dict[str, in
         size = parameter_count(policy.model, path, "critic.model.path", kind)
         held["critic"] = layouts["policy"].bytes_held(size, config.critic.optim)
     if "rm" in roles:
+        judge = config.reward.reward_model.model
         size = parameter_count(judge, judge.path, f"{RM_KEY}.path", AutoModelForSequenceClassification)
         held["rm"] = layouts["rm"].bytes_held(size, None)
     return held

@@ -30,7 +30,7 @@ from workers.adapter import NoAdapter, adapter_of
 from workers.collectives import common_notice
 from workers.forward_check import score_equally
 from workers.parallel import Replicas
-from workers.scoring_model import scoring_model
+from workers.scoring_model import scoring_model, with_hooks
 
 CPU = torch.device("cpu")
 Report = dict[str, Collection[str]]  # transformers' of a load: names by missing_keys, unexpected_keys
@@ -131,8 +131,7 @@ def _load(
         asked = model.enable_gradient_checkpointing
         if asked if asked is not None else device.type != "cpu":
             made.gradient_checkpointing_enable()
-        made.adapter, made.parallel = adapter, parallel
-        adapter.add(made)
+        adapter.add(with_hooks(made, parallel, adapter))
 
     loaded = load_pretrained(auto_class, model, config, report_weights, parallel, prepare)
     adapter.start(loaded)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from configs.errors import ConfigError
-from configs.extras import find, has
+from configs.extras import absence, find, has
 from configs.schema import Config, OptimConfig
 from workers.collectives import gather, group_size, rank
 from workers.rollout import Checksums, bit_sum
@@ -45,9 +45,7 @@ class Replicas:
     def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
         """Counts the bytes that a worker's device holds of a model of so many `numbers`: weights; of one that is
         trained by `optim`, gradients and moments, too."""
-        if optim is None:
-            return 4 * numbers
-        return (8 + 2 * getattr(torch, optim.moments_dtype).itemsize) * numbers
+        return (4 if optim is None else 16) * numbers
 
     # A model is built.
 
@@ -93,8 +91,6 @@ class Replicas:
 
     def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> Optimizer:
         """Makes AdamW by its settings."""
-        if optim.moments_dtype != "float32":
-            raise ConfigError(f"optim.moments_dtype={optim.moments_dtype}: it asks for extras/sharding.")
         settings = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay, "fused": True}
         return torch.optim.AdamW(weights, **settings)
 
@@ -163,20 +159,10 @@ def buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def layout_of(config: Config, workers: int) -> type[Replicas]:
-    """The hook that the settings ask for."""
-    actor, model = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.fsdp_config"
-    fsdp, moments = actor.fsdp_config, {actor.optim.moments_dtype, config.critic.optim.moments_dtype}
-    offloads = fsdp.param_offload or fsdp.optimizer_offload or config.actor_rollout_ref.ref.fsdp_config.param_offload
-    asks = actor.tensor_parallel_size > 1 or offloads or moments != {"float32"} or fsdp.fsdp_size > 1
-    asks = asks or config.reward.reward_model.fsdp_config.param_offload
-    several = workers > 1 and fsdp.fsdp_size == -1 and has("parallel", "sharding")
-    return find("parallel", "sharding" if asks or several else "replicas", model)
-
-
-def with_hooks(model: Any) -> Any:
-    """Gives a model that was not loaded by us the core's hooks."""
-    if not hasattr(model, "parallel"):
-        from workers.adapter import NoAdapter
-
-        model.parallel, model.adapter = Replicas(), NoAdapter()
-    return model
+    """Finds the hook that actor.strategy names; one worker alone does without it, as nothing is shared out."""
+    name, key = config.actor_rollout_ref.actor.strategy, "actor_rollout_ref.actor.strategy"
+    if not has("parallel", name):
+        if workers > 1:
+            raise ConfigError(f"{key}={name}: {absence('sharding')} Set it to replicas.", key)
+        name = "replicas"
+    return find("parallel", name, key)

@@ -7,7 +7,7 @@ serves the policy, whose head is over the vocabulary, and the critic, whose head
 that trains or scores enters by it: that is where FSDP2 gathers the weights.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from types import MethodType
 
@@ -20,17 +20,16 @@ from training.torch_functional import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
 )
+from workers.adapter import NoAdapter
 from workers.collectives import common_notice
 from workers.forward import forward_of
 from workers.forward_check import (
     FAILURES,
     SHORTEST,
     TOLERANCE,
-    ForwardCheck,
+    Trial,
     compute_as_in_eval,
-    first_problem,
     fix_rope,
-    forward_checks,
     ragged_batch,
     scaled_up_weights,
     trained_log_probs,
@@ -40,7 +39,15 @@ from workers.micro_batches import (
     MicroBatch,
     TokenScores,
 )
-from workers.parallel import with_hooks
+from workers.parallel import Replicas
+
+
+def with_hooks(
+    model: PreTrainedModel, parallel: Replicas | None = None, adapter: NoAdapter | None = None
+) -> PreTrainedModel:
+    """Has `model` carry how it is spread over workers, and what of it is trained; None: the core's."""
+    model.parallel, model.adapter = parallel or Replicas(), adapter or NoAdapter()
+    return model
 
 
 def scoring_model(
@@ -51,8 +58,8 @@ def scoring_model(
     longest: int,
     like: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """Moves `model` to `device` and gives it `token_scores` and `shares_prompts` (whether a micro-batch has each prompt
-    computed once). A copy of it has both, and they are in no checkpoint.
+    """Moves `model`, which carries its hooks, to `device`, and gives it `token_scores` and `shares_prompts` (whether a
+    micro-batch has each prompt computed once). A copy of it has both, and they are in no checkpoint.
 
     Args:
         settings: `kernels=off` leaves the layers as they are; `use_remove_padding=false` asks for the padded forward.
@@ -63,7 +70,7 @@ def scoring_model(
     Raises:
         ValueError: no forward scores a row beside others as alone, or LoRA's matrices cannot be merged.
     """
-    with_hooks(model).to(device)
+    model.to(device)
     compute_as_in_eval(model)
     fix_rope(model, longest)
     model.kernels = forward_of(settings)
@@ -74,17 +81,17 @@ def scoring_model(
     name = type(model).__name__
     with scaled_up_weights(model):
         try:
-            checks = forward_checks(model, dtype, longest)
+            trial = model.kernels.trial(model, dtype, longest)
         except FAILURES as error:
             raise ValueError(
                 f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
                 "Choose a decoder whose forward takes input_ids, attention_mask and position_ids (docs/models.md)."
                 f"{model.adapter.hint}"
             ) from error
-        problem = choose_forward(model, settings, checks, dtype)
+        problem = choose_forward(model, settings, trial, dtype)
         if problem is None:
             model.adapter.check(model, partial(trained_log_probs, batch=ragged_batch(model, SHORTEST)), TOLERANCE)
-            model.parallel.settle(model, partial(first_problem, checks, [dtype]))
+            model.parallel.settle(model, partial(trial.problem, dtype))
     if problem is not None:
         raise ValueError(
             f"{name} does not score a row beside others, or in training, as it does alone and in eval mode, however "
@@ -101,9 +108,7 @@ def take_forward(model: PreTrainedModel, settings: ModelConfig, like: PreTrained
     model.parallel.settle(model, lambda: None, like)
 
 
-def choose_forward(
-    model: PreTrainedModel, settings: ModelConfig, checks: Sequence[ForwardCheck], dtype: torch.dtype
-) -> str | None:
+def choose_forward(model: PreTrainedModel, settings: ModelConfig, trial: Trial, dtype: torch.dtype) -> str | None:
     """Gives `model` the first forward that computes what transformers' eager attention does: the packed one, the padded
     one by the model's usual attention, the padded one by the eager. A notice says so where it is not the first.
 
@@ -114,18 +119,18 @@ def choose_forward(
     packed = model.kernels.prepare(model)
     if packed is not None and settings.use_remove_padding:
         set_forward(model, packed, shares_prompts=True)
-        problem = first_problem(checks, [dtype])
+        problem = trial.problem(dtype)
         if problem is None:
             return None
         common_notice(f"{name} takes its batches padded, as it does not work on packed ones ({problem}).")
     set_forward(model, padded_scores, shares_prompts=False)
     model.set_attn_implementation(usual)
-    problem = first_problem(checks, [torch.float32])  # roundings of two attentions may choose two experts
+    problem = trial.problem(torch.float32)  # roundings of two attentions may choose two experts
     if problem is None or usual == "eager":
         return problem
     common_notice(f"{name} takes eager attention, which is slower: by {usual}, {problem}.")
     model.set_attn_implementation("eager")
-    return first_problem(checks, [torch.float32])
+    return trial.problem(torch.float32)
 
 
 def set_forward(model: PreTrainedModel, forward: Callable[..., TokenScores], shares_prompts: bool) -> None:

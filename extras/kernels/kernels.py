@@ -13,6 +13,7 @@ from extras.kernels.decode import register_row_attention
 from extras.kernels.memory import give_back_memory, start_process
 from extras.kernels.packed_attention import is_packed, packed_scores, use_packed_attention
 from extras.kernels.products import use_onednn
+from extras.kernels.trial import PackedTrial
 from workers.forward import Forward
 from workers.hf_rollout import NoCacheBatch
 from workers.micro_batches import TokenScores
@@ -22,6 +23,8 @@ __all__ = ["Kernels"]
 
 class Kernels(Forward):
     """The hook `forward`, with other layers, packed micro-batches, and rows that share their prompts."""
+
+    trial = PackedTrial
 
     def start_process(self) -> None:
         start_process()

@@ -38,7 +38,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.errors import ConfigError, notice_once
 from configs.schema import OptimConfig
-from extras.sharding.offload import local, make_optimizer
+from extras.sharding.offload import bytes_trained, local, make_optimizer
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
 from workers.parallel import Replicas
@@ -117,7 +117,8 @@ class Sharding(Replicas):
 
     def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
         shards = self.mesh.shape[self.mesh.mesh_dim_names.index("shard")]
-        return 0 if self.offload else super().bytes_held(numbers, optim) // shards
+        held = 4 * numbers if optim is None else bytes_trained(numbers, optim)
+        return 0 if self.offload else held // shards
 
     def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
         set_method(model, name, method)

@@ -3,8 +3,8 @@
 Nothing here asks for a GPU: on a CPU it computes the same, and only copies from one place in memory to another.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
+from transformers import PreTrainedModel
 
 from configs.schema import OptimConfig
 from extras.sharding.tensor_parallel import by_mesh
+from workers.parallel import Replicas
 
 CHUNK = 64 << 20  # numbers of a weight that are stepped at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,6 +35,30 @@ class Offload:
     @property
     def any(self) -> bool:
         return self.moments or self.module
+
+
+class Offloaded(Replicas):
+    """One worker's models, in main memory while they have nothing to do."""
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload = offload
+
+    def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
+        return Residence(model, self.offload.module).at_work
+
+    def bytes_held(self, numbers: int, optim: OptimConfig | None) -> int:
+        weights = 0 if self.offload.module else 4 * numbers
+        if optim is None:
+            return weights
+        return weights + (0 if self.offload.moments else bytes_trained(numbers, optim) - 4 * numbers)
+
+    def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+        return make_optimizer(iter(weights), optim, self.offload.moments)
+
+
+def bytes_trained(numbers: int, optim: OptimConfig) -> int:
+    """Counts the bytes of so many weights, their gradients and their moments."""
+    return (8 + 2 * getattr(torch, optim.moments_dtype).itemsize) * numbers
 
 
 def local(tensor: Tensor) -> Tensor:

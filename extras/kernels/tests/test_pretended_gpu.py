@@ -1,6 +1,6 @@
 """What a GPU would refuse, and how often the host would wait for it: all stages on a pretended one (pretended_gpu.py).
 
-`python -m tests.test_pretended_gpu` prints the syncs of each stage by line.
+`python -m extras.kernels.tests.test_pretended_gpu` prints the syncs of each stage by line.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from configs.schema import ActorConfig, CriticConfig, ModelConfig, OptimConfig, 
 from data.protocol import DataProto, object_array
 from data.types import Completion, SamplingParams
 from extras.kernels import packed_attention
-from extras.kernels.generation import SharedPrompts
+from extras.kernels.generation import LaidOutRows, SharedPrompts
 from tests.batches import close, ragged_batch, random_ids, update_of
 from tests.pretended_gpu import CPU, CUDA, MixedDevices, PretendedGPU
 from training.core_algos import AGGREGATION_MODES, POLICY_LOSS_REGISTRY
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
 from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
-from workers.hf_rollout import RunningBatch, SeparateRows
+from workers.hf_rollout import RunningBatch
 from workers.load_rollout import build_rollout, generate_batch, load_rollout_class
 from workers.micro_batches import MicroBatchSize
 from workers.models import load_causal_lm, load_value_model
@@ -181,7 +181,7 @@ def test_all_stages_run_on_the_device(gpu_run):
     """The trials took the fast ways: a mistake within them is no error, but a notice."""
     setting, run = gpu_run
     assert run.model.shares_prompts == setting.packed
-    assert run.rollout.batch_class is (SharedPrompts if setting.packed else SeparateRows)
+    assert run.rollout.batch_class is (SharedPrompts if setting.packed else LaidOutRows)
     assert (run.flex_calls > 0) == setting.packed
     assert set(run.results["weights"]) == {CUDA}
     assert run.results["update"]["actor/skipped_updates"] == run.results["update critic"]["critic/skipped_updates"] == 0
@@ -236,7 +236,7 @@ def test_every_loss_runs_on_the_device(folder):
 def test_a_tensor_of_the_host_is_refused_with_its_line(folder, monkeypatch, capsys):
     with PretendedGPU():
         on_gpu = torch.ones(3, device="cuda")
-        with pytest.raises(MixedDevices, match=r"^tests/test_pretended_gpu\.py:\d+ test_a_tensor.*shape \(3,\)"):
+        with pytest.raises(MixedDevices, match=r"test_pretended_gpu\.py:\d+ test_a_tensor.*shape \(3,\)"):
             on_gpu + torch.ones(3)
         assert (on_gpu * torch.tensor(2.0)).tolist() == [2, 2, 2]  # a number of the host is welcome
         of_host = packed_attention.within

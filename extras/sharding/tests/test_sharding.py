@@ -34,14 +34,10 @@ from configs import errors
 from configs.errors import ConfigError
 from configs.schema import (
     ActorConfig,
-    CriticConfig,
     ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
     PretrainedModelConfig,
     RolloutConfig,
 )
-from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
 from extras.lora.lora import adapter_weights, is_lora, save_pretrained
@@ -56,16 +52,15 @@ from extras.sharding.fsdp2 import (
     whole,
 )
 from extras.sharding.tensor_parallel import check_split
-from tests.batches import CUTS, TEMPERATURE, Recorded, ragged_batch, recorded, relative_distance, update_of
+from tests.batches import CUTS, TEMPERATURE, ragged_batch, recorded, relative_distance, update_of
 from tests.engines import CopyOf
 from tests.ranks import Ranks
 from tests.test_families import eager_model
-from workers.collectives import Peers, compute_together, data_rank, gather, group_size, join_group, rank
+from tests.test_replicas import LOSSES, OPTIM, assert_the_step_of_one, own_share, save_two_layers, trainer
+from workers.collectives import compute_together, gather, group_size, join_group, rank
 from workers.dp_actor import DataParallelPPOActor, ReferencePolicy
-from workers.dp_critic import DataParallelPPOCritic
 from workers.engine import TrainEngine
-from workers.forward_check import ForwardCheck
-from workers.group import shares_of
+from workers.forward_check import Trial
 from workers.hf_rollout import HFRollout
 from workers.micro_batches import MicroBatchSize, cut, score
 from workers.models import load_causal_lm, load_value_model
@@ -75,16 +70,7 @@ from workers.weight_sync import weight_sync
 CPU = torch.device("cpu")
 CALLS = DefaultAllGather.__call__, DefaultReduceScatter.__call__
 MESHES = {"sharded": (-1, 1), "replicated": (1, 1), "two replicas": (2, 1), "split": (-1, 4), "split shards": (-1, 2)}
-OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5)
-LOSSES = {
-    "vanilla, every term": ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, optim=OPTIM),
-    "vanilla, means of rows": ActorConfig(loss_agg_mode="seq-mean-token-mean", optim=OPTIM),
-    "gspo": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), optim=OPTIM),
-    "clip_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.3), optim=OPTIM),
-    "kl_cov": ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3), optim=OPTIM),
-}
 NINE_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2-135M has
-CRITIC = CriticConfig(optim=OPTIM, loss_agg_mode="token-mean")
 
 
 @pytest.fixture(scope="module")
@@ -97,31 +83,17 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "two_layers"
-    tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id},
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_two_layers(tmp_path_factory.mktemp("models") / "two_layers")
 
 
 def sharding(mesh: str = "sharded", **kept: Any) -> Replicas:
     """How a run of so many workers spreads a model; in the test's own process it does not. `kept`: of `Sharding`."""
-    if group_size() == 1 or mesh == "plain":
+    if group_size() == 1:
         compute_together(1)
         return Replicas()
     fsdp_size, parts = MESHES[mesh]
     compute_together(parts)
     return Sharding(make_mesh(fsdp_size, CPU, parts), **kept)
-
-
-def own_share(batch: DataProto) -> DataProto:
-    """This rank's rows, as a run deals them out."""
-    return shares_of(batch, group_size() // Peers.size)[data_rank()]
 
 
 def share(batch: DataProto, first: int) -> DataProto:
@@ -131,59 +103,23 @@ def share(batch: DataProto, first: int) -> DataProto:
     return [batch[:first], batch[first:], batch[:0], batch[:0]][rank()]
 
 
-def trainer(
-    path: Path, config: ActorConfig | CriticConfig, mesh: str, size: MicroBatchSize, dtype: torch.dtype = torch.float32
-) -> Any:
-    """The actor or the critic of a run that computes in `dtype`, and gathers in it."""
-    settings = {"dtype": dtype, "parallel": sharding(mesh, param_dtype=dtype)}
-    if isinstance(config, CriticConfig):
-        module = load_value_model(ModelConfig(path=str(path)), seed=0, **settings)
-        return DataParallelPPOCritic(config, TrainEngine(module, config.optim, 10, CPU, dtype), size)
-    module = load_causal_lm(ModelConfig(path=str(path)), **settings)
-    engine = TrainEngine(module, config.optim, 10, CPU, dtype)
-    return DataParallelPPOActor(config, engine, size, CUTS["24 tokens"])
-
-
-def learn(path: Path, batches: dict[str, DataProto], names: list[str], mesh: str) -> dict[str, Recorded]:
-    """An update with this rank's share of each batch, by each loss; "critic" is the critic's."""
-    found = {}
-    for kind, batch in batches.items():
-        for name in names:
-            config = LOSSES.get(name, CRITIC)
-            worker = trainer(path, config, mesh, CUTS["3 rows"])
-            verb = worker.update_critic if name == "critic" else worker.update_policy
-            update = partial(verb, own_share(batch), update_of(batch, config))
-            metrics, gradient, weights = recorded(worker.engine, update)
-            found[f"{kind}, {name}"] = metrics, [*map(whole, gradient)], [*map(whole, weights)]
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
         ("two replicas", [*LOSSES, "critic"]),
-        *((mesh, ["kl_cov", "critic"]) for mesh in ("sharded", "plain", "replicated", "split", "split shards")),
+        *((mesh, ["kl_cov", "critic"]) for mesh in ("sharded", "replicated", "split", "split shards")),
     ],
 )
 def test_ranks_take_the_step_of_one(ranks: Ranks, model: Path, mesh: str, names: list[str]):
     """…and report its metrics, whatever the loss; with fewer rows than ranks as well."""
-    batches = {"9 rows": ragged_batch(), "1 row": ragged_batch()[4:5]}
-    wanted = learn(model, batches, names, mesh)
-    found = ranks.run(learn, model, batches, names, mesh)
-    for name, (metrics, gradient, weights) in wanted.items():
-        assert metrics[f"{'critic' if 'critic' in name else 'actor'}/skipped_updates"] == 0
-        for found_metrics, found_gradient, found_weights in (learnt[name] for learnt in found):
-            assert found_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6), name
-            assert relative_distance(found_gradient, gradient) < 1e-5, name
-            assert relative_distance(found_weights, weights) < 3e-5, f"{name}: Adam divides"
-            assert all(map(torch.equal, found_weights, found[0][name][2])), f"{name}: the ranks drift apart"
+    assert_the_step_of_one(ranks, model, names, partial(sharding, mesh))
 
 
 def passes_of(path: Path, batch: DataProto, first: int) -> tuple[int, Tensor, dict[str, float], list[Tensor]]:
     """Forward passes of an update with `share`, what was scored before it, its metrics, and the weights after it."""
     config, passes = LOSSES["vanilla, every term"], []
-    worker = trainer(path, config, "sharded", MicroBatchSize(2, 0))
+    worker = trainer(path, config, MicroBatchSize(2, 0), sharding())
     scored = worker.compute_log_prob(share(batch, first), TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
     worker.engine.module.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     metrics = worker.update_policy(share(batch, first), update_of(batch, config))
@@ -408,7 +344,7 @@ def test_lora_in_shards_has_the_start_the_gradient_the_reference_and_the_weights
 
 def refuse(path: Path, batch: DataProto, dtype: torch.dtype) -> list[tuple[dict[str, float], bool]]:
     """An update in which the last row's loss is not finite and one in which all are; whether the weights stayed."""
-    worker, found = trainer(path, ActorConfig(optim=OPTIM), "sharded", CUTS["1 row"], dtype), []
+    worker, found = trainer(path, ActorConfig(optim=OPTIM), CUTS["1 row"], sharding(param_dtype=dtype), dtype), []
     for bad in (True, False):
         before = [whole(weight).clone() for weight in worker.engine.module.parameters()]
         given = DataProto(batch.batch.clone())
@@ -433,7 +369,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all_and_the_next_is
 
 def held(path: Path, mesh: str, dtype: torch.dtype) -> tuple[int, int, int]:
     """Numbers of a whole model, of this rank's weights, and of its moments after a step."""
-    worker = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"], dtype)
+    worker = trainer(path, ActorConfig(optim=OPTIM), CUTS["all rows"], sharding(mesh, param_dtype=dtype), dtype)
     batch = ragged_batch()
     worker.update_policy(own_share(batch), update_of(batch, worker.config))
     weights = [*worker.engine.module.parameters()]
@@ -526,10 +462,10 @@ def test_shards_are_loaded_as_a_whole_model_is(ranks: Ranks, folders: dict[str, 
 
 def shares_prompts(path: Path) -> bool:
     """Whether the packed forward is taken, where one rank alone finds that it scores otherwise."""
-    scores, packed = ForwardCheck.scores, lambda check, *_: check.model.shares_prompts
+    scores, packed = Trial.scores, lambda check, *_: check.model.shares_prompts
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
-            patch.setattr(ForwardCheck, "scores", lambda *args, **mode: scores(*args, **mode) + packed(*args))
+            patch.setattr(Trial, "scores", lambda *args, **mode: scores(*args, **mode) + packed(*args))
         return load_causal_lm(ModelConfig(path=str(path)), parallel=sharding()).shares_prompts
 
 
@@ -576,7 +512,7 @@ def test_sampling_from_gathered_weights_is_sampling_from_the_model(ranks: Ranks,
 @pytest.mark.slow
 def handed_over(path: Path, mesh: str) -> dict[str, Tensor]:
     """The weights for an engine, after a step."""
-    worker, batch = trainer(path, ActorConfig(optim=OPTIM), mesh, CUTS["all rows"]), ragged_batch()
+    worker, batch = trainer(path, ActorConfig(optim=OPTIM), CUTS["all rows"], sharding(mesh)), ragged_batch()
     worker.update_policy(own_share(batch), update_of(batch, worker.config))
     return {name: weight.clone() for name, weight in worker.engine.weights()}
 

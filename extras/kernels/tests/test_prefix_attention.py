@@ -46,7 +46,7 @@ from tests.shapes import SMALL
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, TokenScores, cut
-from workers.scoring_model import scoring_model
+from workers.scoring_model import scoring_model, with_hooks
 
 SHAPE = {**SMALL, "head_dim": 8, "max_position_embeddings": 512}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -81,12 +81,12 @@ def make(name: str) -> PreTrainedModel:
 
 
 def packed(model: PreTrainedModel, longest: int = 1000) -> PreTrainedModel:
-    return scoring_model(model, ModelConfig(), torch.device("cpu"), torch.float32, longest)
+    return scoring_model(with_hooks(model), ModelConfig(), torch.device("cpu"), torch.float32, longest)
 
 
 def padded(model: PreTrainedModel) -> PreTrainedModel:
     settings = ModelConfig(use_remove_padding=False)
-    return scoring_model(model, settings, torch.device("cpu"), torch.float32, longest=1000)
+    return scoring_model(with_hooks(model), settings, torch.device("cpu"), torch.float32, longest=1000)
 
 
 def log_probs(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
@@ -215,7 +215,9 @@ def test_flex_attention_is_compiled_for_no_other_length(flex):
     flex.is_on, generator = True, torch.Generator().manual_seed(0)
     for heads, key_heads in ((14, 2), (3, 1)):
         before = flex.graphs
-        model = scoring_model(qwen2(heads, key_heads), ModelConfig(), torch.device("cpu"), torch.bfloat16, 1000)
+        model = scoring_model(
+            with_hooks(qwen2(heads, key_heads)), ModelConfig(), torch.device("cpu"), torch.bfloat16, 1000
+        )
         assert model.shares_prompts and flex.graphs - before == 2
         for rows, longest in ((1, 7), (3, 90), (5, 280), (1, 1)):
             answers = torch.randint(1, longest + 1, (rows, 4), generator=generator).tolist()

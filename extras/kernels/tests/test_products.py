@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema import ModelConfig
 from extras.kernels import products
 from extras.kernels.products import Linear, is_for_onednn, linear, packed_linear, use_onednn
-from tests.operations import Operations, needs_onednn
+from extras.kernels.tests.operations import Operations, needs_onednn
 from tests.runs import ROOT
 from workers.models import load_causal_lm
 

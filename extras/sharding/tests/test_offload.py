@@ -13,8 +13,7 @@ import main
 from configs.schema import ModelConfig, OptimConfig
 from extras.sharding import layout as sharding
 from extras.sharding import offload
-from extras.sharding.layout import Offloaded
-from extras.sharding.offload import Offload, make_optimizer, rounded_at_random
+from extras.sharding.offload import Offload, Offloaded, make_optimizer, rounded_at_random
 from tests.batches import ragged_batch, relative_distance, update_of
 from tests.pretended_gpu import CPU, CUDA, PretendedGPU, is_on_device
 from tests.runs import compose, learning_metrics, short_run

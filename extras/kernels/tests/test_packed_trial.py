@@ -1,0 +1,145 @@
+"""The trial of packed forwards: which models take them, and how long its rows are."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from configs.schema import RolloutConfig
+from data.types import Request, SamplingParams
+from extras.kernels import packed_attention
+from extras.kernels.trial import PackedTrial
+from tests import test_scoring_model as core
+from tests.batches import CUTS, TEMPERATURE, ragged_batch, relative_distance
+from tests.test_scoring_model import SHAPE, llama, scale_by_company
+from workers.forward_check import check_width
+from workers.hf_rollout import HFRollout
+from workers.micro_batches import cut
+from workers.scoring_model import padded_scores
+
+ready = partial(core.ready, kernels="auto")
+
+
+def test_what_the_core_promises_holds_for_packed_forwards(tmp_path: Path, capsys):
+    core.test_a_model_whose_rows_depend_on_their_company_is_refused("auto")
+    core.test_scores_are_of_what_was_asked("auto")
+    core.test_a_copy_scores_by_weights_of_its_own_and_checkpoints_hold_the_weights_alone(tmp_path, "auto")
+
+
+def test_a_model_without_softcap_is_packed():
+    torch.manual_seed(0)
+    assert ready(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=None))).shares_prompts
+
+
+@pytest.mark.parametrize(("longest", "is_packed"), [(21, True), (22, False), (1000, False)])
+def test_the_trial_goes_past_a_window_as_far_as_the_run_does(longest: int, is_packed: bool, monkeypatch, capsys):
+    """By a packed attention that forgets the window of 20: a run of 21 tokens puts in 20, and does not see it."""
+    torch.manual_seed(0)
+    model, right = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=20)), packed_attention.packed_attention
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}  # which hide a token more or less
+
+    def forgetful(*args, sliding_window=None, packed=None, **kwargs):
+        window = sliding_window if packed is None else None
+        return right(*args, sliding_window=window, packed=packed, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "packed_attention", forgetful)
+    assert ready(model, longest).shares_prompts == is_packed
+    assert ("log_probs then differ" in capsys.readouterr().err) != is_packed
+    monkeypatch.undo()
+    assert ready(model, longest).shares_prompts
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("device", "longest", "dtype", "width"),
+    [
+        ("cpu", 1000, torch.float32, 9),
+        ("cpu", 1000, torch.bfloat16, 32),
+        ("cpu", 20, torch.bfloat16, 20),
+        ("cuda", 1000, torch.bfloat16, 200),
+        ("cuda", 1000, torch.float32, 200),
+        ("cuda", 20, torch.float32, 20),
+    ],
+)
+def test_the_trial_is_as_long_as_roundings_and_kernels_ask(device, longest, dtype, width):
+    """FlexAttention's blocks have 128 tokens; that of a handful of scores says little about rounding."""
+    model = SimpleNamespace(config=llama().config, device=torch.device(device))
+    assert check_width(model, longest, PackedTrial.shortest(model, dtype)) == width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_has_a_backward(dtype: torch.dtype, monkeypatch, capsys):
+    """By a packed attention that computes the right scores, and gives its keys no gradient."""
+    right = packed_attention.packed_attention
+
+    def forgetful(module, query, key, *args, packed=None, **kwargs):
+        return right(module, query, key if packed is None else key.detach(), *args, packed=packed, **kwargs)
+
+    model = llama()
+    assert ready(copy.deepcopy(model), dtype=dtype).shares_prompts
+    monkeypatch.setattr(packed_attention, "packed_attention", forgetful)
+    assert not ready(model, dtype=dtype).shares_prompts
+    assert "gradients then differ by" in capsys.readouterr().err
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_does_otherwise_when_packed_is_scored_padded(capsys):
+    model = llama()
+    scale_by_company(model, "packed")
+    assert not ready(model).shares_prompts
+    assert model.token_scores.__func__ is padded_scores
+    assert model.config._attn_implementation == "sdpa"
+    assert "LlamaForCausalLM takes its batches padded" in capsys.readouterr().err
+
+
+def test_the_trial_has_the_run_s_precision(capsys):
+    model, seen = llama(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    assert ready(model, dtype=torch.bfloat16).shares_prompts
+    assert seen.count(torch.bfloat16) > seen.count(torch.float32) > 0
+    scale_by_company(model, "packed")
+    assert not ready(model, dtype=torch.bfloat16).shares_prompts
+
+
+def gemma3n() -> Gemma3nForCausalLM:
+    """Four layers, of which the last two attend to the keys and values of the first two."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = {**SHAPE, "num_hidden_layers": 4, "head_dim": 8, "layer_types": kinds, "num_kv_shared_layers": 2}
+    narrow = {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2}
+    config = Gemma3nTextConfig(
+        **shape, **narrow, vocab_size_per_layer_input=102, sliding_window=6, activation_sparsity_pattern=[0.0] * 4
+    )
+    return Gemma3nForCausalLM(config)
+
+
+def test_layers_may_share_keys_and_values(tiny_model: Path):
+    """Scored, trained and generated from as without kernels."""
+    prompts, gradients, completions = [[5, 6, 7], [5, 6, 7], [9], [20, 30, 40, 50, 60]], [], []
+    for settings in ({"kernels": "off"}, {}):
+        model = ready(gemma3n(), **settings)
+        assert model.shares_prompts == (settings == {})
+        [micro] = cut(ragged_batch(), CUTS["all rows"], [], model)
+        scores = model.token_scores(micro, TEMPERATURE)
+        torch.where(micro.is_scored, scores.log_probs, 0.0).sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        config = RolloutConfig(prompt_length=5, response_length=12)
+        rollout = HFRollout(config, AutoTokenizer.from_pretrained(tiny_model), model)
+        sampling = SamplingParams(True, 1.0, -1, 1.0, 12)
+        completions.append(rollout.generate([Request(i, ids, sampling, seed=i) for i, ids in enumerate(prompts)]))
+    assert relative_distance(*gradients) < 1e-5
+    for one, other in zip(*completions, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

@@ -1,0 +1,104 @@
+"""The settings of sharding, tensor parallelism and offload, among those of models in training and of the reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import ConfigError
+from configs.settings import Frozen, group, setting
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass
+class OffloadSettings(Frozen):
+    param_offload: bool = setting(False, "Keep the weights in main memory while their model has nothing to do.")
+
+
+@dataclass
+class MixedPrecisionConfig(Frozen):
+    param_dtype: str = setting(
+        "float32",
+        "Of several workers: what weights are gathered in to train and to score. bfloat16, where it is computed in "
+        "(fsdp_config.dtype): half is sent, and half is whole at a time; norms and embeddings are rounded, too, as "
+        "products round matrices. auto: what is computed in.",
+        choices=("float32", "bfloat16", "auto"),
+    )
+    reduce_dtype: str = setting(
+        "float32",
+        "Of several workers: what gradients are summed in over them. bfloat16 sends half as much, and rounds each sum.",
+        choices=("float32", "bfloat16"),
+    )
+
+
+@dataclass
+class TrainSettings(Frozen):
+    optimizer_offload: bool = setting(
+        False, "Keep AdamW's moments in main memory and compute its steps there: 8 bytes a weight less on a GPU."
+    )
+    fsdp_size: int = setting(
+        -1,
+        "Workers that hold a model together, sharded by FSDP2; -1: all. A divisor of their number makes replicas, each "
+        "over neighbours in rank, and 1 has every worker hold whole models.",
+        ge=-1,
+    )
+    reshard_after_forward: bool = setting(
+        True,
+        "Of several workers: drop the others' parts of a layer after its forward, and gather them again for its "
+        "backward. False is faster, and holds the whole model meanwhile.",
+    )
+    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "What workers send each other.")
+
+
+@dataclass
+class RefFSDPConfig(Frozen):
+    param_offload: bool = setting(False, "As in actor.fsdp_config, for the reference.")
+
+
+@dataclass
+class RefSettings(Frozen):
+    fsdp_config: RefFSDPConfig = group(RefFSDPConfig, "Offloading.")
+
+
+@dataclass
+class OptimSettings(Frozen):
+    moments_dtype: str = setting(
+        "float32",
+        "What AdamW's moments are kept in; bfloat16: 4 bytes a weight instead of 8, and other numbers in the run.",
+        choices=("float32", "bfloat16"),
+    )
+
+
+@dataclass
+class ActorSettings(Frozen):
+    tensor_parallel_size: int = setting(
+        1,
+        "Workers that compute each layer together, split by heads and columns: neighbours in rank, on one machine. The "
+        "critic's layers too.",
+        ge=1,
+    )
+
+    @property
+    def peers(self) -> int:
+        return self.tensor_parallel_size
+
+    def check(self, config: Any, key: str) -> None:
+        super().check(config, key)
+        if self.strategy == "replicas" and (asked := asks_for_it(config)):
+            raise ConfigError(f"{key}.strategy=replicas, and {asked[0]} is set: it takes strategy=fsdp2.")
+
+
+def asks_for_it(config: Any) -> list[str]:
+    """Lists the settings of `config` by which even one worker, or whole models, are no plain replicas."""
+    actor, ref, rm = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.reward.get("reward_model")
+    fsdp = actor.fsdp_config
+    asked = {
+        f"{ACTOR}.tensor_parallel_size": actor.tensor_parallel_size > 1,
+        f"{ACTOR}.fsdp_config.fsdp_size": fsdp.fsdp_size > 1,
+        f"{ACTOR}.fsdp_config.param_offload": fsdp.param_offload,
+        f"{ACTOR}.fsdp_config.optimizer_offload": fsdp.optimizer_offload,
+        f"{ACTOR}.optim.moments_dtype": actor.optim.moments_dtype != "float32",
+        "critic.optim.moments_dtype": config.critic.optim.moments_dtype != "float32",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
+        "reward.reward_model.fsdp_config.param_offload": bool(rm) and rm.fsdp_config.param_offload,
+    }
+    return [key for key, is_asked in asked.items() if is_asked]
