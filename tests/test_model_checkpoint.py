@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
 from extras.lora.lora import is_lora
-from extras.sharding.fsdp2 import Sharding, make_mesh, whole
+from extras.sharding.fsdp2 import Sharding, full_tensor, make_mesh
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
 from tests.test_checkpoint import in_child
@@ -51,7 +51,7 @@ def train(engine: TrainEngine, *steps: int) -> None:
 def state_of(engine: TrainEngine) -> dict[str, Tensor]:
     """Weights and moments, whole, by name."""
     weights, moments = engine.module.state_dict(), moments_of(engine.module, engine.optimizer)
-    return {name: whole(value).clone() for name, value in {**weights, **moments}.items()}
+    return {name: full_tensor(value).clone() for name, value in {**weights, **moments}.items()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -65,7 +65,7 @@ def saved_engine(model: Path, folder: Path, sizes: tuple[int, int], background: 
     state = state_of(engine)
     engine.save(folder, EVERYTHING, background)
     train(engine, 1, 2)
-    while not engine.is_saved():
+    while not engine.checkpoint.is_saved():
         pass
     return state, state_of(engine)
 
@@ -230,7 +230,7 @@ def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path, monkeypatch):
 
 def run_in_background(engine: TrainEngine, root: Path) -> None:
     """Trains three steps, each of which is saved while the next one runs."""
-    saver = Saver(root, lambda folder: engine.save(folder, EVERYTHING, True), 2, engine.is_saved)
+    saver = Saver(root, lambda folder: engine.save(folder, EVERYTHING, True), 2, engine.checkpoint.is_saved)
     for step in (1, 2, 3):
         train(engine, step)
         saver.finish(wait=False)
@@ -258,7 +258,7 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background_leaves_the_last_
 
 def test_a_disk_that_is_full_in_the_background_costs_one_checkpoint(tiny_model, tmp_path, monkeypatch, caplog):
     engine = make_engine(tiny_model)
-    saver = Saver(tmp_path, lambda folder: engine.save(folder, EVERYTHING, True), None, engine.is_saved)
+    saver = Saver(tmp_path, lambda folder: engine.save(folder, EVERYTHING, True), None, engine.checkpoint.is_saved)
     with files_of_at_most(30_000):  # the generators fit
         assert "training/failed_saves" in saver.save(1) | saver.finish()
     assert "step 1 was not saved" in caplog.text

@@ -46,8 +46,8 @@ class DataParallelPPOActor(TrainedModel):
         policy_loss: Any = None,
         loss_reads: Collection[str] = (),
     ) -> None:
+        super().__init__(engine)
         self.config = config
-        self.engine = engine
         self.update_size = update_size
         self.log_prob_size = log_prob_size
         policy_loss = policy_loss or config.policy_loss

@@ -19,9 +19,8 @@ class DataParallelPPOCritic(TrainedModel):
     """Estimates and updates values; `size` is what a forward pass may hold."""
 
     def __init__(self, config: CriticConfig, engine: TrainEngine, size: MicroBatchSize) -> None:
-        self.config = config
-        self.engine = engine
-        self.size = size
+        super().__init__(engine)
+        self.config, self.size = config, size
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimates the value before each response token: column values, [B, R] float32, 0 where response_mask is 0."""

@@ -157,10 +157,6 @@ class TrainEngine:
         with self.at_work():
             self.checkpoint.save(folder, contents, background)
 
-    def is_saved(self) -> bool:
-        """`ModelCheckpoint.is_saved`."""
-        return self.checkpoint.is_saved()
-
     def load(self, folder: Path) -> None:
         """`ModelCheckpoint.load`."""
         with self.at_work():  # moments go where the weights are
@@ -175,21 +171,11 @@ def empty_weights(module: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class TrainedModel:
-    """Base of what trains by an `engine`: the model's part of a checkpoint is the engine's."""
+    """Base of what trains by an `engine`, which saves and loads the model's part of a checkpoint."""
 
-    engine: TrainEngine
-
-    def save(self, folder: Path, contents: Sequence[str], background: bool) -> None:
-        """`TrainEngine.save`."""
-        self.engine.save(folder, contents, background)
-
-    def is_saved(self) -> bool:
-        """`TrainEngine.is_saved`."""
-        return self.engine.is_saved()
-
-    def load(self, folder: Path) -> None:
-        """`TrainEngine.load`."""
-        self.engine.load(folder)
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+        self.save, self.is_saved, self.load = engine.save, engine.checkpoint.is_saved, engine.load
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -211,16 +197,11 @@ def precision_notice(name: str, device: torch.device, parameters: int) -> str | 
     if device.type == "cuda":
         if name == "float32" or gpu_has_bfloat16():
             return None
-        major, minor = torch.cuda.get_device_capability(device)
-        card = f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, and bfloat16 needs 8.0: "
+        card = f"{torch.cuda.get_device_name(device)} has no bfloat16"
         if name == "auto":
-            return f"{card}{key}=auto computes in float32, in twice the memory."
-        return f"{card}{key}=bfloat16 is emulated, slower than float32, and vLLM refuses it. Set it to auto."
-    has = torch.cpu.get_capabilities()
-    found = [feature for feature in ("amx_bf16", "avx512_bf16") if has.get(feature)]
-    if name != "auto" or not found or parameters < WORTH_BFLOAT16:
+            return f"{card}: {key}=auto computes in float32, in twice the memory."
+        return f"{card}: {key}=bfloat16 is emulated, and vLLM refuses it. Set it to auto."
+    multiplies = any(torch.cpu.get_capabilities().get(feature) for feature in ("amx_bf16", "avx512_bf16"))
+    if name != "auto" or not multiplies or parameters < WORTH_BFLOAT16:
         return None
-    return (
-        f"this CPU multiplies bfloat16 ({found[0].upper()}): with {key}=bfloat16 a step of a model of 135M took two "
-        "thirds of its time. auto stays float32 on CPUs, so that they agree."
-    )
+    return f"{key}=bfloat16 takes two thirds of the time on this CPU; auto is float32 on all, so that they agree."

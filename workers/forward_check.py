@@ -191,9 +191,8 @@ def fix_rope(model: PreTrainedModel, longest: int) -> None:
             module.register_forward_pre_hook(partial(add_position, last=longest - 1), with_kwargs=True)
             module.register_forward_hook(drop_position)
     common_notice(
-        f"{type(model).__name__} turns positions otherwise in batches of more than {min(changes)} tokens: as the run's "
-        f"longest sequence has {longest}, all sequences are taken as such, short ones too. So must whoever serves the "
-        "model. To keep to the shorter form, lower data.max_prompt_length or data.max_response_length."
+        f"{type(model).__name__} turns positions otherwise in batches of more than {min(changes)} tokens: all rows are "
+        f"taken as of the run's {longest}, as whoever serves the model must."
     )
 
 

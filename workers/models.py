@@ -66,21 +66,15 @@ def gpu_trouble(devices: Path = Path("/dev")) -> str | None:
     present = sorted(devices.glob("nvidia[0-9]*"))
     if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
         return None
+    gpu = f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__}"
     if torch.version.cuda is None:
-        return (
-            f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} is a build without CUDA: install "
-            "one with it (https://pytorch.org/get-started)."
-        )
+        return f"{gpu} is a build without CUDA: install one with it (https://pytorch.org/get-started)."
     try:
         torch.cuda.init()
         found = "it finds none."
     except RuntimeError as error:
         found = first_line(error)
-    return (
-        f"There is an NVIDIA GPU ({present[0]}), but torch {torch.__version__} cannot use it: {found} This torch needs "
-        f"a driver for CUDA {torch.version.cuda}: update the driver, or install a torch for an older CUDA "
-        "(https://pytorch.org/get-started)."
-    )
+    return f"{gpu} cannot use it: {found} It needs a driver for CUDA {torch.version.cuda}, or install an older torch."
 
 
 def load_causal_lm(
@@ -164,8 +158,8 @@ def load_pretrained(
             )
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"model.path={model.path}: its weights cannot be read ({type(error).__name__}: {first_line(error)}). "
-                "A file of them is missing or cut short: save, copy or download the model again."
+                f"model.path={model.path}: its weights cannot be read ({type(error).__name__}: {first_line(error)}): "
+                "copy or download the model again."
             ) from error
         check(loaded, report, model.path)
         return loaded
@@ -231,10 +225,7 @@ def savable(generation: GenerationConfig, path: str) -> GenerationConfig:
     sampling.do_sample = True
     if is_savable(generation) or not is_savable(sampling):
         return generation
-    common_notice(
-        f"the generation_config of {path} has settings of sampling without do_sample=true, which transformers does not "
-        "save: checkpoints will have do_sample=true. This run reads none of it but the ids that end a response."
-    )
+    common_notice(f"{path}: its generation_config has settings of sampling without do_sample=true; checkpoints set it.")
     return sampling
 
 

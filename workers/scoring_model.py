@@ -85,8 +85,7 @@ def scoring_model(
         except FAILURES as error:
             raise ValueError(
                 f"{name} cannot be scored: its forward fails on a small batch ({type(error).__name__}: {error}). "
-                "Choose a decoder whose forward takes input_ids, attention_mask and position_ids (docs/models.md)."
-                f"{model.adapter.hint}"
+                f"Choose another model (docs/models.md).{model.adapter.hint}"
             ) from error
         problem = choose_forward(model, settings, trial, dtype)
         if problem is None:
@@ -94,9 +93,8 @@ def scoring_model(
             model.parallel.settle(model, partial(trial.problem, dtype))
     if problem is not None:
         raise ValueError(
-            f"{name} does not score a row beside others, or in training, as it does alone and in eval mode, however "
-            f"it is asked ({problem}): its log-probs could not be trusted. Choose another model (docs/models.md)"
-            + ("." if settings.kernels == "off" else ", or try actor_rollout_ref.model.kernels=off.")
+            f"{name} does not score a row beside others, or in training, as alone and in eval mode ({problem}). "
+            "Choose another model (docs/models.md), or try actor_rollout_ref.model.kernels=off."
         )
     return model
 

@@ -121,7 +121,8 @@ class Sharding(Replicas):
         return 0 if self.offload else held // shards
 
     def set_method(self, model: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        set_method(model, name, method)
+        setattr(model, name, method)
+        register_fsdp_forward_method(model, name)  # it gathers weights, as the forward does
 
     def settle(self, model: PreTrainedModel, problem: Callable[[], str | None], like: Any = None) -> None:
         """Has weights gathered in `param_dtype`, if with them it scores as where only products round them."""
@@ -140,19 +141,49 @@ class Sharding(Replicas):
             gather_as(model, torch.float32)
 
     def at_work(self, model: PreTrainedModel) -> Callable[[], AbstractContextManager]:
-        return partial(resharded, model)
+        return partial(self._at_work, model)
+
+    @contextmanager
+    def _at_work(self, model: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.reshard(model)
 
     def reshard(self, model: nn.Module) -> None:
-        reshard(model)
+        if not model.stays_gathered:
+            for part in sharded_parts(model):
+                part.reshard()
 
     def keeps_weights(self, model: nn.Module) -> bool:
-        return not gathers(model)
+        return model.stays_gathered
 
-    def whole(self, model: nn.Module) -> AbstractContextManager:
-        return gather_weights(model)
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """Holds all of `model` in float32: forwards communicate nothing, so ranks may differ in how many they run."""
+        parts = sharded_parts(model)
+        self.reshard(model)
+        _set_gathered(model, torch.float32)
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        model.stays_gathered = True
+        try:
+            yield
+        finally:
+            model.stays_gathered = False
+            self.reshard(model)
+            for part in parts:
+                part.set_reshard_after_forward(part is not model and model.reshards_layers, recurse=False)
+            _set_gathered(model, model.param_dtype)
 
-    def without_sums(self, model: nn.Module) -> AbstractContextManager:
-        return without_sums(model)
+    @contextmanager
+    def without_sums(self, model: nn.Module) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
     def optimizer(self, weights: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
         return make_optimizer(iter(weights), optim, in_main_memory=False)  # shards see to it by themselves
@@ -163,7 +194,7 @@ class Sharding(Replicas):
 
     def clip(self, model: nn.Module, most: float) -> float:
         groups = by_mesh([weight for weight in model.parameters() if weight.grad is not None]) or [[]]
-        norms = [whole(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
+        norms = [full_tensor(torch.nn.utils.get_total_norm([weight.grad for weight in group])) for group in groups]
         norm = norms[0] if len(norms) == 1 else same_on_peers(torch.stack(norms).norm())
         if (found := norm.item()) > most:
             for group in groups:
@@ -171,25 +202,36 @@ class Sharding(Replicas):
         return found
 
     def full(self, tensor: Tensor) -> Tensor:
-        return whole(tensor)
+        return full_tensor(tensor)
 
     def part(self, tensor: Tensor, like: Tensor | None) -> Tensor:
-        return part_of(tensor, like)
+        return local_shard(tensor, like)
 
     def sums(self, model: nn.Module, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
-        return parameter_sums(model, dtype, scales)
+        own = {}
+        for name, parameter in model.named_parameters():
+            counts = rank() == 0
+            if isinstance(parameter, DTensor):
+                places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
+                counts = all(place == 0 for kind, place in places if kind.is_replicate())
+                is_split = "part" in parameter.device_mesh.mesh_dim_names
+                counts = counts and (is_split or rank() % Peers.size == 0)  # else peers each have it
+            here = local(parameter.detach())
+            if name in scales:
+                here = here.to(dtype) * scales[name]
+            own[name] = bit_sum(here, dtype) if counts else 0
+        parts, span = gather(own), 1 << 8 * dtype.itemsize
+        return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
 
     def whole_sums(self, model: nn.Module, dtype: torch.dtype) -> Checksums:
-        return sums_of(model, dtype)
-
-
-@contextmanager
-def resharded(model: nn.Module) -> Iterator[None]:
-    """Leaves nothing gathered behind."""
-    try:
-        yield
-    finally:
-        reshard(model)
+        named, span = dict(model.named_parameters()), 1 << 8 * dtype.itemsize
+        own = {name: bit_sum(local(parameter.detach()), dtype) for name, parameter in named.items()}
+        if Peers.size > 1:  # then all ranks call this together
+            first = rank() - rank() % Peers.size
+            parts = gather(own)[first : first + Peers.size]
+            split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
+            own |= {name: sum(part[name] for part in parts) % span for name in split}
+        return Checksums(dtype, own)
 
 
 def shard(model: PreTrainedModel, sharding: Sharding) -> None:
@@ -230,11 +272,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def sharded_parts(model: nn.Module) -> list[FSDPModule]:
     """Lists the parts of `model` whose weights are gathered together; none, where it is not sharded."""
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
-
-
-def gathers(model: nn.Module) -> bool:
-    """Says whether a forward of `model` gathers weights, and drops them again."""
-    return isinstance(model, FSDPModule) and not model.stays_gathered
 
 
 def gather_as(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -286,61 +323,12 @@ class _Lookup(torch.autograd.Function):
         return torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.numbers), None, None
 
 
-def reshard(model: nn.Module) -> None:
-    """Drops what a forward without a backward has left gathered. Until then writes to a weight would not be seen."""
-    if gathers(model):
-        for part in sharded_parts(model):
-            part.reshard()
-
-
-@contextmanager
-def gather_weights(model: nn.Module) -> Iterator[None]:
-    """Holds all of `model` in float32 on every rank for the block, in which its forwards communicate nothing: ranks may
-    differ in how many they run."""
-    parts = sharded_parts(model)
-    reshard(model)
-    _set_gathered(model, torch.float32)
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    model.stays_gathered = True
-    try:
-        yield
-    finally:
-        model.stays_gathered = False
-        reshard(model)
-        for part in parts:
-            part.set_reshard_after_forward(part is not model and model.reshards_layers, recurse=False)
-        if parts:
-            _set_gathered(model, model.param_dtype)
-
-
-@contextmanager
-def without_sums(model: nn.Module) -> Iterator[None]:
-    """Within the block, a backward sums no gradients over the ranks: for one that gives the weights of `model` none."""
-    sharded = isinstance(model, FSDPModule)
-    if sharded:
-        model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        if sharded:
-            model.set_requires_gradient_sync(True)
-
-
-def set_method(model: nn.Module, name: str, method: Callable[..., Any]) -> None:
-    """Gives `model` a method; a sharded one gathers its weights for it as for its forward."""
-    setattr(model, name, method)
-    if isinstance(model, FSDPModule):
-        register_fsdp_forward_method(model, name)
-
-
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Returns all of a tensor of which this rank may have a part; then every rank has to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(tensor: Tensor, target: Tensor | None) -> Tensor:
+def local_shard(tensor: Tensor, target: Tensor | None) -> Tensor:
     """Returns this rank's part of a `tensor` that every rank has whole, cut as `target` is."""
     if not isinstance(target, DTensor):
         return tensor
@@ -408,38 +396,4 @@ def write(target: Tensor, value: Tensor | None) -> None:
     if rank() == 0:
         full.copy_(value)
     dist.broadcast(full, src=0)
-    target.copy_(part_of(full, target))
-
-
-def sums_of(module: PreTrainedModel, dtype: torch.dtype) -> Checksums:
-    """Computes the checksums of the parameters as they are in this process, of tied ones once; of those that ranks
-    which compute together have parts of, as they are in all of these. Then all ranks call this together."""
-    named, span = dict(module.named_parameters()), 1 << 8 * dtype.itemsize
-    own = {name: bit_sum(local(parameter.detach()), dtype) for name, parameter in named.items()}
-    if Peers.size > 1:
-        first = rank() - rank() % Peers.size
-        parts = gather(own)[first : first + Peers.size]
-        split = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
-        own |= {name: sum(part[name] for part in parts) % span for name in split}
-    return Checksums(dtype, own)
-
-
-def parameter_sums(module: PreTrainedModel, dtype: torch.dtype, scales: dict[str, float]) -> Checksums:
-    """Computes the checksum of each parameter in `dtype`, of tied ones once, times its scale.
-
-    Every rank may have a part of each; all call this together.
-    """
-    own = {}
-    for name, parameter in module.named_parameters():
-        counts = rank() == 0
-        if isinstance(parameter, DTensor):
-            places = zip(parameter.placements, parameter.device_mesh.get_coordinate(), strict=True)
-            counts = all(place == 0 for kind, place in places if kind.is_replicate())
-            is_split = "part" in parameter.device_mesh.mesh_dim_names
-            counts = counts and (is_split or rank() % Peers.size == 0)  # else those that compute together each have it
-        here = local(parameter.detach())
-        if name in scales:
-            here = here.to(dtype) * scales[name]
-        own[name] = bit_sum(here, dtype) if counts else 0
-    parts, span = gather(own), 1 << 8 * dtype.itemsize
-    return Checksums(dtype, {name: sum(part[name] for part in parts) % span for name in own})
+    target.copy_(local_shard(full, target))

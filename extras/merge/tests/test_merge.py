@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema import ModelConfig, OptimConfig
 from extras.merge.__main__ import main as merge
 from extras.merge.__main__ import merge as merge_folder
-from extras.sharding.fsdp2 import whole
+from extras.sharding.fsdp2 import full_tensor
 from tests.ranks import Ranks
 from tests.test_model_checkpoint import CPU, EVERYTHING, make_engine, saved_engine, train
 from workers.collectives import group_size, rank
@@ -31,7 +31,7 @@ def save_as_verl(model: Path, folder: Path) -> dict[str, Tensor]:
     if place == 0:
         (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
         engine.module.config.save_pretrained(folder / "huggingface")
-    return {name: whole(value).clone() for name, value in engine.module.state_dict().items()}
+    return {name: full_tensor(value).clone() for name, value in engine.module.state_dict().items()}
 
 
 def test_verls_fsdp_folder_is_merged(tiny_model, tmp_path):

@@ -45,11 +45,10 @@ from extras.reward_model.model import LearnedReward
 from extras.reward_model.settings import RewardModelConfig
 from extras.sharding.fsdp2 import (
     Sharding,
-    gather_weights,
+    full_tensor,
     make_mesh,
     shard_count,
     sharded_parts,
-    whole,
 )
 from extras.sharding.tensor_parallel import check_split
 from tests.batches import CUTS, TEMPERATURE, ragged_batch, recorded, relative_distance, update_of
@@ -123,7 +122,7 @@ def passes_of(path: Path, batch: DataProto, first: int) -> tuple[int, Tensor, di
     scored = worker.compute_log_prob(share(batch, first), TEMPERATURE, ["old_log_probs"]).batch["old_log_probs"]
     worker.engine.module.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     metrics = worker.update_policy(share(batch, first), update_of(batch, config))
-    return len(passes), scored, metrics, [whole(weight.detach()) for weight in worker.engine.module.parameters()]
+    return len(passes), scored, metrics, [full_tensor(weight.detach()) for weight in worker.engine.module.parameters()]
 
 
 @pytest.mark.slow
@@ -151,7 +150,7 @@ def gradient_of(
     own, columns = own_share(batch), ["old_log_probs", "entropys", "sum_pi_squared"]
     scored = actor.compute_log_prob(own, TEMPERATURE, columns).batch
     _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
-    return torch.stack([scored[name] for name in columns], dim=1), [*map(whole, gradient)]
+    return torch.stack([scored[name] for name in columns], dim=1), [*map(full_tensor, gradient)]
 
 
 @pytest.mark.slow
@@ -247,12 +246,12 @@ def gathered(path: Path) -> tuple[list[torch.dtype], bool, bool]:
     whether for generation they are those of the shards, and whether it scores where they could not."""
     low, size = torch.bfloat16, CUTS["all rows"]
     module = load_causal_lm(ModelConfig(path=str(path)), dtype=low, parallel=sharding(param_dtype=low))
-    shards, seen = [whole(weight) for weight in module.parameters()], []
+    shards, seen = [full_tensor(weight) for weight in module.parameters()], []
     module.model.norm.register_forward_pre_hook(lambda norm, _: seen.append(norm.weight.dtype))
     policy = TrainEngine(module, OPTIM, 10, CPU, low)
     with policy.autocast():
         score(module, ragged_batch(), size, TEMPERATURE)
-    with gather_weights(module):
+    with module.parallel.whole(module):
         wanted = score(module, ragged_batch(), size, TEMPERATURE).log_probs
         same = all(map(torch.equal, module.parameters(), shards))
     with policy.autocast():
@@ -298,7 +297,7 @@ def adapted(
     weights = {name: weight.clone() for name, weight in engine.weights()}
     _, gradient, _ = recorded(engine, lambda: actor.update_policy(own, update_of(batch, config)))
     engine.save(folder, ["hf_model"])
-    return scored, [*map(whole, gradient)], weights
+    return scored, [*map(full_tensor, gradient)], weights
 
 
 def fresh_adapter(path: Path) -> dict[str, Tensor]:
@@ -346,12 +345,12 @@ def refuse(path: Path, batch: DataProto, dtype: torch.dtype) -> list[tuple[dict[
     """An update in which the last row's loss is not finite and one in which all are; whether the weights stayed."""
     worker, found = trainer(path, ActorConfig(optim=OPTIM), CUTS["1 row"], sharding(param_dtype=dtype), dtype), []
     for bad in (True, False):
-        before = [whole(weight).clone() for weight in worker.engine.module.parameters()]
+        before = [full_tensor(weight).clone() for weight in worker.engine.module.parameters()]
         given = DataProto(batch.batch.clone())
         if bad:
             given.batch["advantages"][-1] = torch.inf
         metrics = worker.update_policy(own_share(given), update_of(given, worker.config))
-        after = [whole(weight) for weight in worker.engine.module.parameters()]
+        after = [full_tensor(weight) for weight in worker.engine.module.parameters()]
         found.append((metrics, all(map(torch.equal, before, after))))
     return found
 
@@ -408,7 +407,7 @@ def loaded(path: Path, of_critic: bool) -> tuple[str, dict[str, Tensor], bool, s
             model = load_causal_lm(settings, parallel=sharding())
     names = {id(weight): name for name, weight in model.named_parameters(remove_duplicate=False)}
     tied = len(names) < len([*model.named_parameters(remove_duplicate=False)])
-    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     weights |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     return said.getvalue(), weights, tied, type(model).__name__
 
@@ -483,9 +482,9 @@ def sampled(path: Path, rows: list[int]) -> tuple[dict[int, tuple[list[int], lis
     again = load_causal_lm(ModelConfig(path=str(path)), parallel=sharding(), like=model)  # as a reference is
     assert torch.equal(score(again, ragged_batch(), CUTS["3 rows"], TEMPERATURE).log_probs, before)
     assert all(weight.grad is None for weight in model.parameters()), "gradients of the trial are held"
-    with gather_weights(model):
+    with model.parallel.whole(model):
         engine = HFRollout(config, AutoTokenizer.from_pretrained(path), model)
-    with gather_weights(model):
+    with model.parallel.whole(model):
         asked = [Request(i, [7, 9 + i, 5], SamplingParams(True, 1.0, -1, 1.0, 6), seed=i) for i in range(rows[rank()])]
         done = {completion.id: (completion.token_ids, completion.log_probs) for completion in engine.generate(asked)}
         with TrainEngine(model, OPTIM, 10, CPU, torch.bfloat16).autocast():
@@ -526,25 +525,28 @@ def certify(path: Path, mesh: str) -> list[Any]:
     )
     policy = TrainEngine(module, OPTIM, 10, CPU, torch.float32)
     make = partial(HFRollout, RolloutConfig(prompt_length=8, response_length=4), AutoTokenizer.from_pretrained(path))
-    with gather_weights(module):
+    with module.parallel.whole(module):
         syncs = [weight_sync(make(module), policy)]
     copy = load_causal_lm(ModelConfig(path=str(path)))
     syncs.append(weight_sync(CopyOf(make(copy), copy, leads=rank() % 2 == 0), policy))
     found = [sync.update(1) for sync in syncs]
-    old = {name: whole(dict(module.named_parameters())[name]).clone()}
+    old = {name: full_tensor(dict(module.named_parameters())[name]).clone()}
     with torch.no_grad():
         for weight in module.parameters():
             weight.add_(1e-6)
     found += [sync.update(2) for sync in syncs]
     assert syncs[1].is_comparable and syncs[1].held.total() == syncs[1].trained.total()
-    with gather_weights(module):
+    with module.parallel.whole(module):
         syncs[0].check_gathered()
-    assert syncs[0].gathered_sums == syncs[0].trained
+    assert syncs[0].gathered == syncs[0].trained
     with torch.no_grad():
         for weight in module.parameters():
             weight.add_(1e-6)
-    syncs[0].gathered_sums = None  # what is gathered now is of another version than that of the sync
-    with gather_weights(module), pytest.raises(RuntimeError, match="gathered from all workers, are not those that"):
+    syncs[0].gathered = None  # what is gathered now is of another version than that of the sync
+    with (
+        module.parallel.whole(module),
+        pytest.raises(RuntimeError, match="gathered from all workers, are not those that"),
+    ):
         syncs[0].check_gathered()
     new = dict(policy.weights()) | {name: old[name]}
     policy.weights = lambda merged: new.items()
@@ -650,5 +652,5 @@ def test_one_process_is_a_group_of_one_and_is_not_wrapped(model: Path):
     assert (group_size(), rank(), gather("x"), make_mesh(-1, CPU)) == (1, 0, ["x"], None)
     module = load_causal_lm(ModelConfig(path=str(model)))
     assert not sharded_parts(module)
-    with gather_weights(module):
+    with module.parallel.whole(module):
         assert not any(isinstance(weight, DTensor) for weight in module.parameters())
