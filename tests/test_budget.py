@@ -44,7 +44,7 @@ CEILINGS = {
     "names in custom/": 4,
     "modules under 60 lines": 31,
     "modules with one importer": 60,
-    "settings": 275,
+    "settings": 276,
     "file names in two folders": 12,
     "functions named by a bare participle": 3,
     "docstrings that begin with a question word": 3,

@@ -125,7 +125,7 @@ def test_what_sdpa_does_not_do_is_left_to_eager_attention(capsys):
     config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=2.0)
     assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == "eager"
     assert "Gemma2ForCausalLM takes eager attention" in capsys.readouterr().err
-    config.attn_logit_softcapping = None
+    config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=None)
     assert ready(Gemma2ForCausalLM(config)).config._attn_implementation == "sdpa"
 
 
