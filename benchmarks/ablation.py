@@ -28,11 +28,10 @@ from benchmarks.ours_arm import OursArm
 from benchmarks.vs_trl import read_arguments as read_workload
 from benchmarks.vs_trl import workload_of
 from benchmarks.workload import Workload
-from extras.kernels import decode, memory, norms, packed_attention, products, ragged
+from extras.kernels import decode, memory, packed_attention, products, ragged
 from workers import scoring_model
 
 PHASES = ("step", "rollout", "update")
-NORM_CLASSES = {name for name, _ in norms.EPSILONS}
 USUAL_MMAP_MAX, USUAL_TRIM_THRESHOLD = 65536, 128 << 10  # glibc's own settings
 
 
@@ -62,16 +61,6 @@ def padded(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def plain_norms(model: PreTrainedModel) -> Iterator[None]:
-    fast = {layer: type(layer) for layer in model.modules() if isinstance(layer, norms.RMSNorm)}
-    for layer, own in fast.items():
-        layer.__class__ = own.__mro__[2]  # the model's
-    yield
-    for layer, own in fast.items():
-        layer.__class__ = own
-
-
-@contextmanager
 def plain_memory(model: PreTrainedModel) -> Iterator[None]:
     libc = ctypes.CDLL(None)
     libc.mallopt(memory.M_MMAP_MAX, USUAL_MMAP_MAX)
@@ -85,7 +74,6 @@ def plain_memory(model: PreTrainedModel) -> Iterator[None]:
 # name → model → a context in which a step goes without it (for the products: by the other library)
 KERNELS: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {
     "oneDNN products": instead(products, "IS_FASTER", not products.IS_FASTER),
-    "backward of RMSNorm": plain_norms,
     "weights packed for decoding": instead(decode, "packed_linear", lambda *_: None),
     "prompts read once in decoding": instead(decode, "is_packed", lambda model: False),
     "packed forward": padded,

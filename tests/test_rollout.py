@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,7 +28,7 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import drain
 from workers import hf_rollout
-from workers.hf_rollout import HFRollout, NoCacheBatch, RunningBatch
+from workers.hf_rollout import HFRollout, NoCacheBatch
 from workers.rollout import Rollout, stop_token_ids
 from workers.sampling import sample, sample_rows
 from workers.scoring_model import scoring_model, with_hooks
@@ -214,43 +212,6 @@ def test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer: PreTrai
     generate(rollout, [ids for ids in prompts for _ in range(3)], replace(GREEDY, max_tokens=2))
     prefills = [shape for shape in passes if shape[1] > 1]
     assert prefills == [[1, 60], [8, 4], [8, 4], [8, 4], [7, 4]]
-
-
-def test_a_step_waits_for_the_device_once(tokenizer, monkeypatch: pytest.MonkeyPatch, forward: str = OFF):
-    """For what it has drawn, whoever ends by it; whatever else needs a number of the device would wait for it too."""
-    rollout, inside = make_rollout(random_model("Llama, untied", forward), tokenizer, (7, 40), 9), []
-    step, tolist, steps = RunningBatch.step, Tensor.tolist, []
-
-    def counted(batch: RunningBatch) -> list[Completion]:
-        inside.clear()
-        with Waits(inside):
-            done = step(batch)
-        steps.append((*inside, bool(done)))
-        return done
-
-    monkeypatch.setattr(RunningBatch, "step", counted)
-    monkeypatch.setattr(Tensor, "tolist", lambda self: inside.append("tolist") or tolist(self))
-    for request in mixed_requests(30):
-        rollout.add(replace(request, episode=request.id))
-    drain(rollout)
-    assert {*steps} == {("tolist", True), ("tolist", False)}
-
-
-class Waits(TorchDispatchMode):
-    """Adds to `waits` what a GPU's host waits for, beside copies to it."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "bincount")
-
-    def __init__(self, waits: list[str]) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
-        by_mask = name.startswith("index") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
-        if name in self.NAMES or by_mask:
-            self.waits.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch: pytest.MonkeyPatch, forward: str = OFF):

@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from data.seeding import derive_seed
@@ -28,7 +32,7 @@ from tests.test_rollout import (
     random_model,
     sampling,
 )
-from workers.hf_rollout import HFRollout
+from workers.hf_rollout import HFRollout, RunningBatch
 from workers.micro_batches import MicroBatchSize, cut
 
 FORWARDS = ("packed", "padded")
@@ -52,13 +56,48 @@ def test_a_row_depends_on_nothing_else(tokenizer, family: str, forward: str):
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_passes_waits_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: pytest.MonkeyPatch):
+def test_passes_and_traces_are_the_cores(tokenizer, forward: str, monkeypatch: pytest.MonkeyPatch):
     core.test_a_pass_over_prompts_holds_no_more_tokens_than_it_may(tokenizer, forward)
-    core.test_a_step_waits_for_the_device_once(tokenizer, monkeypatch, forward)
-    monkeypatch.undo()
     core.test_generation_leaves_no_trace_on_the_model(tokenizer, monkeypatch, forward)
     monkeypatch.undo()
     core.test_a_policy_that_has_diverged_is_said_to_be(tokenizer, GREEDY, forward, torch.nan)
+
+
+def test_a_step_waits_for_the_device_once(tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """For what it has drawn, whoever ends by it; whatever else needs a number of the device would wait for it too."""
+    rollout, inside = make_rollout(random_model("Llama, untied", "packed"), tokenizer, (7, 40), 9), []
+    step, tolist, steps = RunningBatch.step, Tensor.tolist, []
+
+    def counted(batch: RunningBatch) -> list[Completion]:
+        inside.clear()
+        with Waits(inside):
+            done = step(batch)
+        steps.append((*inside, bool(done)))
+        return done
+
+    monkeypatch.setattr(RunningBatch, "step", counted)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: inside.append("tolist") or tolist(self))
+    for request in mixed_requests(30):
+        rollout.add(replace(request, episode=request.id))
+    drain(rollout)
+    assert {*steps} == {("tolist", True), ("tolist", False)}
+
+
+class Waits(TorchDispatchMode):
+    """Adds to `waits` what a GPU's host waits for, beside copies to it."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2", "bincount")
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+        by_mask = name.startswith("index") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in given)
+        if name in self.NAMES or by_mask:
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("budget", [8192, 6])
