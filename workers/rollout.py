@@ -112,8 +112,8 @@ class Rollout:
         idle = [name for name in OPTIONAL if name not in cls.reads and config[name] != defaults[name]]
         if idle:
             notice_once(f"{KEY} sets {', '.join(idle)}, which the engine name={config.name} does not read.")
-        most, longest = config.max_model_len, config.prompt_length + config.response_length
-        if "max_model_len" in cls.reads and most is not None and most < longest:
+        most = config.max_model_len if "max_model_len" in cls.reads else None
+        if most is not None and most < (longest := config.prompt_length + config.response_length):
             raise ConfigError(
                 f"{KEY}.max_model_len={most} is below prompt_length + response_length = {longest}: leave it null."
             )

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from data.seeding import derive_seed
-from data.types import Request
+from data.types import Completion, Request
 from extras.kernels.generation import SharedPrompts
 from extras.kernels.packed_attention import Packed
 from extras.kernels.turn_cache import PromptCache
