@@ -28,7 +28,7 @@ from benchmarks.ours_arm import OursArm
 from benchmarks.vs_trl import read_arguments as read_workload
 from benchmarks.vs_trl import workload_of
 from benchmarks.workload import Workload
-from extras.kernels import decode, memory, packed_attention, products, ragged
+from extras.kernels import decode, kernels, packed_attention, products, ragged
 from workers import scoring_model
 
 PHASES = ("step", "rollout", "update")
@@ -63,12 +63,12 @@ def padded(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def plain_memory(model: PreTrainedModel) -> Iterator[None]:
     libc = ctypes.CDLL(None)
-    libc.mallopt(memory.M_MMAP_MAX, USUAL_MMAP_MAX)
-    libc.mallopt(memory.M_TRIM_THRESHOLD, USUAL_TRIM_THRESHOLD)
+    libc.mallopt(kernels.M_MMAP_MAX, USUAL_MMAP_MAX)
+    libc.mallopt(kernels.M_TRIM_THRESHOLD, USUAL_TRIM_THRESHOLD)
     libc.malloc_trim(0)
     yield
-    libc.mallopt(memory.M_MMAP_MAX, 0)
-    libc.mallopt(memory.M_TRIM_THRESHOLD, memory.MAX_INT)
+    libc.mallopt(kernels.M_MMAP_MAX, 0)
+    libc.mallopt(kernels.M_TRIM_THRESHOLD, kernels.MAX_INT)
 
 
 # name → model → a context in which a step goes without it (for the products: by the other library)

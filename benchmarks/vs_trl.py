@@ -39,7 +39,7 @@ from benchmarks.floor import Machine, Shape, measure_machine, rollout_floor, typ
 from benchmarks.workload import VOCABULARY, Workload, command
 from configs.process import VARIABLES
 from configs.threads import worker_threads
-from extras.kernels.memory import start_process
+from extras.kernels.kernels import start_process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "vs_trl"

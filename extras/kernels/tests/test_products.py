@@ -152,7 +152,7 @@ def test_a_packed_weight_gives_the_same_products(rows: int):
 
 PARTS = """
 import os, resource, sys, torch
-from extras.kernels.memory import start_process
+from extras.kernels.kernels import start_process
 
 def faults(megabytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
