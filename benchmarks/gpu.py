@@ -45,7 +45,7 @@ from workers.models import gpu_trouble
 
 FOLDER = ROOT / "outputs" / "gpu"
 TEST_SHARE = 0.45  # of the seconds, at most
-TESTS = "tests/test_gpu.py"
+TESTS = "extras/kernels/tests/test_gpu.py"
 OUTCOME = re.compile(r"^(\S+?::.+?) (PASSED|SKIPPED|XFAIL|FAILED|ERROR)\b", re.MULTILINE)  # of pytest --verbose
 FAILED = ("FAILED", "ERROR")
 BFLOAT16 = 2  # bytes

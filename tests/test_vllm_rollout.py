@@ -21,7 +21,6 @@ from configs.schema import ModelConfig, OptimConfig, RolloutConfig
 from custom.tiny_model import save_tiny_model
 from data.protocol import DataProto
 from data.types import Request, SamplingParams
-from extras.lora.lora import adapter_weights, is_lora
 from tests.engines import probe_distance
 from tests.runs import compose, learning_metrics, needs_vllm, short_run
 from workers import vllm_rollout_spmd
@@ -182,7 +181,7 @@ def test_in_bfloat16_it_samples_as_the_trainer_scores(wide_headed_model: Path):
 def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_headed_model: Path, monkeypatch):
     """The frozen model is sent once, the adapter at every sync."""
     model = load_causal_lm(ModelConfig(path=str(wide_headed_model), lora_rank=4, lora_alpha=3))
-    weights = [weight for name, weight in model.named_parameters() if is_lora(name)]
+    weights = [weight for name, weight in model.named_parameters() if model.adapter.is_own(name)]
     policy = TrainEngine(model, OptimConfig(), 10, torch.device("cpu"), torch.float32)
     config = RolloutConfig(load_lora="adapter", **LENGTHS)
     engine = vLLMRollout(config, AutoTokenizer.from_pretrained(wide_headed_model), model)
@@ -196,7 +195,7 @@ def test_it_adds_an_adapter_itself_and_one_that_does_not_arrive_is_seen(wide_hea
                 weight.add_(std * torch.randn_like(weight))
         rollout.update_weights(version)
         assert probe_distance(engine, policy) < 1e-5 and rollout.sync.is_comparable
-    load_adapter, old = engine.load_adapter, {name: weight.clone() for name, weight in adapter_weights(model)}
+    load_adapter, old = engine.load_adapter, {name: weight.clone() for name, weight in model.adapter.own_weights(model)}
     kept = next(name for name in old if "1.mlp.down_proj.lora_B" in name)
 
     def withhold(new: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

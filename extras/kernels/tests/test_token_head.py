@@ -274,16 +274,6 @@ def test_no_tensor_exceeds_a_tile_or_what_is_trained():
     assert made.largest == max(tile_bytes, case.weight.nbytes)
 
 
-def test_tiles_are_kept_for_a_backward_alone_and_within_their_limit():
-    case = make_case(vocab_size=3 * MIN_BLOCK)
-    tile_bytes = 7 * 4 * MIN_BLOCK
-    options = {"tile_bytes": tile_bytes, "kept_bytes": 2 * tile_bytes}
-    node = blocked(case.leaves(), case.labels, **options)[0].grad_fn
-    assert len(node.kept) == 2
-    with torch.no_grad():
-        assert blocked(case.leaves(), case.labels, **options)[0].grad_fn is None
-
-
 def test_a_label_outside_the_vocabulary_scores_nan():
     case = make_case()
     case.labels[2], case.labels[4] = -100, 700

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import main
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig, RolloutConfig
-from extras.lora.lora import adapter_weights, save_pretrained
+from extras.lora.lora import adapter_weights, is_lora, save_pretrained
 from extras.lora.settings import check_settings
 from extras.server.settings import ServerConfig, check_server
 from tests.batches import ragged_batch
 from tests.runs import compose, learning_metrics, short_run
+from training.model_shards import Shards
 from workers.dp_actor import ReferencePolicy
 from workers.engine import TrainEngine
 from workers.micro_batches import MicroBatchSize, score
@@ -153,3 +154,10 @@ def test_a_server_takes_an_adapter_and_no_rank():
     config = ServerConfig(model=replace(model, lora_adapter_path="adapter"), rollout=RolloutConfig(name="vllm"))
     with pytest.raises(ConfigError, match=r"lora_adapter_path=adapter with rollout.name=vllm, .*or serve by"):
         check_server(config)
+
+
+def test_with_lora_the_frozen_weights_are_not_saved(tiny_model, tmp_path):
+    module = load_causal_lm(ModelConfig(path=str(tiny_model), lora_rank=2))
+    engine = TrainEngine(module, OptimConfig(lr=0.01), 10, torch.device("cpu"), torch.float32)
+    engine.save(tmp_path, ["model", "optimizer", "extra", "hf_model"])
+    assert all(is_lora(name) for name in Shards(tmp_path / "model").shapes)

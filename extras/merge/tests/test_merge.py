@@ -12,8 +12,8 @@ from configs.schema import ModelConfig, OptimConfig
 from extras.merge.__main__ import main as merge
 from extras.merge.__main__ import merge as merge_folder
 from extras.sharding.fsdp2 import full_tensor
+from extras.sharding.tests.test_model_checkpoint import CPU, EVERYTHING, make_engine, saved_engine, train
 from tests.ranks import Ranks
-from tests.test_model_checkpoint import CPU, EVERYTHING, make_engine, saved_engine, train
 from workers.collectives import group_size, rank
 from workers.engine import TrainEngine
 from workers.models import load_causal_lm

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, OptimConfig
-from extras.lora.lora import is_lora
 from extras.sharding.fsdp2 import Sharding, full_tensor, make_mesh
 from tests.ranks import Ranks
 from tests.runs import files_of_at_most
@@ -206,13 +205,6 @@ def test_an_optimiser_without_moments_yet_is_restored_as_it_was(tiny_model, tmp_
     train(engine, 0)
     engine.load(tmp_path)
     assert not engine.optimizer.state
-
-
-def test_with_lora_the_frozen_weights_are_not_saved(tiny_model, tmp_path):
-    module = load_causal_lm(ModelConfig(path=str(tiny_model), lora_rank=2))
-    engine = TrainEngine(module, OptimConfig(lr=0.01), 10, CPU, torch.float32)
-    engine.save(tmp_path, EVERYTHING)
-    assert all(is_lora(name) for name in Shards(tmp_path / "model").shapes)
 
 
 def test_a_tensor_larger_than_a_file_gets_one_of_its_own(tmp_path, monkeypatch):
