@@ -19,7 +19,6 @@ from main import run
 from tests.batches import (
     CUTS,
     MASKED_ROW,
-    PROMPT_LENGTHS,
     TEMPERATURE,
     Recorded,
     aggregate,
@@ -118,27 +117,6 @@ def test_a_row_without_policy_tokens_changes_nothing(policy: PreTrainedModel, mo
     metrics_without, gradient_without, _ = update(make_actor(policy, config), others)
     assert relative_distance(gradient, gradient_without) < 1e-5
     assert metrics == pytest.approx(metrics_without, rel=1e-4, abs=1e-7)
-
-
-def test_samples_of_one_token_share_the_forward_pass_of_their_prompt(policy: PreTrainedModel):
-    """…and have the gradient of the definition: prompts 0 and 1 five times each, with answers of their own."""
-    batch = ragged_batch().select_idxs([0, 1] * 5)
-    for name in ("responses", "response_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"):
-        batch.batch[name] = batch.batch[name][:, :1].clone()
-    width = batch.batch["prompts"].shape[1] + 1
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        batch.batch[name] = batch.batch[name][:, :width].clone()
-    batch.batch["responses"][:, 0] = batch.batch["input_ids"][:, -1] = torch.arange(10, 20)
-    batch.batch["advantages"] = torch.linspace(-1, 1, 10)[:, None]
-    twin, actor, shapes = copy.deepcopy(policy), make_actor(policy, size=CUTS["all rows"]), []
-    slow_loss(twin, batch, actor.config).backward()
-    actor.engine.module.base_model.register_forward_pre_hook(
-        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
-    )
-    actor.update_size = MicroBatchSize(10, 0)
-    _, gradient, _ = update(actor, batch)
-    assert shapes == [(1, PROMPT_LENGTHS[0] + PROMPT_LENGTHS[1])]
-    assert relative_distance(gradient, [parameter.grad for parameter in twin.parameters()]) < 1e-5
 
 
 def test_log_probs_and_entropy_are_those_of_each_row_alone(policy: PreTrainedModel):

@@ -14,7 +14,6 @@ from data.protocol import DataProto
 from tests.batches import (
     CUTS,
     MASKED_ROW,
-    PROMPT_LENGTHS,
     Recorded,
     aggregate,
     policy_tokens,
@@ -107,18 +106,6 @@ def test_values_are_those_before_each_policy_token_and_zero_elsewhere(value_mode
             columns = policy_tokens(batch, row)
             wanted[row, columns] = values_alone(value_model, batch, row)[columns]
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_values_of_one_token_responses_share_the_forward_pass_of_their_prompt(value_model: PreTrainedModel):
-    batch = ragged_batch().select_idxs([1, 6, 1, 1, 6])  # the two rows with responses of one token
-    critic, shapes = make_critic(value_model, size=CUTS["all rows"]), []
-    critic.engine.module.base_model.register_forward_pre_hook(
-        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
-    )
-    values = critic.compute_values(batch).values
-    assert shapes == [(1, PROMPT_LENGTHS[1] + PROMPT_LENGTHS[6])]
-    wanted = [values_alone(value_model, batch, row)[0].item() for row in range(5)]
-    assert values[:, 0].tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_leaves_no_trace(value_model: PreTrainedModel):
