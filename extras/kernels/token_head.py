@@ -55,25 +55,12 @@ def score_tokens(
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()
 
-    def score_block(states: Tensor, rows: Tensor, shift: Tensor | None, column: Tensor) -> Tensor:
-        z = linear(states, rows, shift)
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        z = z if temperature == 1 else z / temperature
-        inside = (column >= 0) & (column < len(rows))
-        chosen = z.gather(1, column.clamp(0, len(rows) - 1).unsqueeze(1)).squeeze(1).where(inside, 0.0)
-        entropy = squares = torch.zeros_like(chosen)
-        if with_entropy or with_sum_pi_squared:
-            log_pi = z.log_softmax(1)
-            pi = log_pi.exp()
-            entropy, squares = -(pi * log_pi).sum(1), pi.detach().square().sum(1)
-        return torch.stack([z.logsumexp(1), entropy, squares, chosen])
-
     width = max(MIN_BLOCK, (tile_bytes or TILE_BYTES[device]) // (4 * max(1, len(labels))))
     shifts = repeat(None) if bias is None else bias.split(width)
     kept, found = kept_bytes // (4 * width * max(1, len(labels))), []
     for place, (rows, shift) in enumerate(zip(weight.split(width), shifts, strict=False)):
-        block = hidden, rows, shift, labels - first - place * width
+        column, asked = labels - first - place * width, with_entropy or with_sum_pi_squared
+        block = hidden, rows, shift, column, temperature, softcap, asked
         again = partial(checkpoint, score_block, use_reentrant=False, preserve_rng_state=False)
         found.append(score_block(*block) if place < kept else again(*block))
     scores = join_softmaxes(torch.stack(found))
@@ -82,6 +69,30 @@ def score_tokens(
     normalizer, entropy, squares, chosen = (scores[kind] for kind in range(4))
     log_probs = (chosen - normalizer).where((labels >= 0) & (labels < vocabulary), torch.nan)
     return log_probs, entropy if with_entropy else None, squares.detach() if with_sum_pi_squared else None
+
+
+def score_block(
+    states: Tensor,
+    rows: Tensor,
+    shift: Tensor | None,
+    column: Tensor,
+    temperature: float,
+    softcap: float | None,
+    with_moments: bool,
+) -> Tensor:
+    """Computes log-normalizer, entropy, Σπ² and the label's logit (0: it is elsewhere) of a block's softmax, [4, N]."""
+    z = linear(states, rows, shift)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z if temperature == 1 else z / temperature
+    inside = (column >= 0) & (column < len(rows))
+    chosen = z.gather(1, column.clamp(0, len(rows) - 1).unsqueeze(1)).squeeze(1).where(inside, 0.0)
+    entropy = squares = torch.zeros_like(chosen)
+    if with_moments:
+        log_pi = z.log_softmax(1)
+        pi = log_pi.exp()
+        entropy, squares = -(pi * log_pi).sum(1), pi.detach().square().sum(1)
+    return torch.stack([z.logsumexp(1), entropy, squares, chosen])
 
 
 def join_softmaxes(parts: Tensor) -> Tensor:
