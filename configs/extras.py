@@ -103,6 +103,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # by extra, how the keys of its settin
     "tools": ("multi_turn.tool_config_path",),
 }
 MOVED: dict[str, str] = {  # by its old name, the new one of a module that users run or name
+    "training.report": "python -m extras.report",
+    "training.show_episodes": "python -m extras.report.show_episodes",
+    "training.transcripts": "extras.report.transcripts",
     "training.sft_trainer": "python -m extras.sft",
     "training.model_merger": "python -m extras.merge",
     "training.reward": "python -m extras.try_reward",
