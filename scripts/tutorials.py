@@ -24,7 +24,7 @@ from configs.paths import ROOT
 from data.files import read_metrics
 
 WRITTEN_FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # path, content
-CODE = ("configs", "custom", "data", "main.py", "training", "workers")
+CODE = ("configs", "custom", "data", "extras", "main.py", "training", "workers")
 
 
 @dataclass(frozen=True)

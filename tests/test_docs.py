@@ -48,7 +48,7 @@ READS_A_RUN = ("extras.report.show_episodes", "extras.merge.__main__")  # comman
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository whose modules are compiled: each command imports those of its own copy."""
     folder = tmp_path_factory.mktemp("compiled")
-    for name in ("configs", "custom", "data", "scripts", "training", "workers"):
+    for name in ("configs", "custom", "data", "extras", "scripts", "training", "workers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(ROOT / "main.py", folder)
     compileall.compile_dir(folder, quiet=1)
