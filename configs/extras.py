@@ -28,6 +28,7 @@ TABLE: dict[str, dict[str, str]] = {
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "imports": {"verl": "extras.verl.imports:StandIns"},
     "stage": {
+        "reward_model": "extras.reward_model.stage:ModelScores",
         "rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
         "pf_ppo": "extras.pf_ppo.stage:PFPPO",
     },
@@ -47,9 +48,10 @@ TABLE: dict[str, dict[str, str]] = {
         "manager": "extras.verl.managers:load",
         "functions": "training.reward_function:load",
         "environment": "training.reward:load_environment",
-        "model": "training.reward:load_model",
+        "model": "extras.reward_model.stage:load",
         "rules": "extras.rules.reward:load",
     },
+    "role": {"rm": "extras.reward_model.role:ROLE"},
     "caller": {"scorers": "extras.scorers.pool:Scorers"},  # who calls a reward function, other than this process
     "source": {
         "tools": "extras.tools.files:tools_of_yaml",

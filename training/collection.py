@@ -25,7 +25,7 @@ from training.episode_rows import EpisodeRows, check_failures, greedy_scores
 from training.estimators import Groups
 from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, concat_scored, reward_metrics, score_batch
+from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.torch_functional import masked_sum
 
 TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
@@ -46,7 +46,7 @@ class Collector:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.rollout, self.rm = roles["rollout"], roles.get("rm")
+        self.rollout = roles["rollout"]
         self.reward = reward
         self.loader = loader
         self.run_stages = run_stages
@@ -91,12 +91,12 @@ class Collector:
             if "episode" in batch:
                 check_failures(batch, self.config.env.max_failed_fraction)
         with timer("reward", timing):
-            batch = score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
+            batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
             metrics = self.run_stages("scored", batch, timing)
         if self.needs_greedy_scores:
             with timer("gen_max", timing):
                 greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                greedy = score_batch(greedy, self.reward, self.rm, self.tokenizer, self.config.reward)
+                greedy = add_scores(greedy, self.reward, self.tokenizer, self.config.reward)
                 self.run_stages("scored", greedy, timing)
             batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
         return batch, metrics

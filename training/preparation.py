@@ -16,12 +16,11 @@ from configs.extras import find
 from configs.import_utils import accepts, load_modules, load_subclass, split_object
 from configs.loader import options
 from configs.schema import Config, DataConfig, MultiTurnConfig, RolloutConfig
-from data.chat import RM_KEY, ChatFormat, reward_tokenizer, shows_tools, tool_kwargs
+from data.chat import ChatFormat, shows_tools, tool_kwargs
 from data.data_report import report_overlap
 from data.pretrained import (
     check_has_value_head,
     check_is_decoder,
-    check_is_reward_model,
     check_positions,
     load_model_config,
     load_tokenizer,
@@ -119,8 +118,6 @@ def prepare(config: Config) -> Parts:
     checkpoint_to_resume(config)  # or raises
     environment = build_environment(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    if config.reward.reward_model.enable:
-        reward_tokenizer(config.reward.reward_model.model, tokenizer)
     reward = load_reward_manager(config.reward, tokenizer, environment, config)
     data = data_settings(config, describe_tools(config.actor_rollout_ref.rollout.multi_turn, tokenizer))
     check_goes_on(config, ChatFormat(tokenizer, data.apply_chat_template_kwargs))
@@ -194,9 +191,8 @@ def check_models(config: Config) -> None:
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")
         check_has_value_head(critic, "critic.model.path")
         check_positions(critic, longest, "critic.model.path", lengths)
-    if config.reward.reward_model.enable:
-        judge = config.reward.reward_model.model
-        check_is_reward_model(load_model_config(judge, judge.path, f"{RM_KEY}.path"), f"{RM_KEY}.path")
+    for stage in stages(config):
+        stage.check(config)
 
 
 def check_teacher(config: Config, longest: int, lengths: str) -> None:

@@ -72,6 +72,8 @@ class RayPPOTrainer(Run):
         self.columns_read = {learns: columns_read(config, learns).union(self.reads) for learns in (False, True)}
         self.collector = Collector(config, tokenizer, roles, reward, train_loader, self.run_stages)
         self.validator = validator
+        if validator is not None:
+            validator.run_stages = self.run_stages
         self.certificate: Metrics = {}  # of the last sync of the rollout's weights
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.most_skipped = config.trainer.max_skipped_updates

@@ -79,16 +79,6 @@ def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     return bind(manager, offered, positional={"environment": run.environment}, key="reward.reward_manager")()
 
 
-def load_model(settings: RewardConfig, run: RewardRun) -> RewardManager:
-    """A learned model scores alone."""
-    return zero_reward
-
-
-def zero_reward(data: DataProto) -> list[float]:
-    """Scores every row 0: the manager of a run that only a reward model scores."""
-    return [0.0] * len(data)
-
-
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """Builds what a reward reads of B rollouts: texts `prompts`, `responses`, `ground_truths`, the dataset's columns.
 
@@ -242,40 +232,6 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
             f"the reward {reward_name(manager)} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
-
-
-def score_batch(
-    batch: DataProto,
-    manager: RewardManager,
-    model: Any | None,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RewardConfig,
-) -> DataProto:
-    """Scores `batch` by `add_scores` and, with a reward model, puts its score in place of the manager's, or adds it.
-
-    Beside it come, among meta_info["reward_extra_keys"], `rm_score` and `function_score`, each alone.
-
-    Raises:
-        FloatingPointError: a score of the model is not finite.
-        as `add_scores`.
-    """
-    batch = add_scores(batch, manager, tokenizer, config)
-    if model is None:
-        return batch
-    scores = model.rows("compute_rm_score", batch).batch["rm_scores"]
-    if not torch.isfinite(scores).all():
-        row = int((~torch.isfinite(scores)).nonzero()[0])
-        raise FloatingPointError(
-            f"the reward model gives {scores[row].item()} to row {row} of a batch: its weights are not finite, or "
-            "reward.reward_model.fsdp_config.dtype=float32 is needed."
-        )
-    beside = batch.batch["token_level_scores"]
-    extra = {"rm_score": scores} | ({} if manager is zero_reward else {"function_score": beside.sum(1)})
-    batch.non_tensor_batch.update({name: object_array(values.tolist()) for name, values in extra.items()})
-    batch.meta_info["reward_extra_keys"] = sorted([*batch.meta_info["reward_extra_keys"], *extra])
-    own = place_scores(scores, batch.batch["response_mask"], "reward model")
-    batch.batch["token_level_scores"] = own + config.reward_model.function_weight * beside
-    return batch
 
 
 if __name__ == "__main__":

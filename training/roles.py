@@ -121,18 +121,10 @@ for entry in (
         update="update_critic",
         stage="values",
     ),
-    RoleSpec(
-        name="rm",
-        build="extras.reward_model.model:build_reward_model",
-        section="reward.reward_model",
-        columns=("rm_scores",),
-        compute="compute_rm_score",
-        objects=("raw_prompt",),
-        like_policy=False,
-        wanted=lambda config: config.reward.reward_model.enable,
-    ),
 ):
     register_role(entry)
+for name in present("role"):  # of extras
+    register_role(find("role", name))
 
 
 def stages(config: Config) -> list[type[Stage]]:

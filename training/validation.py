@@ -1,6 +1,6 @@
 """Measures the policy by answers to held-out prompts, and by whole episodes in the real environment."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from training.environment import ENVIRONMENT, EnvSetup, assign_agents, begin_epi
 from training.episode_rows import EpisodeRows, check_failures, valid_episodes
 from training.messages import print_samples, spread
 from training.metric_utils import flatten_validation_metrics, process_validation_metrics
-from training.reward import RewardManager, concat_scored, score_batch, zero_reward
+from training.reward import RewardManager, add_scores, concat_scored
 
 Metrics = dict[str, float]
 
@@ -35,8 +35,7 @@ class Validator:
         self.tokenizer = tokenizer
         self.rollout = roles["rollout"]
         self.reward = reward
-        # A policy may learn to please a reward model: any other reward tells.
-        self.rm = roles.get("rm") if reward is zero_reward else None
+        self.run_stages: Callable[..., Metrics] = lambda *_: {}  # the trainer's, which sets it
         self.loader = loader
         self.game = game
 
@@ -72,7 +71,9 @@ class Validator:
         uids = [f"val-{number}-{place}" for place in range(len(prompts))]
         prompts = assign_agents(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
         batch = self.generate(prompts.repeat(rollout.val_kwargs.n, interleave=True), number)
-        return score_batch(batch, self.reward, self.rm, self.tokenizer, self.config.reward)
+        batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
+        self.run_stages("scored", batch, {})
+        return batch
 
     def on_episodes(self) -> tuple[Metrics, DataProto]:
         """Measures env.val_episodes whole episodes, with reset seeds that count up from env.val_seed.

@@ -32,7 +32,8 @@ class Sharded:
             return asked and on_gpu(device)
 
         if role == "rm":  # its layers are whole
-            asked = Offload(module=offloads(config.reward.reward_model.fsdp_config.param_offload))
+            judge = config.reward.get("reward_model")
+            asked = Offload(module=bool(judge) and offloads(judge.fsdp_config.param_offload))
             mesh = mesh_of(-1, device, 1)
             return Offloaded(asked) if mesh is None else Sharding(mesh, offload=asked.any)
         if role == "ref":

@@ -11,17 +11,18 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import main
 from configs.checks import check_config
-from configs.schema import PretrainedModelConfig, RewardConfig
+from configs.schema import PretrainedModelConfig
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from extras.reward_model.model import LearnedReward, load_reward_model
 from extras.reward_model.settings import RewardModelConfig
+from extras.reward_model.stage import add_model_scores, zero_reward
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
 from training.environment import build_environment
-from training.reward import score_batch, zero_reward
+from training.reward import add_scores
 
 TOKENIZER = build_tokenizer()
 CPU = torch.device("cpu")
@@ -136,8 +137,8 @@ def of_function(data: DataProto) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(("weight", "wanted"), [(0.0, [0.5, -1.0, 2.0]), (10.0, [0.5, 9.0, 22.0])])
 def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weight, wanted):
-    config = RewardConfig(reward_model=RewardModelConfig(function_weight=weight))
-    batch = score_batch(rows(), of_function, Says(0.5, -1.0, 2.0), TOKENIZER, config)
+    batch = add_scores(rows(), of_function, TOKENIZER)
+    add_model_scores(batch, Says(0.5, -1.0, 2.0), weight, is_alone=False)
     assert batch.batch["token_level_scores"].sum(1).tolist() == wanted
     last = [max(batch.batch["response_mask"][row].nonzero())[0].item() for row in range(3)]
     assert batch.batch["token_level_scores"].nonzero().tolist() == [[row, place] for row, place in enumerate(last)]
@@ -146,14 +147,15 @@ def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weig
 
 
 def test_a_model_alone_has_no_score_of_a_function():
-    batch = score_batch(rows(), zero_reward, Says(0.5, -1.0, 2.0), TOKENIZER, RewardConfig())
+    batch = add_scores(rows(), zero_reward, TOKENIZER)
+    add_model_scores(batch, Says(0.5, -1.0, 2.0), 0.0, is_alone=True)
     assert batch.batch["token_level_scores"].sum(1).tolist() == [0.5, -1.0, 2.0]
     assert batch.meta_info["reward_extra_keys"] == ["rm_score"]
 
 
 def test_a_score_that_is_not_finite_names_its_row():
     with pytest.raises(FloatingPointError, match=r"gives nan to row 1 .*fsdp_config\.dtype=float32"):
-        score_batch(rows(), zero_reward, Says(0.5, float("nan"), 2.0), TOKENIZER, RewardConfig())
+        add_model_scores(rows(), Says(0.5, float("nan"), 2.0), 0.0, is_alone=True)
 
 
 def test_weights_without_a_trained_head_are_refused(tiny_model: Path):
