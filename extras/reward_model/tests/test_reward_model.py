@@ -171,7 +171,7 @@ def test_weights_without_a_trained_head_are_refused(tiny_model: Path):
         (["reward_model.enable=true", "reward_model.model.path={policy}"], r"the model has 2 outputs a sequence"),
         (
             ["reward_model.enable=true", "reward_model.model.path={rm}", "env.mode=episode", "env.history=turns"],
-            r"env\.history=turns: a reward model scores whole responses.*env\.history=transcript",
+            r"env\.history=turns: it scores whole responses.*env\.history=transcript",
         ),
     ],
 )
