@@ -191,8 +191,6 @@ def check_models(config: Config) -> None:
         critic = load_model_config(model, config.critic.model.path, "critic.model.path")
         check_has_value_head(critic, "critic.model.path")
         check_positions(critic, longest, "critic.model.path", lengths)
-    for stage in stages(config):
-        stage.check(config)
 
 
 def check_teacher(config: Config, longest: int, lengths: str) -> None:
