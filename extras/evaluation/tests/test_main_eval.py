@@ -143,7 +143,7 @@ def test_columns_of_other_names_and_a_single_response(tmp_path):
         (
             ROWS,
             ["reward.custom_reward_function.path=null"],
-            "path is not set, and there is no rule for the data sources products, sums: name the file",
+            "nothing scores the responses: set reward.custom_reward_function.path",
         ),
         (ROWS, ["data.response_key=answers"], "rows.jsonl, row 0: the responses (column data.response_key=answers)"),
         ([{"prompt": "x", "responses": [3]}], [], "they must be a string or a list of strings"),
