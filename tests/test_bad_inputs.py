@@ -212,8 +212,8 @@ BEFORE_ANYTHING_STARTS = [
          mine_py="from data.sampler import SequentialSampler\nclass Mine(SequentialSampler):\n"
          "  def update(self, epoch, batch, reward): pass\n"),
     Case("loss that needs more", "actor_rollout_ref.model.external_lib=DIR/loss.py "
-         "actor_rollout_ref.actor.policy_loss.loss_mode=needs_more", "loss_mode=needs_more: .*loss.py.* 'values'",
-         "policy_loss.kwargs", loss_py=LOSS.format("needs_more", ", agg, config, values")),
+         "actor_rollout_ref.actor.policy_loss.loss_mode=needs_more", "loss_mode=needs_more: .*loss.py.* 'margins'",
+         "policy_loss.kwargs", loss_py=LOSS.format("needs_more", ", agg, config, margins")),
     Case("loss without the weights", "actor_rollout_ref.model.external_lib=DIR/loss.py algorithm.rollout_correction="
          "decoupled_token_is actor_rollout_ref.actor.policy_loss.loss_mode=unweighted",
          "loss_mode=unweighted: .*'rollout_is_weights'", loss_py=LOSS.format("unweighted", "")),

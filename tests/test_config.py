@@ -488,8 +488,6 @@ REFUSED_ALGORITHMS = [
         (["reward.functions=[{path: b.py}, {name: brevity}]"], r"reward.functions\[1\] \(brevity\) has no path"),
         (["trainer.default_local_dir=Makefile/run"], r"cannot be written to \(Not a directory\): name another folder"),
         (["trainer.default_local_dir=/proc/run"], "cannot be written to .*: name another folder"),
-        (["trainer.rollout_data_dir=/proc/run"], "trainer.rollout_data_dir=/proc/run cannot be written to"),
-        (["trainer.validation_data_dir=Makefile/run", "trainer.val_only=true"], "trainer.validation_data_dir=Makefile"),
         (["algorithm.adv_estimator=GRPO"], "adv_estimator=GRPO: there is none of this name. Did you mean 'grpo'"),
         *REFUSED_ALGORITHMS,
     ],

@@ -167,7 +167,7 @@ def test_a_manager_is_given_the_tokenizer_that_it_names_and_what_episodes_do_not
     for name, overrides, told in (("Mine", [], False), ("Mine", episodes, True), ("Reader", episodes, False)):
         manager = f"reward.reward_manager={{path: {tmp_path}/mine.py, name: {name}}}"
         parts = prepare(compose(*short_run(tiny_model, tmp_path / "run", manager, *overrides)))
-        assert ("env.mode=episode does not call its score." in capsys.readouterr().err) == told
+        assert ("env.mode=episode does not call its score: " in capsys.readouterr().err) == told
         if name == "Mine":
             assert parts.reward.score("abc", None) == 3.0
 

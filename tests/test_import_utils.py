@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from configs.import_utils import bind, load_extern_object, load_module, load_modules
+from configs.import_utils import Neighbours, bind, load_extern_object, load_module, load_modules
 from configs.paths import ROOT
 
 REWARD = """
@@ -112,6 +112,7 @@ def test_a_loaded_file_imports_its_neighbours_now_and_later_and_sys_path_stays(t
 
 def test_neighbours_are_found_where_import_finds_the_file_too_and_are_no_part_of_this_repository(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(Neighbours, "folders", [])  # a test before may have loaded files of a copy of this repository
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "judges").mkdir()
     (tmp_path / "judges/scale.py").write_text("MINE = 7")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import main
+from configs.errors import ConfigError
 from extras.report import summary
 from extras.report.observer import Report
 from extras.report.runs import read_run
@@ -26,6 +27,15 @@ def test_rollouts_are_dumped_as_often_as_asked(tmp_path):
     assert all(row["shout"] == row["output"].lower() and row["end_reason"] == "terminated" for row in rows)
     assert all(row["weight_versions"] == [0, 0] for row in rows)
     assert trainer.state()["certificate"] == {"rollout/weight_version": 3}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["trainer.rollout_data_dir=/proc/run"], ["trainer.validation_data_dir=Makefile/run", "trainer.val_only=true"]],
+)
+def test_a_folder_that_cannot_be_written_to_is_refused_by_its_key(overrides):
+    with pytest.raises(ConfigError, match=f"^{overrides[0]} cannot be written to"):
+        Report.check(compose(*overrides))
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
