@@ -25,8 +25,6 @@ from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
-from configs.extras import is_here
-
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those that need it
     *("main", "training.preparation", "training.ray_trainer", "training.validation", "extras.dry_run.dry_run"),
@@ -230,6 +228,8 @@ if __name__ == "__main__":
     first, *rest = sys.argv[1:]
     if not first.isdigit():
         raise SystemExit(run_elsewhere(first, rest))
+    from configs.extras import is_here  # not above: as a file, this one is run from elsewhere
+
     for module in filter(is_here, IMPORTED):
         import_module(module)
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1

