@@ -28,7 +28,8 @@ class Guesser(TrainedModel):
     '''Learns to guess the score of a response from each of its tokens.'''
 
     def __init__(self, engine, size):
-        self.engine, self.size = engine, size
+        super().__init__(engine)
+        self.size = size
 
     def compute(self, batch, columns):
         assert columns == ["guesses"]
