@@ -7,6 +7,8 @@ that contain it, or the one of --form. Ends with 1 if a row could not be scored,
 2 if training would refuse what the reward returns. The first row's ms include the start of the reward's process.
 """
 
+from configs.errors import refusals  # isort: skip
+
 import argparse
 import math
 import numbers
@@ -23,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configs.errors import refusals
 from configs.extras import find
 from configs.import_utils import load_module
 from configs.schema import RewardFunctionConfig, ScoringConfig

@@ -174,7 +174,8 @@ def test_every_setting_that_a_page_names_exists(page: Path):
     own = rf"(?:{'|'.join(sections)})(?:\.[a-z_]\w*)+"
     named = set(re.findall(rf"(?<![\w/.])(?!data\.(?:md|types)){own}(?![\w/([])", text))
     assert named
-    known = {key for schema in schemas for key in known_keys(schema)} | {"reward_model.ground_truth"}  # a column
+    others = {"reward_model.ground_truth", "algorithm.token_price"}  # a column, and what CONTRIBUTING.md's example adds
+    known = others | {key for schema in schemas for key in known_keys(schema)}
     known |= {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     free_form = ("env.kwargs.", "reward.custom_reward_function.reward_kwargs.", "rollout.engine_kwargs.")
     judged = {key: {judge(key, None, schema).kind for schema in (Config, SFTConfig)} for key in named - known}
