@@ -141,7 +141,7 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
         wanted = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
         raise ConfigError(
             f"{wanted}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
-            "turn_messages(state) to show episodes by: make it a subclass of CustomEnvDataset."
+            "turn_messages(state): make it a subclass of CustomEnvDataset, or set env.mode=step and env.val_episodes=0."
         )
     classes = [one for one in type(reward).__mro__ if one.__module__ != "custom.reward_manager"]
     unused = [name for name in ("__call__", "score") if any(name in vars(one) for one in classes)]
