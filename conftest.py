@@ -18,6 +18,16 @@ pytest_plugins = [  # fixtures of an extra that tests of others use too
     f"extras.{file.parts[-3]}.tests.fixtures" for file in sorted(ROOT.glob("extras/*/tests/fixtures.py"))
 ]
 
+NEEDS = {  # of tests of scripts, benchmarks and pages, the extras without which they are not collected
+    "tests/test_docs.py": ("report", "sft", "rollout_correction"),
+    "tests/test_make_gpu.py": ("kernels", "report"),
+    "tests/test_multiturn.py": ("report", "sft"),
+    "tests/test_quickstart.py": ("report", "sft"),
+    "tests/test_smollm2.py": ("report",),
+    "tests/test_vs_trl.py": ("kernels", "report"),
+}
+collect_ignore = [file for file, names in NEEDS.items() if not all((ROOT / "extras" / name).is_dir() for name in names)]
+
 
 def pytest_configure() -> None:
     """One thread a process: on tensors as small as these a second gains nothing, and it takes the core of the other

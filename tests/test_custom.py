@@ -1,4 +1,4 @@
-"""The three files a user edits, as a user edits them: states as prompts, rewards of actions, and the demonstrations."""
+"""The three files a user edits, as a user edits them: states as prompts, and rewards of actions."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,6 @@ from custom.env_wrapper import EnvState, TextEnv, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from scripts.quickstart import demonstrations, safe_moves
 from tests.runs import compose, learning_metrics, short_run
 from training.preparation import prepare
 
@@ -214,20 +213,3 @@ def test_a_researchers_subclasses_run_from_a_file_of_their_own(tmp_path: Path, t
     validated = [json.loads(line) for line in (tmp_path / "validation" / "1.jsonl").read_text().splitlines()]
     turns = [turn for row in validated for turn in row.get("turns", [])]
     assert turns and all(turn["prompt"].endswith("Your move?") for turn in turns)
-
-
-def test_safe_moves_by_hand():
-    moves = {"PFH\nFHF\nFFG": [1, 2], "SPH\nFHF\nFFG": [0], "SFH\nFHP\nFFG": [1], "SFH\nFHF\nFPG": [0, 2]}
-    for shown, expected in moves.items():
-        assert safe_moves(EnvState(0, (), shown)) == expected
-
-
-def test_demonstrations_hold_only_safe_moves_all_of_them_and_depend_on_the_seed():
-    environment = make_env("FrozenLake-v1", **MAPS)
-    rows = demonstrations(environment, 300, seed=0)
-    for row in rows:
-        [message] = row["prompt"]
-        state = EnvState(0, (), message["content"].split("\n\n")[1])
-        assert environment.extract_action(row["response"]) in safe_moves(state)
-    assert {row["response"] for row in rows} == {"L", "D", "R", "U"}
-    assert rows == demonstrations(environment, 300, seed=0) != demonstrations(environment, 300, seed=1)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import main
 from configs.errors import ConfigError
 from data.files import sole_run
-from scripts import quickstart
 from tests.runs import ROOT, compose, files_of_at_most, learning_metrics, short_run, tree_of
 from training.checkpoint import config_drift
 
@@ -72,14 +71,6 @@ def test_validation_alone_reads_no_other_rows_and_makes_no_folder(tiny_model, tm
     ]  # fmt: skip
     assert main.run(compose(*command, name="ppo_trainer"))["val-core/sums/reward/mean@1"] == 0.5
     assert not (tmp_path / "run").exists()
-
-
-def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = quickstart.rl_config("frozenlake", 0, [])
-    with sole_run(config.trainer.default_local_dir), pytest.raises(ConfigError, match="belongs to another run"):
-        quickstart.quickstart(config)
-    assert [path.name for path in (tmp_path / "outputs/quickstart").iterdir()] == ["run.lock"]
 
 
 def test_a_killed_run_gives_its_folder_back(tmp_path):
@@ -168,14 +159,6 @@ def test_a_checkpoint_without_a_model_promises_none(tiny_model, tmp_path, capsys
 
 
 SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
-
-
-def test_frozenlake_by_hand_leaves_the_quickstarts_folder_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("frozenlake", "frozenlake_ppo"):
-        assert compose(name=name).trainer.default_local_dir == f"outputs/{name}"
-        config = quickstart.rl_config(name, 0, [])
-        assert config.trainer.default_local_dir == f"outputs/{name.replace('frozenlake', 'quickstart')}"
 
 
 @pytest.fixture

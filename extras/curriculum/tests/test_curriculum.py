@@ -1,0 +1,110 @@
+"""Curricula draw by what was won, and go on exactly where they were."""
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import DataConfig, SamplerConfig
+from data.protocol import DataProto
+from data.sampler import PromptLoader, create_rl_sampler
+from extras.curriculum.curriculum import DifficultySampler, SuccessRateSampler
+from tests.test_sampler import Levels, Numbers, assert_resuming_is_exact
+from training.collection import update_sampler
+
+CONFIG = DataConfig()
+CURRICULA = {
+    "success rate of a row": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "SuccessRateSampler")},
+    "success rate of a level": {
+        "sampler": SamplerConfig(
+            "extras/curriculum/curriculum.py", "SuccessRateSampler", {"key": "extra_info.difficulty"}
+        )
+    },
+    "difficulty": {"sampler": SamplerConfig("extras/curriculum/curriculum.py", "DifficultySampler", {"memory": 0.5})},
+}
+
+
+@pytest.mark.parametrize("name", CURRICULA)
+def test_resuming_in_the_middle_of_a_curriculum_over_a_growing_dataset_is_exact(name):
+    assert_resuming_is_exact(DataConfig(**CURRICULA[name]))
+
+
+def test_the_success_rate_sampler_draws_what_is_neither_won_nor_lost():
+    dataset = Levels([0, 1, 2] * 20)
+    sampler = SuccessRateSampler(dataset, CONFIG, key="extra_info.difficulty", memory=0.5)
+    assert np.allclose(sampler.weights(), 1), "nothing is known"
+    for reward in (1.0, 0.0):
+        sampler.update(np.array([0, 1, 2]), {"reward": np.array([1.0, reward, 0.0])})
+    assert [sampler.rate(level) for level in "012"] == [0.875, 0.375, 0.125]
+    for _ in range(10):
+        sampler.update(np.array([0, 1, 1, 2]), {"reward": np.array([1.0, 1.0, 0.0, 0.0])})
+    assert np.allclose(sampler.weights(), [0.05, 1, 0.05], atol=0.001)
+    levels = [position % 3 for position in sampler]
+    assert len(levels) == 60 and levels.count(1) > 45
+    sampler.update(np.array([4]), {"reward": np.array([0.0])})
+    assert abs(sampler.rate("1") - 0.25) < 0.001 and np.allclose(sampler.weights()[1], 0.75, atol=0.001)
+
+
+def test_the_difficulty_sampler_goes_on_once_a_level_is_won():
+    sampler = DifficultySampler(Levels([2, 0, 1] * 20), CONFIG, memory=1.0, review=0.2)
+    levels = {0: 1, 1: 2, 2: 0}
+    assert {sampler.data_source.levels[position] for position in sampler} == {0}
+    for level, weights in ((0, [0.2, 0.8, 0]), (1, [0.1, 0.1, 0.8]), (2, [0.1, 0.1, 0.8])):
+        sampler.update(np.array([levels[level]]), {"reward": np.array([0.0])})
+        before = sampler.level
+        sampler.update(np.array([levels[level]]), {"reward": np.array([1.0])})
+        assert sampler.level == min(before + 1, 2)
+        assert np.allclose(sampler.weights(), weights)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_the_samples_of_a_row_are_one_observation_beside_what_was_taken_for_the_rate(first):
+    """One right of four is no reason to go on, whichever of them it is; of groups of eight that win 0.3, none comes
+    further from it than they do themselves."""
+    sampler = DifficultySampler(Levels([0, 1] * 10), CONFIG, memory=0.05)
+    sampler.update(np.zeros(4, int), {"reward": np.eye(4)[first]})
+    assert sampler.rate("0") == (0.5 + 0.25) / 2 and sampler.level == 0
+    sampler.update(np.array([2, 2, 4, 4]), {"reward": np.array([1.0, 1.0, 1.0, 0.0])})
+    assert sampler.rate("0") == pytest.approx((0.5 + 0.25 + 1 + 0.5) / 4)
+
+    wins = (np.random.default_rng(first).random((2000, 8)) < 0.3).astype(float)
+    rates = []
+    for group in wins:
+        sampler = SuccessRateSampler(Levels([0, 1]), CONFIG)
+        sampler.update(np.zeros(8, int), {"reward": group})
+        rates.append(sampler.rate("0"))
+    assert np.std(rates) < 0.9 * np.std(wins.mean(1))
+
+
+def test_a_curriculum_does_not_hear_of_samples_that_could_not_be_scored():
+    sampler, mask = SuccessRateSampler(Numbers(2), CONFIG), torch.ones(4, 2)
+    mask[1:3] = 0
+    columns = {name: torch.eye(4)[:, :2] for name in ("token_level_scores", "advantages")} | {"response_mask": mask}
+    places = {"dataset_position": np.array([0, 0, 1, 1], dtype=object)}
+    batch = DataProto.from_dict(columns, places, {"reward_extra_keys": []})
+    update_sampler(PromptLoader(Numbers(2), 1, sampler), batch, None)
+    assert [sampler.rate("0"), sampler.rate("1")] == [0.75, 0.25] and sampler.observed == {"0": 1, "1": 1}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "setting", "value"),
+    [
+        (SuccessRateSampler, "floor", 0),
+        (SuccessRateSampler, "memory", 0),
+        (DifficultySampler, "review", 1),
+        (DifficultySampler, "go_on", 1.0),
+    ],
+)
+def test_settings_of_a_curriculum_out_of_their_bounds_are_refused(sampler, setting, value):
+    with pytest.raises(ValueError, match=rf"data\.sampler\.kwargs\.{setting}={value}: it must be "):
+        sampler(Levels([0, 1]), CONFIG, **{setting: value})
+
+
+def test_a_row_without_a_level_is_named():
+    with pytest.raises(ValueError, match=r"row 0 and 1 others have no extra_info.level.*sampler.kwargs.key"):
+        SuccessRateSampler(Numbers(2), CONFIG, key="extra_info.level")
+
+
+def test_a_setting_that_a_curriculum_does_not_take_is_refused():
+    chosen = SamplerConfig("extras/curriculum/curriculum.py", "DifficultySampler", {"ke": "level"})
+    with pytest.raises(TypeError, match="ke"):
+        create_rl_sampler(DataConfig(sampler=chosen), Levels([0]), 0)

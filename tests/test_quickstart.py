@@ -1,0 +1,45 @@
+"""`make quickstart`: its folder is its own, and its demonstrations are safe moves."""
+
+import pytest
+
+from configs.errors import ConfigError
+from custom.env_wrapper import EnvState, make_env
+from data.files import sole_run
+from scripts import quickstart
+from scripts.quickstart import demonstrations, safe_moves
+from tests.runs import compose
+
+MAPS = {"is_slippery": False, "random_maps": True, "instruction": "Go."}
+
+
+def test_the_quickstart_holds_its_folder_from_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = quickstart.rl_config("frozenlake", 0, [])
+    with sole_run(config.trainer.default_local_dir), pytest.raises(ConfigError, match="belongs to another run"):
+        quickstart.quickstart(config)
+    assert [path.name for path in (tmp_path / "outputs/quickstart").iterdir()] == ["run.lock"]
+
+
+def test_frozenlake_by_hand_leaves_the_quickstarts_folder_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("frozenlake", "frozenlake_ppo"):
+        assert compose(name=name).trainer.default_local_dir == f"outputs/{name}"
+        config = quickstart.rl_config(name, 0, [])
+        assert config.trainer.default_local_dir == f"outputs/{name.replace('frozenlake', 'quickstart')}"
+
+
+def test_safe_moves_by_hand():
+    moves = {"PFH\nFHF\nFFG": [1, 2], "SPH\nFHF\nFFG": [0], "SFH\nFHP\nFFG": [1], "SFH\nFHF\nFPG": [0, 2]}
+    for shown, expected in moves.items():
+        assert safe_moves(EnvState(0, (), shown)) == expected
+
+
+def test_demonstrations_hold_only_safe_moves_all_of_them_and_depend_on_the_seed():
+    environment = make_env("FrozenLake-v1", **MAPS)
+    rows = demonstrations(environment, 300, seed=0)
+    for row in rows:
+        [message] = row["prompt"]
+        state = EnvState(0, (), message["content"].split("\n\n")[1])
+        assert environment.extract_action(row["response"]) in safe_moves(state)
+    assert {row["response"] for row in rows} == {"L", "D", "R", "U"}
+    assert rows == demonstrations(environment, 300, seed=0) != demonstrations(environment, 300, seed=1)
