@@ -323,7 +323,7 @@ def test_a_dataset_that_shrinks_is_told():
 
 def test_settings_of_a_sampler_that_it_does_not_take_are_refused():
     chosen = SamplerConfig(__file__, "Told", {"ke": "level"})
-    with pytest.raises(ValueError, match="Told.* unexpected keyword argument 'ke'"):
+    with pytest.raises(ValueError, match=r"Told.* unexpected keyword argument 'ke'"):
         create_rl_sampler(DataConfig(sampler=chosen), Levels([0]), 0)
     with pytest.raises(ValueError, match=r"data.sampler.class_path=.* and data.source_weights are both set"):
         create_rl_sampler(DataConfig(sampler=chosen, source_weights={"one": 1}), Levels([0]), 0)
