@@ -77,7 +77,7 @@ def product() -> list[Path]:
     return [path for path in tracked(*PRODUCT, "main.py") if not is_test(path)]
 
 
-def tests() -> list[Path]:
+def test_files() -> list[Path]:
     return [path for path in tracked("tests", "extras") if is_test(path)]
 
 
@@ -178,7 +178,7 @@ FIGURES = {
     "functions named by a bare participle": lambda: len(participles()),
     "docstrings that begin with a question word": lambda: len(question_docstrings()),
     "README lines": lambda: len((ROOT / "README.md").read_text().splitlines()),
-    "test lines": lambda: sum(map(lines_of, tests())),
+    "test lines": lambda: sum(map(lines_of, test_files())),
 }
 
 

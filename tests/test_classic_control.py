@@ -82,7 +82,7 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     manager = CustomRewardManager(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
-    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game).run(0)
+    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game).run(0)[0]
 
 
 def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:
@@ -148,7 +148,7 @@ def test_a_run_says_the_return_on_the_terminal_in_its_record_and_in_its_samples(
     assert learning_metrics(tmp_path / "run")[1][name] == pytest.approx(mean(returns))
     printed = capsys.readouterr().out
     assert f"validation at step 1: my_cartpole:CartPole-v1: return {mean(returns):.4g}" in printed
-    assert all(re.search(rf"return +{total}", printed) for total in returns)
+    assert all(re.search(rf"score {total:g}\b", printed) for total in returns)
 
 
 def replayed_cart_pole(seed: int, episode: dict[str, Any]) -> float:

@@ -168,14 +168,14 @@ MISTAKES = {
     ),
     "an id that nobody registers": (
         "An environment", 'gym.register("Lamps-v0", Lamps)\n', "",
-        "env.id=my_lamps:Lamps-v0", "my_lamps was imported, and registers no such id: it needs gym.register('Lamps-v0'",
+        "env.id=my_lamps:Lamps-v0", "my_lamps has no gym.register('Lamps-v0'",
     ),
     "an id that is misspelt": (
-        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamps:Lamp-v0", "Close ids: Lamps-v0",
+        "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamps:Lamp-v0", "Did you mean: `Lamps`?",
     ),
     "an id without its module": (
         "An environment", "env.id=my_lamps:Lamps-v0", "env.id=Lamps-v0",
-        "For one of your own, name the module that registers it",
+        "Name what registers it, as in env.id=my_module:MyGame-v0",
     ),
     "a module that is not there": (
         "An environment", "env.id=my_lamps:Lamps-v0", "env.id=my_lamp:Lamps-v0", "my_lamp: neither a file in",
@@ -190,7 +190,7 @@ MISTAKES = {
     ),
     "a step of gym, not gymnasium": (
         "An environment", "True, False, {}", "True, {}",
-        "Lamps-v0 raised ValueError: step returned 4 values, as in gym before 0.26",
+        "Lamps-v0 raised ValueError: step returned (", "not observation, reward, terminated, truncated, info",
     ),
     "a reward of text": (
         "A reward", "    return {", "    return ground_truth, {",
@@ -199,11 +199,11 @@ MISTAKES = {
     "a reward that is not there": (
         "A reward", "def compute_score", "def score", "my_reward.py has no 'compute_score'; it has score",
     ),
-    "a logger that nobody imports": (
-        "A logger", "external_lib=my_logger.py", "external_lib=my_reward.py", "trainer.logger has 'csv': choose from",
+    "a logger that is not there": (
+        "A logger", "my_logger.py:CsvLogger]", "my_logger.py:CsvLoger]", "my_logger.py has no 'CsvLoger'",
     ),
     "a logger whose package is missing": (
-        "A logger", 'module = "csv"', 'module = "cvs"', "needs a package that is not installed", "'cvs'",
+        "A logger", "import csv", "import cvs", "my_logger.py", "No module named 'cvs'",
     ),
 }  # fmt: skip
 

@@ -959,7 +959,7 @@ def test_success_that_is_said_at_the_end_alone_means_the_same_in_every_episode(m
     unseen = make_env("Late-v0", max_turns=8)
     assert unseen.success is None
     ended = next(info for info in (last_info(unseen, str(number)) for number in range(4)) if info["end_reason"])
-    assert ended["success"] is None and "Set env.success.said=true" in capsys.readouterr().err
+    assert ended["success"] is None and "set env.success.said=true" in capsys.readouterr().err
     told = make_env("Late-v0", max_turns=8, success={"said": True})
     assert any(last_info(told, str(number))["success"] for number in range(4))
 

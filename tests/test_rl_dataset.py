@@ -580,7 +580,7 @@ def test_shared_prompts_are_those_that_are_equal_token_by_token(trained, held_ou
     assert shared_prompts(map(np.int32, trained), held_out) == [i for i, ids in enumerate(held_out) if ids in trained]
 
 
-def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, capsys):
+def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_shown(tiny_model, tmp_path, caplog):
     """As the model reads them: a string is not the chat message that says the same."""
 
     def said(**files: list) -> list[str]:
@@ -590,11 +590,10 @@ def test_prompts_both_trained_on_and_validated_on_are_counted_and_the_first_is_s
         ]
         model = f"actor_rollout_ref.model.path={tiny_model}"
         prepare(compose(model, "data.train_batch_size=2", *written, name="ppo_trainer"))
-        return [line for line in capsys.readouterr().err.splitlines() if "What validation finds" in line]
+        return [text for text in caplog.messages if "data.train_files too" in text]
 
     assert said(train_files=["a", "b", QUESTION], val_files=["c", "Add.1+1?"]) == []
     [line] = said(train_files=["a", QUESTION, "x" * 90], val_files=["b", "x" * 90, QUESTION, QUESTION])
     assert line.startswith(
-        "notice: the prompts of 3 rows of 4 in data.val_files are in data.train_files too, the first is row 1: "
-        f"'{'x' * 80}'…. What"
+        f"the prompts of 3 rows of 4 in data.val_files are in data.train_files too, the first is row 1: '{'x' * 80}'"
     )
