@@ -13,6 +13,7 @@ import copy
 import inspect
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -34,7 +35,7 @@ from packaging.version import Version
 from yaml import YAMLError
 
 from configs.errors import ConfigError, did_you_mean, first_line, late_refusals, notice, refusals
-from configs.extras import absence, absent_extra_of, find, present
+from configs.extras import absence, absent_extra_of, commands, find, present
 from configs.paths import ROOT, home_spelt_out
 from configs.settings import (
     EACH_EPOCH,
@@ -132,10 +133,16 @@ def parse_arguments(
     shipped, of_core = sorted(path.stem for path in folder.glob("*.yaml")), folder == CONFIG_DIR
     recipes = f"recipe=NAME lays an algorithm over one: {', '.join(options('recipe'))}. " if of_core else ""
     schema = "configs/schema.py" if of_core else f"extras/{folder.name}/settings.py"
+    help_text = textwrap.fill(
+        f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "
+        f"--cfg job prints them all; {schema} explains each.",
+        width=80,
+    )
+    others = "".join(f"\n{name}\n    {text}" for name, text in commands()) if of_core else ""
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=f"configs: {', '.join(shipped)}. {recipes}Any setting is changed as key=value; "
-        f"--cfg job prints them all; {schema} explains each.",
+        epilog=help_text + (others and f"\n\nother commands, each with --help:{others}"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config-name", "-cn", default=default_config, metavar="NAME", help="a yaml (%(default)s)")
     parser.add_argument("--config-path", "--config-dir", "-cd", metavar="DIR", help="folder of your own yaml files")
