@@ -22,7 +22,7 @@ from benchmarks.step import measure
 from configs.loader import options
 from configs.schema import AGGREGATION_MODES
 from extras.rollout_correction.settings import PRESETS
-from scripts import algorithms, quickstart, tutorials
+from scripts import algorithms, quickstart
 from tests.forked import python
 from tests.pages import RUN_BLOCK, WRITTEN_FILE, runs_of_main
 from tests.runs import ROOT, learning_metrics
@@ -149,13 +149,16 @@ def test_readmes_prompts_and_reward_train_and_the_reward_rises(copy: Path):
     assert len(scores) == 50 and scores[-1] > 0.8 > 0.2 > scores[0]
 
 
-def test_the_tutorials_that_are_followed_to_their_end_are_those_of_the_pages_and_reach_their_figures():
-    table = (ROOT / "docs/environments.md").read_text()
-    for name, tutorial in tutorials.TUTORIALS.items():
-        command = tutorials.command_of((ROOT / tutorial.page).read_text(), tutorial.command)
-        assert command[:2] == ["python", "main.py"]
-        ends = re.search(rf"^\| {name} \({tutorial.page}\) \| {tutorial.figure:.2f} \| (.+?) \|", table, re.MULTILINE)
-        assert len(ends[1].split(", ")) >= 3 and all(float(end) >= tutorial.figure for end in ends[1].split(", "))
+@pytest.mark.slow
+def test_the_tutorial_of_environments_reaches_the_treasure(copy: Path):
+    text = (ROOT / "docs/environments.md").read_text()
+    for path, content in WRITTEN_FILE.findall(text):
+        (copy / path).write_text(content)
+    run_command(MAKE_MODEL, copy)
+    done = python("main.py", "--config-name", "treasure", "trainer.default_local_dir=outputs/treasure", cwd=copy)
+    assert done.returncode == 0, done.stderr
+    *_, last = learning_metrics(copy / "outputs/treasure").values()
+    assert [value for name, value in last.items() if name.endswith("/acc/mean@1")] == [1.0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,7 +14,6 @@ from extras.rules import math_dapo, math_reward
 from extras.rules import search_r1_like_qa_em as questions
 from extras.rules.default import default_compute_score
 from extras.try_reward.__main__ import Finding, Outcome, audit, load_reward, main, read_views, score_rows
-from scripts import create_reward_template
 from tests.forked import python
 from training.reward_function import FunctionReward
 
@@ -279,44 +278,3 @@ def test_the_command_audits_and_refuses(write: Callable[[str, str], str], capsys
     assert "there is no such file" in capsys.readouterr().err
     assert main(["--data", data]) == 1  # no data_source has a rule
     assert "is not implemented for data_source='unknown'" in " ".join(capsys.readouterr().out.split())
-
-
-CASES = '{"inputs": ["1 2"], "outputs": ["3"]}'
-TEMPLATES = {  # task: (ground truth, right answer)
-    "math": ("12", r"\boxed{12}"),
-    "code": (CASES, "```python\nprint(sum(map(int, input().split())))\n```"),
-    "qa": ("Rome", "<answer>Rome</answer>"),
-    "env": (None, None),
-}
-
-
-def test_templates_run_as_they_are_and_pass_their_tests(tmp_path: Path):
-    for task, (truth, answer) in TEMPLATES.items():
-        output = tmp_path / f"my_{task}.py"
-        create_reward_template.main(["--task", task, "--output", str(output)])
-        if truth is not None:
-            row = {"responses": answer, "ground_truths": truth, "prompts": "p", "data_source": "mine", "extra_info": {}}
-            [outcome] = score_rows([row], load_reward(str(output), None, ROOMY), ROOMY)
-            assert (outcome.status, outcome.score) == ("ok", 1.0), task
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
-    assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("task", ["math", "qa"])
-def test_a_template_is_sound(task: str, tmp_path: Path):
-    create_reward_template.main(["--task", task, "--output", str(tmp_path / "sound.py")])
-    reward = load_reward(str(tmp_path / "sound.py"), None, ROOMY)
-    findings = audit(rows(), partial(score_rows, reward=reward, config=ROOMY))
-    assert not [finding for finding in findings if finding.warning]
-
-
-def test_a_template_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture):
-    (tmp_path / "test_mine.py").write_text("kept")
-    for name, said in (("mine.py", "would be overwritten"), ("my-reward.py", "can be imported"), ("mine", "with .py")):
-        with pytest.raises(SystemExit):
-            create_reward_template.main(["--task", "qa", "--output", str(tmp_path / name)])
-        assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        create_reward_template.main(["--task", "qa", "--output", str(tmp_path / "test_mine.py/mine.py")])
-    assert "mine.py cannot be written: " in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
