@@ -191,8 +191,9 @@ def absent_extra_of(key: str) -> str | None:
 
 def commands() -> Iterator[tuple[str, str]]:
     """Yields the commands of this copy's extras, and the first line that each says of itself."""
-    for file in sorted(FOLDER.glob("*/__main__.py")):
-        yield f"python -m extras.{file.parent.name}", file.read_text().splitlines()[0].strip('"')
+    for file in sorted([*FOLDER.glob("*/__main__.py"), *FOLDER.glob("*/main_*.py")]):
+        module = f"extras.{file.parent.name}.{file.stem}".removesuffix(".__main__")
+        yield f"python -m {module}", file.read_text().splitlines()[0].strip('"')
 
 
 def moved(module: str) -> str:
