@@ -66,7 +66,6 @@ class OursArm:
             roles=roles,
             reward=parts.reward,
             train_loader=parts.train_loader,
-            validator=None,
             total_steps=parts.total_steps,
         )
         responses = DataProto.from_dict(None, {"responses": object_array(workload.recorded())})

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from training.environment import EnvSetup
+from training.ray_trainer import RayPPOTrainer
 from workers.agent_loop import AgentLoop
 from workers.engine import TrainEngine
 from workers.hf_rollout import HFRollout
@@ -137,6 +139,18 @@ class Playing:
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, seed: int) -> DataProto:
         return self.loop.generate_sequences(prompts, sampling, seed, 0)
+
+
+def trainer_on(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rollout: Any, reward: Any, **parts: Any
+) -> RayPPOTrainer:
+    """Makes a trainer before its first step that draws, scores and validates by `rollout`; nobody learns."""
+    rollout.spec, rollout.group = SimpleNamespace(update=None, columns=()), SimpleNamespace(size=1)
+    parts = {"train_loader": None, "total_steps": 1} | parts
+    roles = {"rollout": rollout, "actor": rollout}
+    trainer = RayPPOTrainer(config, tokenizer=tokenizer, roles=roles, reward=reward, **parts)
+    trainer.global_step = 1
+    return trainer
 
 
 @dataclass(frozen=True)

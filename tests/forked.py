@@ -27,7 +27,7 @@ from uuid import uuid4
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (  # what a run loads; vLLM, which starts threads, is left to those that need it
-    *("main", "training.preparation", "training.ray_trainer", "training.validation", "extras.dry_run.dry_run"),
+    *("main", "training.preparation", "training.ray_trainer", "extras.dry_run.dry_run"),
     *(
         "extras.sft.trainer",
         "extras.server.__main__",

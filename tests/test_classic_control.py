@@ -15,10 +15,9 @@ from custom.env_dataset import CustomEnvDataset
 from custom.env_wrapper import ENVIRONMENTS, make_env
 from custom.reward_manager import CustomRewardManager
 from custom.tiny_model import build_tokenizer
-from tests.engines import Playing, Scripted
+from tests.engines import Playing, Scripted, trainer_on
 from tests.runs import compose, learning_metrics, short_run
 from training.environment import EnvSetup
-from training.validation import Validator
 
 TOKENIZER = build_tokenizer()
 SEEDS = range(1000, 1003)
@@ -82,7 +81,7 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     manager = CustomRewardManager(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
-    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game).run(0)[0]
+    return trainer_on(config, TOKENIZER, playing, manager, game=game).measure()[0]
 
 
 def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:

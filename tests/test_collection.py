@@ -20,9 +20,9 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams
 from tests.batches import Turn, episode_batch, padded
+from tests.engines import trainer_on
 from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_resume import run_until
-from training.collection import Collector
 from training.observers import Observers
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
@@ -74,7 +74,7 @@ def as_number(solution_str: str) -> float:
 
 def collector(
     rows: list[dict], *overrides: str, reward: RewardManager | None = None, prompts: int = 2, rollout: Any = None
-) -> Collector:
+) -> RayPPOTrainer:
     config = compose(
         f"data.train_batch_size={prompts}",
         f"actor_rollout_ref.rollout.n={len(rows[0]['answers'])}",
@@ -84,8 +84,7 @@ def collector(
         name="ppo_trainer",
     )
     loader = PromptLoader(rows, prompts, SequentialSampler(rows, config.data))
-    roles = {"rollout": rollout or Parrot()}
-    return Collector(config, TOKENIZER, roles, reward or FunctionReward(as_number), loader)
+    return trainer_on(config, TOKENIZER, rollout or Parrot(), reward or FunctionReward(as_number), train_loader=loader)
 
 
 def texts(batch: DataProto) -> list[str]:
@@ -100,7 +99,7 @@ REMAX = "algorithm.adv_estimator=remax"
 def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_prompt():
     parts = collector(rows_of(("1", "2", "3"), ("4", "5", "6"), greedy="79"), REMAX)
     timing: dict[str, float] = {}
-    batch, metrics = parts.collect(1, timing)
+    batch, metrics = parts.collect(timing)
     assert batch.batch["reward_baselines"].tolist() == [7, 7, 7, 9, 9, 9]
     assert batch.batch["token_level_scores"].sum(1).tolist() == [1, 2, 3, 4, 5, 6]
     _, greedy = parts.rollout.asked
@@ -111,7 +110,7 @@ def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_promp
 
 def test_without_remax_nothing_is_generated_twice():
     parts = collector(rows_of(("1", "2"), ("4", "5")))
-    batch, _ = parts.collect(1, {})
+    batch, _ = parts.collect({})
     assert len(parts.rollout.asked) == 1 and "reward_baselines" not in batch
 
 
@@ -121,7 +120,7 @@ def with_length(solution_str: str) -> dict[str, float]:
 
 def test_what_the_reward_says_of_greedy_answers_enters_neither_columns_nor_metrics():
     parts = collector(rows_of(("1", "2"), ("4", "5"), greedy="89"), REMAX, reward=FunctionReward(with_length))
-    batch, metrics = parts.collect(1, {})
+    batch, metrics = parts.collect({})
     assert batch.double.tolist() == [2, 4, 8, 10] and batch.meta_info["reward_extra_keys"] == ["double", "size"]
     assert metrics["reward/double/max"] == 10 and metrics["reward/double/mean"] == 6
     assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9]
@@ -136,7 +135,7 @@ class InPlace(Parrot):
 
 def test_an_engine_that_fills_the_prompts_it_is_given_does_not_mix_greedy_and_sampled():
     rows = rows_of(("1", "2"), ("4", "5"), greedy="89")
-    batch, _ = collector(rows, REMAX, rollout=InPlace(), reward=FunctionReward(with_length)).collect(1, {})
+    batch, _ = collector(rows, REMAX, rollout=InPlace(), reward=FunctionReward(with_length)).collect({})
     assert batch.batch["reward_baselines"].tolist() == [8, 8, 9, 9] and batch.double.tolist() == [2, 4, 8, 10]
 
 
@@ -144,7 +143,7 @@ def test_where_the_greedy_answer_failed_its_prompts_samples_are_the_baseline():
     rows = rows_of(("1", "2"), ("4", "5"))
     rows[0]["greedy"] = ""
     rows[1]["greedy"] = "9"
-    batch, _ = collector(rows, REMAX).collect(1, {})
+    batch, _ = collector(rows, REMAX).collect({})
     assert batch.batch["reward_baselines"].tolist() == [1.5, 1.5, 9, 9]
 
 
@@ -184,9 +183,8 @@ def test_the_models_own_greedy_answers_are_the_baseline_and_its_samples_stay_as_
         )
         parts = prepare(config)
         rollout = HFRollout(config.actor_rollout_ref.rollout, parts.tokenizer, module)
-        reward, loader = parts.reward, parts.train_loader
-        found, metrics = Collector(config, parts.tokenizer, {"rollout": rollout}, reward, loader).collect(1, {})
-        batches[estimator, temperature] = found, metrics
+        trainer = trainer_on(config, parts.tokenizer, rollout, parts.reward, train_loader=parts.train_loader)
+        batches[estimator, temperature] = trainer.collect({})
     (batch, metrics), (hotter, _), (without, metrics_without) = batches.values()
     expected = []
     with torch.no_grad():
@@ -218,27 +216,28 @@ def places(batch: DataProto) -> list[int]:
 def test_further_prompts_are_asked_until_enough_groups_differ():
     parts = collector(rows_of(TIE, DIFFER, TIE, TIE, DIFFER, DIFFER, TIE, DIFFER), FILTER)
     timing: dict[str, float] = {}
-    batch, metrics = parts.collect(1, timing)
+    batch, metrics = parts.collect(timing)
     assert places(batch) == [1, 1, 4, 4] and texts(batch) == ["1", "0", "1", "0"]
     assert metrics == ALL_SCORED | {
         "train/num_gen_batches": 3,
         "group/kept_frac": 0.5,
     }  # of 6, 2 needed
-    batch, metrics = parts.collect(2, timing)  # from where the first step stopped: 6, 7, and round again
+    parts.global_step = 2
+    batch, metrics = parts.collect(timing)  # from where the first step stopped: 6, 7, and round again
     assert places(batch) == [7, 7, 1, 1]
     assert metrics["train/num_gen_batches"] == 2
 
 
 def test_zero_is_no_limit():
     parts = collector(rows_of(*[TIE] * 30, DIFFER, DIFFER), FILTER, f"{MOST}=0")
-    batch, metrics = parts.collect(1, {})
+    batch, metrics = parts.collect({})
     assert places(batch) == [30, 30, 31, 31] and metrics["train/num_gen_batches"] == 16
     assert compose(name="ppo_trainer").algorithm.filter_groups.max_num_gen_batches == 10
 
 
 def test_a_group_differs_by_its_completed_samples_alone():
     failed = ("1", "", "1")
-    batch, _ = collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER).collect(1, {})
+    batch, _ = collector(rows_of(failed, ("2", "2", "3"), failed, ("2", "", "3")), FILTER).collect({})
     assert places(batch) == [1, 1, 1, 3, 3, 3]
     assert texts(batch) == ["2", "2", "3", "2", "", "3"]
 
@@ -259,18 +258,18 @@ class Turning(Parrot):
 def test_groups_count_however_many_rows_their_episodes_have():
     rows = rows_of(TIE, ("2", "0"), ("0", "3"), ("4", "4"))
     parts = collector(rows, FILTER, rollout=Turning())
-    batch, metrics = parts.collect(1, {})
+    batch, metrics = parts.collect({})
     assert Counter(places(batch)) == {1: 3 + 1, 2: 1 + 4} and Counter(places(parts.left_out)) == {0: 2 + 2, 3: 5 + 5}
     assert metrics == {"train/num_gen_batches": 2, "group/kept_frac": 0.5}
     remax = collector(rows_of(("1", "2"), ("0", "3"), greedy="31"), REMAX, rollout=Turning())
-    batch, _ = remax.collect(1, {})
+    batch, _ = remax.collect({})
     assert batch.batch["reward_baselines"].tolist() == [3] * 5 + [1] * 5
 
 
 def test_the_metric_may_be_a_number_beside_the_score():
     rows = rows_of(("1", "2"), ("1", "22"), ("3", "33"), ("4", "55"))
     by_size = collector(rows, FILTER, f"{METRIC}=size", reward=FunctionReward(with_length))
-    batch, metrics = by_size.collect(1, {})
+    batch, metrics = by_size.collect({})
     assert places(batch) == [1, 1, 2, 2]
     assert batch.size.tolist() == [1, 2, 1, 2]
     assert metrics["reward/size/mean"] == 11 / 8  # of all that was drawn
@@ -279,7 +278,7 @@ def test_the_metric_may_be_a_number_beside_the_score():
 def test_responses_that_could_not_be_scored_are_counted_in_all_draws():
     rows = rows_of(TIE, DIFFER, DIFFER, ("1", "8"))
     reward = FunctionReward(lambda solution_str: math.nan if solution_str == "8" else float(solution_str))
-    _, metrics = collector(rows, FILTER, reward=reward).collect(1, {})
+    _, metrics = collector(rows, FILTER, reward=reward).collect({})
     assert metrics["train/num_gen_batches"] == 2 and metrics["reward/error"] == 1
 
 
@@ -287,7 +286,7 @@ def test_responses_that_could_not_be_scored_are_counted_in_all_draws():
 def test_a_metric_that_the_reward_does_not_return_is_named(metric):
     parts = collector(rows_of(TIE, DIFFER), FILTER, f"{METRIC}={metric}", reward=FunctionReward(with_length))
     with pytest.raises(ValueError, match=rf"filter_groups\.metric={metric}: .* one of \['double', 'size'\]"):
-        parts.collect(1, {})
+        parts.collect({})
 
 
 def test_the_reward_may_name_its_keys_in_any_order():
@@ -297,15 +296,15 @@ def test_the_reward_may_name_its_keys_in_any_order():
         result = {"score": as_number(solution_str), "a": 1.0, "b": 2.0}
         return result if next(calls) < 4 else dict(reversed(result.items()))
 
-    batch, _ = collector(rows_of(TIE, DIFFER, DIFFER, TIE), FILTER, reward=FunctionReward(moody)).collect(1, {})
+    batch, _ = collector(rows_of(TIE, DIFFER, DIFFER, TIE), FILTER, reward=FunctionReward(moody)).collect({})
     assert batch.a.tolist() == [1.0] * 4
 
 
 def test_every_draw_has_uids_and_a_seed_of_its_own():
     parts = collector(rows_of(TIE, TIE, TIE, DIFFER, TIE, DIFFER), FILTER)
     uids: set[str] = set()
-    for step in (1, 2):
-        parts.collect(step, {})
+    for parts.global_step in (1, 2):
+        parts.collect({})
     asked = parts.rollout.asked
     for prompts in asked:
         assert set(Counter(prompts.uid).values()) == {2} and not uids & set(prompts.uid)
@@ -315,7 +314,7 @@ def test_every_draw_has_uids_and_a_seed_of_its_own():
 
 def test_the_greedy_baseline_goes_with_its_group():
     rows = rows_of(TIE, DIFFER, TIE, DIFFER, greedy="5678")
-    batch, _ = collector(rows, FILTER, REMAX).collect(1, {})
+    batch, _ = collector(rows, FILTER, REMAX).collect({})
     assert places(batch) == [1, 1, 3, 3] and batch.batch["reward_baselines"].tolist() == [6, 6, 8, 8]
 
 
@@ -328,7 +327,7 @@ def test_the_greedy_baseline_goes_with_its_group():
 )
 def test_the_batch_is_the_first_groups_that_differ_and_then_the_first_that_tie(kinds: list[bool], limit: int):
     parts = collector(rows_of(*[DIFFER if kind else TIE for kind in kinds]), FILTER, f"{MOST}={limit}", prompts=3)
-    batch, metrics = parts.collect(1, {})
+    batch, metrics = parts.collect({})
     drawn: list[int] = []
     stream = itertools.cycle(range(len(kinds)))
     while len(drawn) < 3 * limit and sum(kinds[place] for place in drawn) < 3:

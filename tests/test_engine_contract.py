@@ -30,8 +30,7 @@ from data.seeding import derive_seed
 from data.types import Completion, Request, SamplingParams
 from tests.engines import CopyOf, Generating, Stepping, drain, plans, play, probe_distance
 from tests.runs import compose
-from training.environment import EnvSetup
-from training.validation import episode_prompts
+from training.environment import EnvSetup, episode_prompts
 from workers.agent_loop import AgentLoop
 from workers.dp_actor import DataParallelPPOActor
 from workers.engine import TrainEngine

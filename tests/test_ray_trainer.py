@@ -155,7 +155,6 @@ def make_trainer(
         roles={name: Toy(name, player, group) for name, player in players.items()},
         reward=reward or bandit.reward,
         train_loader=PromptLoader(ROWS, 4, CuriousSampler(ROWS, config.data)),
-        validator=None,
         total_steps=steps,
     )
     return trainer, bandit

@@ -28,7 +28,6 @@ from tests.runs import (
 )
 from training.observers import Observers
 from training.ray_trainer import RayPPOTrainer
-from training.validation import Validator
 from workers.engine import TrainEngine
 from workers.model_worker import ModelWorker
 
@@ -186,8 +185,8 @@ def test_a_run_forked_from_a_step_goes_on_like_the_unbroken_run(settings, unbrok
 
 def test_a_finished_run_says_so_and_returns_its_last_validation(settings, monkeypatch, tmp_path, capsys):
     validated = []
-    run = Validator.run
-    monkeypatch.setattr(Validator, "run", lambda self, step: validated.append(step) or run(self, step))
+    measure = RayPPOTrainer.measure
+    monkeypatch.setattr(RayPPOTrainer, "measure", lambda self: validated.append(self.global_step) or measure(self))
     run_until(3, settings(tmp_path))
     finished = main.run(compose(*settings(tmp_path)))
     assert validated == [0, 2, 4, 5]  # each once, the first one too
@@ -286,7 +285,7 @@ def test_the_result_answers_like_the_trainer(settings, unbroken, monkeypatch, tm
     greedy = SamplingParams(do_sample=False, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=4)
 
     def save_and_ask(self):
-        prompts = self.collector.next_prompts(self.global_step, 0)
+        prompts = self.as_prompts(self.train_loader.next_batch(), "asked")
         batch = self.rollout.generate_sequences(prompts, greedy, seed=0)
         answers.update(prompts=batch.raw_prompt, ids=batch.batch["responses"], mask=batch.batch["response_mask"])
         return save(self)

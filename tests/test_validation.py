@@ -19,13 +19,13 @@ from data.sampler import PromptLoader, SequentialSampler
 from data.types import SamplingParams
 from tests import engines
 from tests.batches import padded
-from tests.engines import Playing
+from tests.engines import Playing, trainer_on
 from tests.runs import compose
 from training.environment import EnvSetup
 from training.episode_rows import EpisodeRows
 from training.messages import spread, validation_summary
+from training.ray_trainer import RayPPOTrainer
 from training.reward import load_reward_manager
-from training.validation import Validator
 
 TOKENIZER = build_tokenizer()
 MAPS = {"is_slippery": False, "random_maps": True, "instruction": ""}
@@ -57,7 +57,9 @@ class Scripted:
         return prompts.union(padded([*prompts.raw_prompt_ids], responses, 64, 8, TOKENIZER.pad_token_id))
 
 
-def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("1+1=", "2+3=", "2*3=")) -> Validator:
+def on_rows(
+    folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("1+1=", "2+3=", "2*3=")
+) -> RayPPOTrainer:
     rows = [
         {"prompt": text, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
         for text, source, truth in zip(prompts, ("sums", "sums", "products"), "256", strict=True)
@@ -73,7 +75,7 @@ def on_rows(folder: Path, rollout: Scripted, *overrides: str, prompts: list = ("
     dataset = RLHFDataset(folder / "val.parquet", TOKENIZER, config=config.data)
     loader = PromptLoader(dataset, 2, SequentialSampler(dataset, config.data), drop_last=False)
     reward = load_reward_manager(config.reward, TOKENIZER, None)
-    return Validator(config, TOKENIZER, {"rollout": rollout}, reward, loader, None)
+    return trainer_on(config, TOKENIZER, rollout, reward, val_loader=loader)
 
 
 def on_episodes(
@@ -83,7 +85,7 @@ def on_episodes(
     dataset_class: type = CustomEnvDataset,
     manager_class: type = CustomRewardManager,
     **env_kwargs: Any,
-) -> Validator:
+) -> RayPPOTrainer:
     config = compose(
         "env.val_episodes=6",
         "env.val_seed=1000",
@@ -94,7 +96,7 @@ def on_episodes(
     manager = manager_class(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, engines.Scripted(config, TOKENIZER, answer), game)
-    return Validator(config, TOKENIZER, {"rollout": playing}, manager, None, game)
+    return trainer_on(config, TOKENIZER, playing, manager, game=game)
 
 
 def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_the_source(tmp_path):
@@ -102,7 +104,7 @@ def test_several_answers_a_row_are_compared_within_the_row_and_averaged_within_t
     right = {"1+1=": (0,), "2+3=": (0, 1, 3), "2*3=": ()}
     truth = {"1+1=": "2", "2+3=": "5", "2*3=": "6"}
     rollout = Scripted(lambda text, times: truth[text] if times in right[text] else "9")
-    metrics, _ = on_rows(tmp_path, rollout, "trainer.log_val_generations=0").run(step=7)
+    metrics, _ = on_rows(tmp_path, rollout, "trainer.log_val_generations=0").measure()
     assert metrics["val-core/sums/reward/mean@4"] == (0.25 + 0.75) / 2
     assert metrics["val-core/products/reward/mean@4"] == 0.0 == metrics["val-core/products/reward/best@4/mean"]
     # best of 4 draws with replacement: 1 - (3/4)^4 and 1 - (1/4)^4
@@ -120,8 +122,8 @@ def test_sampling_of_validation_is_its_own_and_does_not_depend_on_the_step(tmp_p
     validator = on_rows(
         tmp_path, rollout, *overrides, "data.max_response_length=8", "actor_rollout_ref.rollout.top_k=7"
     )
-    validator.run(step=1)
-    validator.run(step=2)
+    for validator.global_step in (1, 2):
+        validator.measure()
     assert {sampling for sampling, _ in rollout.calls} == {SamplingParams(True, 0.6, -1, 0.9, 8)}
     seeds = [seed for _, seed in rollout.calls]
     assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
@@ -158,7 +160,9 @@ def optimal_answers() -> dict[str, str]:
 
 def test_an_optimal_player_wins_every_episode(tmp_path):
     answers = optimal_answers()
-    metrics, [batch] = on_episodes(tmp_path, lambda text, times: answers[text], "trainer.log_val_generations=0").run(0)
+    metrics, [batch] = on_episodes(
+        tmp_path, lambda text, times: answers[text], "trainer.log_val_generations=0"
+    ).measure()
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 1.0
     assert metrics["val-aux/FrozenLake-v1/return/mean@1"] == 1.0
     assert metrics["val-aux/num_turns/min"] >= 6  # from corner to corner
@@ -168,7 +172,7 @@ def test_an_optimal_player_wins_every_episode(tmp_path):
 
 def test_a_player_who_never_moves_runs_out_of_turns(tmp_path):
     stays = lambda text, times: "L"  # noqa: E731  (from the corner, it stays where it is)
-    metrics, [batch] = on_episodes(tmp_path, stays, "trainer.log_val_generations=0").run(0)
+    metrics, [batch] = on_episodes(tmp_path, stays, "trainer.log_val_generations=0").measure()
     assert metrics["val-core/FrozenLake-v1/acc/mean@1"] == 0.0
     assert metrics["val-aux/num_turns/min"] == metrics["val-aux/num_turns/max"] == 12
     assert [*batch.end_reason[EpisodeRows(batch).last_row]] == ["max_turns"] * 6 and len(batch) == 6 * 12
@@ -189,11 +193,11 @@ def test_the_summary_names_the_means_of_each_source():
 
 
 def test_some_answers_are_printed_without_their_middle(tmp_path, capsys):
-    on_episodes(tmp_path, lambda text, times: "L", "trainer.log_val_generations=2").run(4)
+    on_episodes(tmp_path, lambda text, times: "L", "trainer.log_val_generations=2").measure()
     printed = capsys.readouterr().out
-    assert "validation at step 4 · 1 of 2" in printed and "2 of 2" in printed and printed.count("more lines") == 2
+    assert "validation at step 1 · 1 of 2" in printed and "2 of 2" in printed and printed.count("more lines") == 2
     assert "score 0.00, end_reason max_turns" in printed and "P" in printed
-    on_rows(tmp_path, Scripted(lambda text, times: "[bold]2"), "trainer.log_val_generations=1").run(3)
+    on_rows(tmp_path, Scripted(lambda text, times: "[bold]2"), "trainer.log_val_generations=1").measure()
     printed = capsys.readouterr().out
     assert "1+1=[bold]2" in printed and "pred [bold]2" in printed and "1 of 1" in printed
 
@@ -215,4 +219,4 @@ class Unmeasured(CustomEnvDataset):
 def test_episodes_of_which_none_can_be_shown_are_refused(tmp_path):
     overrides = ["trainer.log_val_generations=2", "data.max_prompt_length=8"]
     with pytest.raises(ValueError, match=r"none of 6 validation episodes can be shown.*max_prompt_length\. Raise it"):
-        on_episodes(tmp_path, lambda text, times: "L", *overrides, dataset_class=Unmeasured).run(0)
+        on_episodes(tmp_path, lambda text, times: "L", *overrides, dataset_class=Unmeasured).measure()

@@ -1,112 +1,21 @@
-"""Collects the data of a step: prompts, the policy's responses, their scores; selects which of them are learnt from.
+"""Chooses groups of samples that teach something (dynamic sampling, DAPO), and tells samplers and datasets of a step.
 
-Dynamic sampling (DAPO) is pure functions of a batch. An episode of several rows
-is one sample, and its score theirs together. Samplers and datasets that follow the run are updated here as well.
+Pure functions of a batch. An episode of several rows is one sample, and its score theirs together.
 """
-
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from configs.schema import Config
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
-from data.seeding import derive_seed
-from data.types import SamplingParams
-from training.advantage import estimator_needs
-from training.environment import assign_agents
-from training.episode_rows import EpisodeRows, check_failures, greedy_scores
+from training.episode_rows import EpisodeRows
 from training.estimators import Groups
-from training.metric_utils import timer
 from training.mini_batches import rows_by_prompt
-from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.torch_functional import masked_sum
 
 TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
 LATER = ("advantages", "returns")  # computed after rows were left out
-
-
-class Collector:
-    """Samples responses of the policy to the prompts of `loader`, and scores them."""
-
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        roles: Mapping[str, Any],
-        reward: RewardManager,
-        loader: PromptLoader,
-        run_stages: Callable[..., dict[str, float]] = lambda *_: {},
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.rollout = roles["rollout"]
-        self.reward = reward
-        self.loader = loader
-        self.run_stages = run_stages
-        self.left_out: DataProto | None = None  # rows that the last step drew and does not learn from
-        self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
-
-    def collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        """Collects scored responses to the prompts of `step`, and their metrics; the seconds go to `timing`.
-
-        With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
-        (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
-        """
-        batch, metrics = self.draw(step, 0, timing)
-        settings = self.config.algorithm.filter_groups
-        if not settings.enable:
-            return batch, metrics | reward_metrics(batch)
-        wanted, draws = len(rows_by_prompt(batch)), 1
-        differ, tie = groups_by_signal(batch, settings.metric)
-        while len(differ) < wanted and draws != settings.max_num_gen_batches:
-            further, metrics = self.draw(step, draws, timing)
-            batch = concat_scored([batch, further])
-            differ, tie = groups_by_signal(batch, settings.metric)
-            draws += 1
-        groups = [*differ, *tie]
-        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
-        metrics |= reward_metrics(batch)  # of all that was drawn: what is left of it is chosen by its scores
-        self.left_out = batch.select_idxs([*chain(*groups[wanted:])]) if len(groups) > wanted else None
-        return batch.select_idxs([*chain(*groups[:wanted])]), metrics
-
-    def draw(self, step: int, number: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
-        """Samples and scores responses to the next prompts, as draw `number` of the step; has the metrics of stages.
-
-        For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        sampling = SamplingParams.from_config(rollout, rollout.response_length)
-        seed = derive_seed(self.config.trainer.seed, "rollout", step, number)
-        with timer("data", timing):
-            prompts = self.next_prompts(step, number)
-        with timer("gen", timing):
-            batch = self.rollout.generate_sequences(prompts.repeat(rollout.n, interleave=True), sampling, seed)
-            if "episode" in batch:
-                check_failures(batch, self.config.env.max_failed_fraction)
-        with timer("reward", timing):
-            batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
-            metrics = self.run_stages("scored", batch, timing)
-        if self.needs_greedy_scores:
-            with timer("gen_max", timing):
-                greedy = self.rollout.generate_sequences(prompts, replace(sampling, do_sample=False), seed)
-                greedy = add_scores(greedy, self.reward, self.tokenizer, self.config.reward)
-                self.run_stages("scored", greedy, timing)
-            batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
-        return batch, metrics
-
-    def next_prompts(self, step: int, number: int) -> DataProto:
-        """Takes the next prompts of the data, each under a uid of its own."""
-        prompts = DataProto.from_single_dict(self.loader.next_batch())
-        uids = [f"{step}-{number}-{place}" for place in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_single_dict({"uid": uids}))
-        return assign_agents(prompts, self.config)
 
 
 def groups_by_signal(batch: DataProto, metric: str) -> tuple[list[list[int]], list[list[int]]]:

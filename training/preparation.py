@@ -10,7 +10,7 @@ from rich.progress import track
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from configs.checks import check_token_budgets, has_validation
+from configs.checks import check_token_budgets
 from configs.errors import ConfigError, did_you_mean, notice
 from configs.extras import find
 from configs.import_utils import accepts, load_modules, load_subclass, split_object
@@ -69,7 +69,6 @@ from training.roles import (
     policy_loss_of,
     stages,
 )
-from training.validation import Validator
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -83,20 +82,19 @@ class Parts:
     val_loader: PromptLoader | None
     environment: Any | None
     game: EnvSetup | None
-    can_validate: bool
     total_steps: int
     trainer_class: type[RayPPOTrainer]
     began: float = field(default_factory=time.monotonic)
 
     def build_trainer(self, config: Config, roles: Mapping[str, Any]) -> RayPPOTrainer:
-        validator = Validator(config, self.tokenizer, roles, self.reward, self.val_loader, self.game)
         trainer = self.trainer_class(
             config,
             tokenizer=self.tokenizer,
             roles=roles,
             reward=self.reward,
             train_loader=self.train_loader,
-            validator=validator if self.can_validate else None,
+            val_loader=self.val_loader,
+            game=self.game,
             total_steps=self.total_steps,
         )
         trainer.began = self.began
@@ -141,7 +139,6 @@ def prepare(config: Config) -> Parts:
         val_loader=val_loader,
         environment=environment,
         game=build_env_setup(config, environment, train_loader.dataset, reward) if plays_episodes(config) else None,
-        can_validate=has_validation(config),
         total_steps=total_steps,
         trainer_class=trainer_class,
     )

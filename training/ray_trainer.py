@@ -5,6 +5,8 @@ run nor what runs there. A role that is added to the table takes part without a 
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,16 +15,25 @@ from configs.schema import Config
 from data.files import dispensable
 from data.protocol import DataProto
 from data.sampler import PromptLoader
-from training.advantage import Estimator, add_columns, measure_mismatch, token_level_rewards
-from training.collection import Collector, update_sampler
+from data.seeding import derive_seed
+from data.types import SamplingParams
+from training.advantage import Estimator, add_columns, estimator_needs, measure_mismatch, token_level_rewards
+from training.collection import groups_by_signal, update_sampler
+from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
+from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
 from training.losses import get_kl_controller
-from training.messages import validation_summary
-from training.metric_utils import compute_step_metrics, reduce_metrics, timer
-from training.mini_batches import PolicyUpdates, Update, mini_batches
-from training.reward import RewardManager
+from training.messages import print_samples, spread, validation_summary
+from training.metric_utils import (
+    compute_step_metrics,
+    flatten_validation_metrics,
+    process_validation_metrics,
+    reduce_metrics,
+    timer,
+)
+from training.mini_batches import PolicyUpdates, Update, mini_batches, rows_by_prompt
+from training.reward import RewardManager, add_scores, concat_scored, reward_metrics
 from training.roles import columns_read, stages
 from training.run import Metrics, Run
-from training.validation import Validator
 
 MOST_REFUSED = 3  # mini-batches that are kept for study, each of which is whole
 
@@ -36,8 +47,12 @@ class RayPPOTrainer(Run):
         roles: by name; each is called by `rows`, `all` or `compute` (workers/group.py).
         reward: scores responses, called with `reward_view`s.
         train_loader: prompts, with a position that is saved and restored.
-        validator: measures the policy; None: never.
+        val_loader: prompts of validation; None: there are none.
+        game: the environment whose env.val_episodes are played in validation.
         total_steps: the last step's number.
+
+    Attributes:
+        left_out: rows that the last step drew and does not learn from.
     """
 
     config: Config
@@ -51,8 +66,9 @@ class RayPPOTrainer(Run):
         roles: Mapping[str, Any],
         reward: RewardManager,
         train_loader: PromptLoader,
-        validator: Validator | None,
         total_steps: int,
+        val_loader: PromptLoader | None = None,
+        game: EnvSetup | None = None,
     ) -> None:
         trained = {name: role for name, role in roles.items() if role.spec.update}
         super().__init__(
@@ -63,17 +79,16 @@ class RayPPOTrainer(Run):
             models=trained,
             contents=config.actor_rollout_ref.actor.checkpoint.save_contents,
             in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
-            can_validate=validator is not None,
+            can_validate=val_loader is not None or (game is not None and config.env.val_episodes > 0),
         )
         self.roles, self.rollout, self.actor = roles, roles["rollout"], roles["actor"]
         self.num_workers = sum({id(role.group): role.group.size for role in roles.values()}.values())
         self.stages = [stage(self) for stage in stages(config)]
         self.estimator, self.policy_updates = Estimator(config.algorithm), PolicyUpdates(config)
         self.columns_read = {learns: columns_read(config, learns).union(self.reads) for learns in (False, True)}
-        self.collector = Collector(config, tokenizer, roles, reward, train_loader, self.run_stages)
-        self.validator = validator
-        if validator is not None:
-            validator.run_stages = self.run_stages
+        self.reward, self.val_loader, self.game = reward, val_loader, game
+        self.needs_greedy_scores = "reward_baselines" in estimator_needs(config.algorithm.adv_estimator)
+        self.left_out: DataProto | None = None
         self.certificate: Metrics = {}  # of the last sync of the rollout's weights
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.most_skipped = config.trainer.max_skipped_updates
@@ -89,23 +104,75 @@ class RayPPOTrainer(Run):
         print("\n".join(f"  {name}: {value:.6g}" for name, value in self.validate().items()))
         return self.validation
 
-    def validate(self) -> Metrics:
-        self.validation, batches = self.validator.run(self.global_step)
-        self.observers.validated(self.global_step, batches, self.validation)
-        print(validation_summary(self.global_step, self.validation))
-        return self.validation
-
     def step(self) -> tuple[DataProto, Metrics]:
         """Does one step of the algorithm, stage by stage; returns the finished batch and its metrics."""
         timing: dict[str, float] = {}
         with timer("step", timing):
-            batch, metrics = self.collector.collect(self.global_step, timing)
+            batch, metrics = self.collect(timing)
             batch = self.compute_columns(batch, timing)
             metrics |= self.compute_advantages(batch, timing)
             metrics |= self.update(batch, timing)
         with timer("metrics", self.timing):
             metrics |= self.describe(batch, timing)
         return batch, metrics
+
+    def collect(self, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
+        """Collects scored responses to the prompts of the step, and their metrics.
+
+        With algorithm.filter_groups, as many groups, whose samples differ, from further prompts if need be
+        (dynamic sampling, arXiv:2503.14476); after max_num_gen_batches, groups that tie fill the batch up.
+        """
+        batch, metrics = self.draw(0, timing)
+        settings = self.config.algorithm.filter_groups
+        if not settings.enable:
+            return batch, metrics | reward_metrics(batch)
+        needed, draws = len(rows_by_prompt(batch)), 1
+        differ, tie = groups_by_signal(batch, settings.metric)
+        while len(differ) < needed and draws != settings.max_num_gen_batches:
+            further, metrics = self.draw(draws, timing)
+            batch = concat_scored([batch, further])
+            differ, tie = groups_by_signal(batch, settings.metric)
+            draws += 1
+        groups = [*differ, *tie]
+        metrics |= {"train/num_gen_batches": draws, "group/kept_frac": len(differ) / len(groups)}
+        metrics |= reward_metrics(batch)  # of all that was drawn: what is left of it is chosen by its scores
+        self.left_out = batch.select_idxs([*chain(*groups[needed:])]) if len(groups) > needed else None
+        return batch.select_idxs([*chain(*groups[:needed])]), metrics
+
+    def draw(self, number: int, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
+        """Samples and scores responses to the next prompts, as draw `number` of the step.
+
+        For ReMax, column reward_baselines [B]: the score of the greedy response to the row's prompt.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = SamplingParams.from_config(rollout, rollout.response_length)
+        seed = derive_seed(self.config.trainer.seed, "rollout", self.global_step, number)
+        with timer("data", timing):
+            prompts = self.as_prompts(self.train_loader.next_batch(), f"{self.global_step}-{number}")
+        batch, metrics = self.answer(prompts.repeat(rollout.n, interleave=True), sampling, seed, timing)
+        if "episode" in batch:
+            check_failures(batch, self.config.env.max_failed_fraction)
+        if self.needs_greedy_scores:
+            with timer("gen_max", timing):
+                greedy, _ = self.answer(prompts, replace(sampling, do_sample=False), seed, {})
+            batch.batch["reward_baselines"] = greedy_scores(greedy, batch)
+        return batch, metrics
+
+    def as_prompts(self, rows: dict[str, Any], name: str) -> DataProto:
+        """Turns rows of the data into prompts, each under a uid of its own that begins with `name`."""
+        prompts = DataProto.from_single_dict(rows)
+        uids = [f"{name}-{place}" for place in range(len(prompts))]
+        return assign_agents(prompts.union(DataProto.from_single_dict({"uid": uids})), self.config)
+
+    def answer(
+        self, prompts: DataProto, sampling: SamplingParams, seed: int, timing: dict[str, float]
+    ) -> tuple[DataProto, Metrics]:
+        """Has the policy answer prompts, or play their episodes; returns the scored rows, and metrics of stages."""
+        with timer("gen", timing):
+            batch = self.rollout.generate_sequences(prompts, sampling, seed)
+        with timer("reward", timing):
+            batch = add_scores(batch, self.reward, self.tokenizer, self.config.reward)
+            return batch, self.run_stages("scored", batch, timing)
 
     @property
     def policy_learns(self) -> bool:
@@ -186,7 +253,62 @@ class RayPPOTrainer(Run):
     def after_step(self, batch: DataProto) -> None:
         """Reports the finished batch to the sampler."""
         with timer("update_sampler", self.timing):
-            update_sampler(self.train_loader, batch, self.collector.left_out)
+            update_sampler(self.train_loader, batch, self.left_out)
+
+    def validate(self) -> Metrics:
+        self.validation, batches = self.measure()
+        self.observers.validated(self.global_step, batches, self.validation)
+        print(validation_summary(self.global_step, self.validation))
+        return self.validation
+
+    def measure(self) -> tuple[Metrics, list[DataProto]]:
+        """Computes metrics of the present policy, under verl's names, and returns its answers; prints a few."""
+        measured = [self.measure_rows()] if self.val_loader is not None else []
+        if self.game is not None and self.config.env.val_episodes:
+            measured.append(self.measure_episodes())
+        for _, batch in measured:
+            shown = spread(EpisodeRows(batch).scores().tolist(), self.config.trainer.log_val_generations)
+            print_samples(f"validation at step {self.global_step}", batch, self.tokenizer, shown)
+        return {name: value for metrics, _ in measured for name, value in metrics.items()}, [
+            batch for _, batch in measured
+        ]
+
+    def measure_rows(self) -> tuple[Metrics, DataProto]:
+        """Measures val_kwargs.n answers to each validation row, or as many episodes; failed ones count nowhere."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        prompts = (self.as_prompts(rows, f"val-{number}") for number, rows in enumerate(self.val_loader))
+        answers = [self.val_answers(part.repeat(n, interleave=True), number) for number, part in enumerate(prompts)]
+        batch = concat_scored(answers)
+        if "episode" in batch:
+            check_failures(batch, self.config.env.max_failed_fraction)
+        ends = valid_episodes(batch)
+        columns = {name: ends.non_tensor_batch[name] for name in batch.meta_info["reward_extra_keys"]}
+        columns["reward"] = ends.batch["token_level_scores"].sum(1).tolist()
+        return flatten_validation_metrics(process_validation_metrics(ends.data_source, ends.uid, columns)), batch
+
+    def measure_episodes(self) -> tuple[Metrics, DataProto]:
+        """Measures env.val_episodes whole episodes, with reset seeds that count up from env.val_seed.
+
+        `return` is the sum of an episode's rewards, `acc` whether it was a success. Where nobody says what a success is
+        there is no `acc`; where anyone does, an episode of which nothing was said is none. Those that failed count
+        nowhere.
+        """
+        batch = self.val_answers(episode_prompts(self.game, episode_seeds(self.config.env)), 0)
+        check_failures(batch, self.config.env.max_failed_fraction)
+        ends = valid_episodes(batch)
+        columns = {"return": list(ends.episode_return)}
+        if any(success is not None for success in ends.success):
+            columns = {"acc": [float(success or False) for success in ends.success], **columns}
+        metrics = process_validation_metrics(ends.data_source, ends.uid, columns)
+        return flatten_validation_metrics(metrics, num_turns=ends.non_tensor_batch["__num_turns__"]), batch
+
+    def val_answers(self, prompts: DataProto, number: int) -> DataProto:
+        """Samples as in validation, for the number-th time of one; the draws are those of every step, so that steps
+        are compared on equal terms."""
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = SamplingParams.from_config(rollout.val_kwargs, rollout.response_length)
+        prompts.meta_info = {**prompts.meta_info, "validate": True}  # rewards may ask
+        return self.answer(prompts, sampling, derive_seed(self.config.trainer.seed, "validation", number), {})[0]
 
     def state(self) -> dict[str, Any]:
         return {"validation": self.validation, "kl_coef": self.kl_ctrl.value, "certificate": self.certificate}

@@ -10,11 +10,11 @@ from custom.env_wrapper import ENVIRONMENTS
 from custom.reward_manager import CustomRewardManager
 from extras.report.transcripts import sample_rows
 from tests.test_validation import TOKENIZER, Scripted, Unmeasured, on_episodes, on_rows, optimal_answers
-from training.validation import Validator
+from training.ray_trainer import RayPPOTrainer
 
 
-def rollouts(validator: Validator, step: int = 0) -> list[dict[str, Any]]:
-    _, [batch] = validator.run(step)
+def rollouts(validator: RayPPOTrainer, step: int = 0) -> list[dict[str, Any]]:
+    _, [batch] = validator.measure()
     return sample_rows(batch, TOKENIZER, step)
 
 
