@@ -81,7 +81,8 @@ def validate(env_id: str, answer: Any, **settings: Any) -> dict[str, float]:
     manager = CustomRewardManager(environment)
     game = EnvSetup(environment, dataset, manager)
     playing = Playing(config, Scripted(config, TOKENIZER, lambda text, times: answer(text)), game)
-    return trainer_on(config, TOKENIZER, playing, manager, game=game).measure()[0]
+    metrics, _ = trainer_on(config, TOKENIZER, playing, manager, game=game).measure()[0]
+    return metrics
 
 
 def by_gymnasium_alone(env_id: str, answer: Any) -> list[tuple[float, bool]]:

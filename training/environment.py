@@ -17,8 +17,7 @@ from data.seeding import derive_seed
 from data.tool_parsers import ToolParser
 from data.tools import KEY, load_tools
 from data.types import Message
-from training.reward import RewardManager, load_reward_manager
-from training.reward_results import reward_name
+from training.reward import RewardManager, load_reward_manager, reward_name
 
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
 

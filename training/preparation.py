@@ -58,8 +58,7 @@ from training.estimators import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_a
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
 from training.observers import check_observers
 from training.ray_trainer import RayPPOTrainer
-from training.reward import RewardManager, load_reward_manager
-from training.reward_results import ChecksRows
+from training.reward import ChecksRows, RewardManager, load_reward_manager
 from training.roles import (
     TEACHER_KEY,
     columns_made,

@@ -1,17 +1,21 @@
 """Scores rollouts by the user's function or manager, and fills token_level_scores.
 
 A reward manager is called with a `reward_view`: one row per response, texts decoded once, and everything of the dataset
-row. It returns B numbers, B dicts with a `score`, or a [B] or [B, R] tensor. `FunctionReward` is the manager around a
-plain function (training/reward_function.py). Whatever comes back is checked before it meets a loss.
+row. It returns B numbers, B dicts with a `score`, a [B] or [B, R] tensor, or verl's {"reward_tensor",
+"reward_extra_info"}; `FunctionReward` is the manager around a plain function (training/reward_function.py). What comes
+back is checked before it meets a loss, and a row without a score is none with a score of zero.
 """
 
 import inspect
+import logging
+import math
 import numbers
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,17 +24,21 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.errors import users_line
 from configs.extras import find, moved
-from configs.import_utils import bind, load_extern_object
+from configs.import_utils import bind, callable_name, load_extern_object
 from configs.schema import Config, RewardConfig, RewardManagerConfig, ScoringConfig
 from data.chat import parse_prompt
 from data.data_report import prompt_text
 from data.padding import last_token
 from data.protocol import DataProto, join_rows, object_array
-from data.types import Row
+from data.types import NotScored, Row
 from training.episode_rows import BROUGHT, EpisodeRows, describe_conversations, score_others
-from training.reward_results import Columns, Failures, mark_failures, place_scores, reward_name, validate_result
 
 RewardManager = Callable[[DataProto], Any]
+Columns = dict[str, np.ndarray]
+Failures = dict[int, NotScored]  # by row
+TOO_LARGE = 1e18  # from here on the squares of a batch of scores are no longer finite in float32
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,16 @@ class RewardRun:
     tokenizer: PreTrainedTokenizerBase | None
     environment: Any | None
     whole: Config | None = None
+
+
+@runtime_checkable
+class ChecksRows(Protocol):
+    """A reward that looks at rows before the run; `title` is what messages call it."""
+
+    title: str
+
+    def check(self, rows: Mapping[int, Row]) -> None:
+        """Raises ConfigError where rows, by their position in the data set, lack what it needs."""
 
 
 def load_reward_manager(
@@ -56,8 +74,8 @@ def load_reward_manager(
     name = reward_of(config, environment)
     if name != "manager" and (unread := config.reward_kwargs.extras):
         raise ValueError(
-            f"reward.reward_kwargs has {', '.join(unread)}, which only a reward manager of yours reads (reward."
-            "reward_manager.name); a function has reward.custom_reward_function.reward_kwargs."
+            f"reward.reward_kwargs has {', '.join(unread)}, which only a reward.reward_manager of yours reads: a "
+            "function has reward.custom_reward_function.reward_kwargs."
         )
     return find("reward", name)(config, RewardRun(tokenizer, environment, whole))
 
@@ -79,6 +97,14 @@ def load_environment(settings: RewardConfig, run: RewardRun) -> RewardManager:
     return bind(manager, offered, positional={"environment": run.environment}, key="reward.reward_manager")()
 
 
+def reward_name(reward: Callable) -> str:
+    """Returns what messages call a reward: its own `title`, or the name of a function or a class."""
+    return reward.title if isinstance(reward, ChecksRows) else callable_name(reward)
+
+
+# What a reward reads
+
+
 def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataProto:
     """Builds what a reward reads of B rollouts: texts `prompts`, `responses`, `ground_truths`, the dataset's columns.
 
@@ -86,17 +112,11 @@ def reward_view(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> DataPro
     an environment earns nothing. `data.batch["responses"]`, ["prompts"], ["attention_mask"] and all other tensors are
     those of the batch, [B, …], as verl's managers read them.
     """
-    masked = [
-        ids[mask.bool()] for ids, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
-    ]
-    return view_of(batch, masked, tokenizer)
-
-
-def view_of(batch: DataProto, policy_ids: list[Any], tokenizer: PreTrainedTokenizerBase) -> DataProto:
-    """Builds a `reward_view` of `batch`, with the responses `policy_ids`: the tokens of the policy in each row."""
+    rows = zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)
+    policy_ids = [ids[mask.bool()].tolist() for ids, mask in rows]
     prompts = tokenizer.batch_decode(list(batch.non_tensor_batch["raw_prompt_ids"]), skip_special_tokens=True)
     view = with_texts(batch, prompts, tokenizer.batch_decode(policy_ids, skip_special_tokens=True))
-    view.non_tensor_batch["response_ids"] = object_array([torch.as_tensor(ids).tolist() for ids in policy_ids])
+    view.non_tensor_batch["response_ids"] = object_array(policy_ids)
     return view
 
 
@@ -131,10 +151,13 @@ def with_texts(batch: DataProto, prompts: list[str], responses: list[str]) -> Da
         "prompts": prompts,
         "responses": responses,
         "ground_truths": [label.get("ground_truth") if isinstance(label, dict) else None for label in labels],
+        "extra_info": describe_conversations(batch),
     }
-    texts["extra_info"] = describe_conversations(batch)
     columns = batch.non_tensor_batch | {name: object_array(values) for name, values in texts.items()}
     return DataProto.from_dict(batch.tensors, columns, dict(batch.meta_info))
+
+
+# From rollouts to scores
 
 
 def add_scores(
@@ -153,41 +176,12 @@ def add_scores(
         return batch
     config = config or ScoringConfig()  # alone, in a test
     score = partial(compute_reward, manager=manager, tokenizer=tokenizer, config=config)
-    batch.batch["token_level_scores"], extra, failures = (
-        score_others(batch, score) if BROUGHT in batch else score(batch)
-    )
+    scores, extra, failures = score_others(batch, score) if BROUGHT in batch else score(batch)
+    batch.batch["token_level_scores"] = scores
     mark_failures(batch, failures, config)
     batch.non_tensor_batch.update(extra)
     batch.meta_info["reward_extra_keys"] = sorted(extra)
     return batch
-
-
-def concat_scored(batches: Sequence[DataProto]) -> DataProto:
-    """Joins scored batches; what the reward said, or a tool kept, in some of them alone is None in the others."""
-    keys = sorted({key for batch in batches for key in batch.meta_info["reward_extra_keys"]})
-    for batch in batches:
-        batch.meta_info["reward_extra_keys"] = keys
-    return join_rows(batches)
-
-
-def reward_metrics(batch: DataProto) -> dict[str, float]:
-    """reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how many rows
-    could not be scored, reward/timeout and reward/error.
-
-    Over samples that did not fail and of which it is not None; of an episode of several rows it is the last row's.
-    """
-    metrics: dict[str, float] = {}
-    if "reward_outcome" in batch:
-        counts = Counter(batch.non_tensor_batch["reward_outcome"])
-        metrics = {f"reward/{outcome}": float(counts[outcome]) for outcome in ("timeout", "error")}
-    episodes = EpisodeRows(batch)
-    completed = episodes.last_row[episodes.is_complete().numpy()]
-    for name in batch.meta_info["reward_extra_keys"]:
-        values = [value for value in batch.non_tensor_batch[name][completed] if value is not None]
-        if values and all(isinstance(value, numbers.Real | np.bool_) for value in values):
-            reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
-            metrics |= {f"reward/{name}/{how}": float(reduce(column)) for how, reduce in reducers.items()}
-    return metrics
 
 
 def compute_reward(
@@ -207,9 +201,7 @@ def compute_reward(
     name, mask = reward_name(manager), batch.batch["response_mask"]
     scores, extra, failures = view_scores(reward_view(batch, tokenizer), manager, mask.shape, config)
     if taken := [key for key in extra if key in batch]:
-        raise ValueError(
-            f"the reward {name} returned the keys {taken}, which are columns of the batch already: rename them."
-        )
+        raise ValueError(f"the reward {name} returned the keys {taken}, which are columns of the batch already.")
     placed = place_scores(scores, mask, name)
     if scores.ndim == 2 and config.on_failure == "score":
         placed[sorted(failures)] = config.failure_score * (last_token(mask) == 1)[sorted(failures)].float()
@@ -232,6 +224,185 @@ def call_manager(manager: RewardManager, view: DataProto) -> Any:
             f"the reward {reward_name(manager)} raised {type(error).__name__}: {error} (at {users_line(error)}). "
             "Try it alone: reward(DataProto.from_single_dict({'responses': [...], 'ground_truths': [...]}))."
         ) from error
+
+
+def place_scores(scores: Tensor, mask: Tensor, name: str) -> Tensor:
+    """Puts [B] scores onto each row's last policy token (failed rows have none), [B, R] as it is: [B, R] float32."""
+    if scores.ndim == 1:
+        return torch.where(last_token(mask) == 1, scores[:, None], 0.0)
+    if strays := ((scores != 0) & (mask == 0)).nonzero().tolist():
+        raise ValueError(
+            f"the reward {name} scored {len(strays)} tokens that the policy did not produce, the first at "
+            f"[response, token] = {strays[0]}: multiply by data.response_mask."
+        )
+    return scores
+
+
+def mark_failures(batch: DataProto, failures: Failures, config: ScoringConfig) -> None:
+    """Adds the column reward_outcome, [B] (ok, timeout or error), and leaves rows without a score out of training.
+
+    Such a row loses its policy tokens and, if there is that column, gets the end_reason reward_timeout or reward_error.
+    """
+    outcomes = [failures[row].outcome if row in failures else "ok" for row in range(len(batch))]
+    batch.non_tensor_batch["reward_outcome"] = object_array(outcomes)
+    if not failures or config.on_failure == "score":
+        return
+    rows = sorted(failures)
+    batch.batch["response_mask"][rows] = 0
+    if "end_reason" in batch:
+        reasons = np.array(batch.end_reason, dtype=object)
+        reasons[rows] = [f"reward_{failures[row].outcome}" for row in rows]
+        batch.non_tensor_batch["end_reason"] = reasons
+
+
+def concat_scored(batches: Sequence[DataProto]) -> DataProto:
+    """Joins scored batches; what the reward said, or a tool kept, in some of them alone is None in the others."""
+    keys = sorted({key for batch in batches for key in batch.meta_info["reward_extra_keys"]})
+    for batch in batches:
+        batch.meta_info["reward_extra_keys"] = keys
+    return join_rows(batches)
+
+
+def reward_metrics(batch: DataProto) -> dict[str, float]:
+    """Computes reward/<key>/{mean, std, min, max} of every number that the reward returned beside the score; and how
+    many rows could not be scored, reward/timeout and reward/error.
+
+    Over samples that did not fail and of which it is not None; of an episode of several rows it is the last row's.
+    """
+    metrics: dict[str, float] = {}
+    if "reward_outcome" in batch:
+        counts = Counter(batch.non_tensor_batch["reward_outcome"])
+        metrics = {f"reward/{outcome}": float(counts[outcome]) for outcome in ("timeout", "error")}
+    episodes = EpisodeRows(batch)
+    completed = episodes.last_row[episodes.is_complete().numpy()]
+    for name in batch.meta_info["reward_extra_keys"]:
+        values = [value for value in batch.non_tensor_batch[name][completed] if value is not None]
+        if values and all(isinstance(value, numbers.Real | np.bool_) for value in values):
+            reducers, column = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}, np.array(values, float)
+            metrics |= {f"reward/{name}/{how}": float(reduce(column)) for how, reduce in reducers.items()}
+    return metrics
+
+
+# What a reward returns
+
+
+def validate_result(
+    result: Any, manager: Callable, shape: tuple[int, int], config: ScoringConfig
+) -> tuple[Tensor, Columns, Failures]:
+    """Checks what a manager returned.
+
+    Returns:
+        scores [B] or [B, R], with `shape` (B, R); extra columns [B]; and the rows that have no score: 0, or, of [B],
+        reward.failure_score.
+
+    Raises:
+        RuntimeError, ValueError: as `compute_reward`.
+    """
+    name = reward_name(manager)
+    scores, extra, failures = parse_scores(result, shape, name)
+    if failures:
+        check_failures(failures, shape[0], config, name)
+        if config.on_failure == "score" and scores.ndim == 1:
+            scores[sorted(failures)] = config.failure_score
+    return scores, extra, failures
+
+
+def check_failures(failures: Failures, rows: int, config: ScoringConfig, name: str) -> None:
+    """Warns of responses that the reward called `name` could not score, or ends the run if they are too many.
+
+    Raises:
+        RuntimeError: more than reward.max_failed_fraction of `rows`; has the most frequent cause, with file and line.
+    """
+    [(said, times)] = Counter(failure.said for failure in failures.values()).most_common(1)
+    kinds = Counter(failure.outcome for failure in failures.values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    example = next(failure for failure in failures.values() if failure.said == said)
+    cause = f"the reward {name} {'raised' if example.trace else 'failed:'} {said}"
+    summary = f"{len(failures)} of {rows} responses could not be scored ({counts})"
+    if len(failures) <= config.max_failed_fraction * rows:
+        becomes = "left out" if config.on_failure == "mask" else f"scored {config.failure_score:g}"
+        logger.warning("%s, and are %s: %s, most often (%d times)", summary, becomes, cause, times)
+        return
+    limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g} allows"
+    error = RuntimeError(f"{cause}. {summary}, {limit}; python -m extras.try_reward tries it alone.")
+    if example.trace:
+        error.add_note(f"in the process of the reward function:\n{example.trace}")
+    raise error
+
+
+def parse_scores(result: Any, shape: tuple[int, int], name: str) -> tuple[Tensor, Columns, Failures]:
+    """Reads numbers, dicts or a tensor as float32 scores ([B] or [B, R], with `shape` (B, R)), the dicts' columns, and
+    the rows that have no score: their scores and numbers are 0, and all else None.
+
+    A row that the reward called `name` could not score has none, nor has one with anything but a finite number, or
+    with a dict of other keys than most. A number beside dicts is a score without further values: None in their columns.
+
+    Raises:
+        ValueError: the whole has a wrong number, type or shape.
+    """
+    rows, extra, failures = shape[0], {}, {}
+    if isinstance(result, dict) and "reward_tensor" in result:  # verl's managers
+        info = result.get("reward_extra_info") or {}
+        if bad := {key: len(values) for key, values in info.items() if len(values) != rows}:
+            raise ValueError(f"the reward {name} returned reward_extra_info of the lengths {bad} for {rows} responses.")
+        result, extra = result["reward_tensor"], {key: object_array(list(values)) for key, values in info.items()}
+    allowed = f"it must return [{rows}] numbers, one per response, or {list(shape)}, one per response token"
+    if isinstance(result, np.ndarray | Tensor) and result.ndim == 1:
+        result = result.tolist()
+    if isinstance(result, list | tuple):
+        if len(result) != rows:
+            raise ValueError(f"the reward {name} returned {len(result)} scores for {rows} responses: {allowed}.")
+        scores, columns, failures = split_results(result)
+        return scores, extra | columns, failures
+    if not isinstance(result, np.ndarray | Tensor):
+        raise ValueError(f"the reward {name} returned {reprlib.repr(result)}: {allowed}, as a list or a tensor.")
+    if tuple(result.shape) != tuple(shape):
+        raise ValueError(f"the reward {name} returned scores of shape {list(result.shape)}: {allowed}.")
+    scores = torch.as_tensor(result).detach().float().cpu().clone()
+    wrong = ~(scores.abs() < TOO_LARGE)  # NaN is not below anything
+    for row in wrong.any(1).nonzero()[:, 0].tolist():
+        failures[row] = why_no_score(scores[row][wrong[row]][0].item(), frozenset())
+        scores[row] = 0
+    return scores, extra, failures
+
+
+def split_results(results: Sequence[Any]) -> tuple[Tensor, Columns, Failures]:
+    """Splits the results of B responses into scores [B], a column for every other key of their dicts, and the rows
+    whose result is no score."""
+    dicts = [result if isinstance(result, dict) else {"score": result} for result in results]
+    kinds = Counter(frozenset(result) for result in results if isinstance(result, dict) and "score" in result)
+    [(keys, _)] = kinds.most_common(1) or [(frozenset(["score"]), 0)]
+    scores, failures, example = torch.tensor([as_number(one.get("score")) for one in dicts]), {}, {}
+    for row, result in enumerate(results):
+        if scores[row].isnan() or (isinstance(result, dict) and set(result) != keys):
+            failures[row] = why_no_score(result, keys)
+        elif set(dicts[row]) == keys:
+            example = example or dicts[row]
+    scores[[*failures]] = 0
+    filler = {key: 0.0 if isinstance(value, numbers.Real) else None for key, value in example.items()}
+    dicts = [filler if row in failures else one for row, one in enumerate(dicts)]
+    columns = {key: object_array([one.get(key) for one in dicts]) for key in filler if key != "score"}
+    return scores, columns, failures
+
+
+def why_no_score(result: Any, keys: frozenset[str]) -> NotScored:
+    """Says why `result` is no score, where most dicts of the batch have `keys`."""
+    if isinstance(result, NotScored):
+        return result
+    if isinstance(result, dict) and set(result) != keys:
+        rule = f"most dicts have {sorted(map(str, keys))}" if "score" in result else "a dict needs 'score'"
+        return NotScored("error", f"it returned a dict of {sorted(map(str, result))}: {rule}")
+    score = result["score"] if isinstance(result, dict) else result
+    is_number = isinstance(score, numbers.Real)
+    rule = f"finite number below {TOO_LARGE:g}" if is_number else "number, or a dict with it as 'score'"
+    return NotScored("error", f"it returned {reprlib.repr(score)}: a score is a {rule}")
+
+
+def as_number(score: Any) -> float:
+    """Returns a number of any type as a float; NaN for anything else, and for one that is too large."""
+    if isinstance(score, Tensor | np.ndarray) and score.shape in ((), (1,)):
+        score = score.item()
+    return float(score) if isinstance(score, numbers.Real | np.bool_) and abs(score) < TOO_LARGE else math.nan
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +23,7 @@ from data.concurrency import run_all
 from data.protocol import DataProto
 from data.rows import RUN_COLUMNS
 from data.types import NotScored, Row
-from training.reward_results import parse_scores
+from training.reward import parse_scores
 
 FORMS = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
@@ -59,7 +58,7 @@ class Form:
     Attributes:
         takes_one_response: whether it is called for each response; else once for all, in lists or in a DataProto.
         columns: arguments that it may name, and the columns of the view that hold them; {} for one of a DataProto.
-        wanted: all that it is given; of_data: columns of the data set among these; needed: those without a default.
+        given: all that it is given; of_data: columns of the data set among these; needed: those without a default.
         needs_ground_truth: whether it cannot be called without one.
 
     Raises:
@@ -82,9 +81,9 @@ class Form:
             known = {*self.columns, *FACTS}
             others = {name for name, kind in kinds.items() if kind not in VARIADIC} - known - reward_kwargs.keys()
             self.of_data = {name for name in others if not is_setting(function, name)}
-        self.wanted = (known & kinds.keys()) | self.of_data
+        self.given = (known & kinds.keys()) | self.of_data
         if inspect.Parameter.VAR_KEYWORD in kinds.values():
-            self.wanted |= set(list(self.columns)[:VERL_ARGUMENTS])
+            self.given |= set(list(self.columns)[:VERL_ARGUMENTS])
         self.needed = self.of_data & set(required_arguments(function))
         ground_truth = "ground_truths" if self.columns is LISTS else "ground_truth"
         self.needs_ground_truth = ground_truth not in reward_kwargs and requires(signature, ground_truth)
@@ -147,11 +146,11 @@ class FunctionReward:
         settings = f"{key}.reward_kwargs"
         if missing := [name for name in SERVED if name in self.form.needed]:
             raise ValueError(
-                f"{key}: {callable_name(function)} needs {' and '.join(missing)}: serve a judge yourself (python -m "
-                f"extras.server), and set {settings}.reward_router_address=HOST:PORT."
+                f"{key}: {callable_name(function)} needs {' and '.join(missing)}: serve a judge yourself "
+                f"(python -m extras.server), and set {settings}.reward_router_address=HOST:PORT."
             )
-        wanted = dict.fromkeys(sorted(self.form.wanted))
-        bind(function, wanted, self.reward_kwargs, "the reward function", settings=settings)
+        given = dict.fromkeys(sorted(self.form.given))
+        bind(function, given, self.reward_kwargs, "the reward function", settings=settings)
 
     @property
     def title(self) -> str:
@@ -162,12 +161,17 @@ class FunctionReward:
         return self.begin(data)()
 
     def begin(self, data: DataProto) -> Callable[[], Any]:
-        """Starts scoring, and returns a function that waits for the results."""
-        if self.data_sources and not self.data_sources.issuperset(sources := list(data.data_source)):
-            places = [row for row, source in enumerate(sources) if source in self.data_sources]
-            wait = self._begin(data[places]) if places else list
-            return lambda: spread(wait(), places, len(data))
-        return self._begin(data)
+        """Starts scoring, and returns a function that waits for the results: None for rows of other data sources."""
+        if not self.data_sources or self.data_sources.issuperset(data.data_source):
+            return self._begin(data)
+        places = [row for row, source in enumerate(data.data_source) if source in self.data_sources]
+        wait = self._begin(data[places]) if places else list
+
+        def spread() -> list[Any]:
+            by_place = dict(zip(places, wait(), strict=True))
+            return [by_place.get(row) for row in range(len(data))]
+
+        return spread
 
     def check(self, rows: Mapping[int, Row]) -> None:
         """Raises ConfigError if the function needs ground_truth, or a column, that none of the rows has."""
@@ -175,48 +179,52 @@ class FunctionReward:
         if missing := sorted(self.form.needed - columns):
             raise ConfigError(
                 f"the reward {self.title} needs {', '.join(missing)}, which the data does not have; its columns are "
-                f"{', '.join(sorted(columns))}. Name one of them, or give the argument a default."
+                f"{', '.join(sorted(columns))}."
             )
         labels = [row["reward_model"] for row in rows.values() if isinstance(row.get("reward_model"), dict)]
         if self.form.needs_ground_truth and all(label.get("ground_truth") is None for label in labels):
             raise ConfigError(
                 f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: fill reward_model."
-                "ground_truth or a column ground_truth, or give the argument a default: ground_truth=None."
+                "ground_truth or a column ground_truth, or give it a default: ground_truth=None."
             )
 
     def _begin(self, data: DataProto) -> Callable[[], Any]:
-        rows = 1 if self.form.takes_one_response else len(data)
-        return partial(self._results, self.caller.begin(self._calls(data), rows), len(data))
-
-    def _results(self, wait: Callable[[], list[Any]], rows: int) -> Any:
-        results = wait()
         if self.form.takes_one_response:
-            return results
-        [result] = results
-        return [result] * rows if isinstance(result, NotScored) else result
+            return self.caller.begin(self._calls(data), rows=1)
+        wait = self.caller.begin(self._calls(data), len(data))
+
+        def result_of_all() -> Any:
+            [result] = wait()
+            return [result] * len(data) if isinstance(result, NotScored) else result
+
+        return result_of_all
 
     def _calls(self, data: DataProto) -> list[dict[str, Any]]:
         """Returns the arguments that the function names: of a call for every response, or of one for all."""
-        wanted = self.form.wanted
+        given = self.form.given
         if not self.form.columns:
             offered = {"data": data, "tokenizer": self.tokenizer}
-            return [{name: offered[name] for name in wanted}]
+            return [{name: offered[name] for name in given}]
         if missing := sorted(name for name in self.form.needed if name not in data):
             raise ValueError(
                 f"{callable_name(self.function)} cannot be called: there is no column {missing[0]!r}. It may name "
                 f"{', '.join([*self.form.columns, *sorted(FACTS)])} and the columns of the data set."
             )
-        there = [name for name in wanted - {"split"} if name not in self.form.of_data or name in data]
-        columns = {name: self._column(name, data) for name in there}
-        split = {"split": "val" if data.meta_info.get("validate") else "train"} if "split" in wanted else {}
+        present = [name for name in given - {"split"} if name not in self.form.of_data or name in data]
+        columns = {name: self._column(name, data) for name in present}
+        split = {"split": "val" if data.meta_info.get("validate") else "train"} if "split" in given else {}
         if not self.form.takes_one_response:
             return [columns | split]
         return [{name: column[row] for name, column in columns.items()} | split for row in range(len(data))]
 
     def _column(self, name: str, data: DataProto) -> list[Any]:
         """Returns an argument's value for every response."""
-        if name == "messages":
-            return conversations(data)
+        if name == "messages":  # of the prompt, and all that followed
+            told, prompts = data.get("__messages__", [None] * len(data)), data.get("raw_prompt", data.prompts)
+            return [
+                messages or [*as_messages(prompt), {"role": "assistant", "content": answer}]
+                for messages, prompt, answer in zip(told, prompts, data.responses, strict=True)
+            ]
         if name == "group":
             groups = defaultdict(list)
             uids = list(data.get("uid", range(len(data))))
@@ -224,21 +232,6 @@ class FunctionReward:
                 groups[uid].append(text)
             return [groups[uid] for uid in uids]
         return list(data.get(self.form.columns.get(name, name), [None] * len(data)))
-
-
-def conversations(data: DataProto) -> list[list[dict[str, Any]]]:
-    """Returns, for each response, the messages of the prompt and all that followed."""
-    whole = data.get("__messages__", [None] * len(data))
-    return [
-        found or [*as_messages(prompt), {"role": "assistant", "content": answer}]
-        for found, prompt, answer in zip(whole, data.get("raw_prompt", data.prompts), data.responses, strict=True)
-    ]
-
-
-def spread(results: Any, places: list[int], rows: int) -> list[Any]:
-    """Puts results of the responses at `places` among `rows`; those between them are None."""
-    by_place = dict(zip(places, results, strict=True))
-    return [by_place.get(row) for row in range(rows)]
 
 
 def requires(signature: inspect.Signature, argument: str) -> bool:
@@ -312,24 +305,26 @@ class WeightedReward:
     def combine(self, results: list[Any], rows: int) -> list[Any]:
         """Joins the functions' results into a dict for each response, or NotScored if one could not score it."""
         combined: list[Any] = [{"score": 0.0} for _ in range(rows)]
-        lost: dict[int, NotScored] = {}
-        claimed: set[int] = set()
+        failed: dict[int, NotScored] = {}
+        scored: set[int] = set()
         for part, result in zip(self.parts, results, strict=True):
             name = f"{part.label} of reward.functions, {callable_name(part.function.function)}"
             if isinstance(result, list | tuple):
                 result = [NOT_MINE if one is None else one for one in result]
             scores, columns, failures = parse_scores(result, (rows, 1), name)
-            said = {part.label: scores.flatten().tolist(), **{f"{part.label}/{key}": columns[key] for key in columns}}
+            values = {part.label: scores.flatten().tolist()} | {f"{part.label}/{key}": columns[key] for key in columns}
             for row in range(rows):
-                failure = failures.get(row)
-                if failure and failure is not NOT_MINE:
-                    lost.setdefault(row, NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace))
-                if failure is not NOT_MINE:
-                    claimed.add(row)
-                    combined[row]["score"] += part.weight * said[part.label][row]
-                combined[row] |= {key: None if failure is NOT_MINE else values[row] for key, values in said.items()}
-        lost |= dict.fromkeys(set(range(rows)) - claimed, NO_PART)
-        return [lost.get(row, result) for row, result in enumerate(combined)]
+                if (failure := failures.get(row)) is NOT_MINE:
+                    combined[row] |= dict.fromkeys(values)
+                    continue
+                scored.add(row)
+                combined[row]["score"] += part.weight * values[part.label][row]
+                combined[row] |= {key: column[row] for key, column in values.items()}
+                if failure:
+                    located = NotScored(failure.outcome, f"{failure.said}, in {part.label}", failure.trace)
+                    failed.setdefault(row, located)
+        failed |= dict.fromkeys(set(range(rows)) - scored, NO_PART)
+        return [failed.get(row, result) for row, result in enumerate(combined)]
 
 
 def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Part]:
@@ -340,7 +335,7 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
         ValueError …: an entry cannot be loaded, or is of a whole DataProto; the key names it.
     """
     parts = []
-    for place, (entry, label) in enumerate(zip(config.functions, labels(config.functions), strict=True)):
+    for place, (entry, label) in enumerate(zip(config.functions, labels_of(config.functions), strict=True)):
         key = f"reward.functions[{place}]"
         try:
             function = load_function(entry, config, tokenizer, key)
@@ -348,25 +343,24 @@ def load_parts(config: ScoringConfig, tokenizer: PreTrainedTokenizerBase | None)
             raise ConfigError(f"{key}: {error}") from error
         if not function.form.columns:
             raise ConfigError(
-                f"{key}: {entry.name} in {entry.path} takes a DataProto, whose scores may be of single tokens: in "
-                "reward.functions a function scores responses. Give it solution_str, or solution_strs for all at once."
+                f"{key}: {entry.name} in {entry.path} takes a DataProto; here a function takes solution_str, or "
+                "solution_strs for all at once."
             )
         parts.append(Part(label, entry.weight, function))
     return parts
 
 
-def labels(entries: list[WeightedFunctionConfig]) -> list[str]:
-    """Names the functions in the log: by their names, and by their files' too where a name is another function's, the
-    score's or a column's of the run."""
+def labels_of(entries: list[WeightedFunctionConfig]) -> list[str]:
+    """Names the functions in the log; with their files, where a name is another's, the score's or a column's."""
     names = Counter([*(entry.name for entry in entries), *RUN_COLUMNS, *TAKEN])
-    found = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
-    for place, label in enumerate(found):
-        if (first := found.index(label)) != place:
+    labels = [entry.name if names[entry.name] == 1 else f"{Path(entry.path).stem}.{entry.name}" for entry in entries]
+    for place, label in enumerate(labels):
+        if (first := labels.index(label)) != place:
             raise ConfigError(
                 f"reward.functions[{place}] and reward.functions[{first}] would both be logged as reward/{label}: "
-                "define it under another name in its file."
+                "rename one in its file."
             )
-    return found
+    return labels
 
 
 def load_functions(

@@ -9,8 +9,7 @@ from data.chat import RM_KEY, reward_tokenizer
 from data.pretrained import check_is_reward_model, load_model_config, load_tokenizer
 from data.protocol import DataProto, object_array
 from data.types import Metrics, Stage
-from training.reward import reward_of
-from training.reward_results import place_scores
+from training.reward import place_scores, reward_of
 
 
 def zero_reward(data: DataProto) -> list[float]:

@@ -31,9 +31,8 @@ from configs.schema import RewardFunctionConfig, ScoringConfig
 from data.protocol import DataProto
 from data.rows import read_rows, with_labels
 from data.types import NotScored, Row
-from training.reward import RewardRun, call_manager, view_of_rows
+from training.reward import RewardRun, call_manager, validate_result, view_of_rows
 from training.reward_function import FunctionReward, load_function
-from training.reward_results import validate_result
 
 NAMES = ("compute_score", "compute_reward")  # looked for without --name
 MOST_SHOWN, WIDTH = 40, 48  # rows of the table, characters of a text in it
@@ -146,7 +145,7 @@ def score_rows(rows: list[Row], reward: FunctionReward, config: ScoringConfig) -
     Some results are only bad together: a dict with other keys than most.
     """
     view = DataProto.from_single_dict({name: [row[name] for row in rows] for name in rows[0]})
-    if not reward.form.takes_one_response or "group" in reward.form.wanted:
+    if not reward.form.takes_one_response or "group" in reward.form.given:
         return score_part(view, reward, config)[1]
     parts = [score_part(view[row : row + 1], reward, config) for row in range(len(view))]
     _, _, failures = validate_result([result for [result], _ in parts], reward, (len(view), 1), config)

@@ -30,8 +30,8 @@ from configs.schema import Config, RewardConfig, RewardManagerConfig
 from data.concurrency import run_all
 from data.padding import last_token
 from data.protocol import DataProto
+from training.reward import parse_scores
 from training.reward_function import FunctionReward
-from training.reward_results import parse_scores
 
 REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 Class = TypeVar("Class", bound=type)
