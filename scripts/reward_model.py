@@ -40,7 +40,7 @@ from data.seeding import derive_seed, numpy_generator
 from scripts.quickstart import SUCCESS, new_run, print_outcome, script_parser, warm_start, write_summary
 from training.environment import build_environment
 from training.preparation import prepare
-from training.torch_functional import cosine_schedule_multiplier
+from workers.engine import scheduled_multiplier
 from workers.ray_group import start_command
 
 PAIRS, HELD_OUT = 16000, 500
@@ -131,7 +131,7 @@ def reward_model(config: Config, pairs: list[Pair]) -> PreTrainedModel:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for step, batch in enumerate(track(batches, "learning from pairs")):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * cosine_schedule_multiplier(step, WARMUP, len(batches), min_lr_ratio=0.05)
+            group["lr"] = LEARNING_RATE * scheduled_multiplier(step, "cosine", WARMUP, len(batches), min_lr_ratio=0.05)
         preference_loss(*scores(model, [pairs[place] for place in batch])).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

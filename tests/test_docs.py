@@ -194,7 +194,7 @@ def test_algorithms_page_names_all_there_is_and_has_a_figure_for_every_recipe():
     shipped = {
         name
         for name, function in registered.items()
-        if function.__module__ in ("training.estimators", "training.losses")
+        if function.__module__ in ("training.core_algos", "training.losses")
     }
     assert shipped | set(PRESETS) | {word for mode in AGGREGATION_MODES for word in mode.split("-")} <= words
     measured = re.findall(r"^\| (\w+) \| (0\.\d+) \| (0\.\d+) \| \d+\.\d+ \|$", text, re.MULTILINE)

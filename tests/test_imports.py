@@ -61,7 +61,6 @@ NAMES = {
     "extras.sandbox.run": ["run_python"],
     "extras.pf_ppo.stage": [],
     "extras.sft.trainer": ["run"],
-    "training.torch_functional": ["masked_mean"],
     "data.types": ["Observer"],
     "extras.verl.compat": [],
     "workers.dp_actor": ["DataParallelPPOActor"],

@@ -8,19 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batches import close
-from training.torch_functional import (
-    clip_by_value,
-    constant_schedule_multiplier,
-    cosine_schedule_multiplier,
-    logprobs_and_entropy_from_logits,
-    logprobs_from_logits,
-    masked_mean,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-    wsd_schedule_multiplier,
-    zero_masked,
-)
+from training.core_algos import clip_by_value, masked_mean, masked_sum, masked_var, masked_whiten, zero_masked
+from workers.engine import scheduled_multiplier
+from workers.scoring_model import logprobs_and_entropy_from_logits, logprobs_from_logits
 
 NAN, INF = math.nan, math.inf
 
@@ -121,24 +111,33 @@ def test_logits_of_any_size_stay_finite():
     close(entropy, [0.0])
 
 
-def test_constant_schedule_warms_up_from_zero():
-    assert [constant_schedule_multiplier(step, 4) for step in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
-    assert constant_schedule_multiplier(0, 0) == 1
+QUARTER = 0.4 * math.cos(math.pi / 4)
 
 
-def test_cosine_schedule_reaches_its_minimum_at_the_last_step():
-    multipliers = [cosine_schedule_multiplier(step, 2, 6, min_lr_ratio=0.2) for step in range(7)]
-    quarter = 0.4 * math.cos(math.pi / 4)
-    close(multipliers, [0, 0.5, 1, 0.6 + quarter, 0.6, 0.6 - quarter, 0.2])
+@pytest.mark.parametrize(
+    ("settings", "multipliers"),
+    [
+        ({"kind": "constant", "warmup_steps": 4, "total_steps": 9}, [0, 0.25, 0.5, 0.75, 1, 1]),
+        ({"kind": "constant", "warmup_steps": 0, "total_steps": 9}, [1]),
+        (
+            {"kind": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.2},
+            [0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2],
+        ),
+        (
+            {"kind": "cosine", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.2},
+            [0, 0.5, 1, 0.6 + QUARTER, 0.6, 0.6 - QUARTER, 0.2],
+        ),
+        ({"kind": "cosine", "warmup_steps": 0, "total_steps": 4, "num_cycles": 1.0}, [1, 0.5, 0, 0.5, 1]),
+        ({"kind": "cosine", "warmup_steps": 0, "total_steps": 0}, [1]),
+        (  # 2 warm-up steps, then 10: 8 stable, 2 of decay
+            {"kind": "wsd", "warmup_steps": 2, "total_steps": 12, "min_lr_ratio": 0.1, "stable_ratio": 0.8},
+            [0, 0.5] + [1.0] * 9 + [0.55] + [0.1] * 2,
+        ),
+    ],
+)
+def test_schedules_warm_up_from_zero_and_end_at_their_minimum(settings, multipliers):
+    close([scheduled_multiplier(step, **settings) for step in range(len(multipliers))], multipliers)
 
 
-def test_cosine_schedule_may_run_whole_cycles_and_end_before_it_began():
-    close([cosine_schedule_multiplier(step, 0, 4, num_cycles=1.0) for step in range(5)], [1, 0.5, 0, 0.5, 1])
-    assert cosine_schedule_multiplier(0, 0, 0) == 1
-
-
-def test_wsd_schedule_warms_up_holds_and_decays():
-    # 2 warm-up steps, then 10: 8 stable, 2 of decay.
-    multipliers = [wsd_schedule_multiplier(step, 2, 12, min_lr_ratio=0.1, stable_ratio=0.8) for step in range(14)]
-    close(multipliers, [0, 0.5] + [1.0] * 9 + [0.55] + [0.1] * 2)
-    assert wsd_schedule_multiplier(7, 5, 3) == 0  # a warm-up longer than the run
+def test_a_warmup_longer_than_the_run_ends_at_the_minimum():
+    assert scheduled_multiplier(7, "wsd", 5, 3) == 0

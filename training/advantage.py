@@ -13,10 +13,16 @@ from configs.import_utils import bind, callable_name, is_setting, required_argum
 from configs.schema import AlgorithmConfig, Config, RewardKwargsConfig
 from data.padding import last_token
 from data.protocol import DataProto
+from training.core_algos import get_adv_estimator_fn
 from training.episode_rows import EpisodeRows
-from training.estimators import get_adv_estimator_fn
-from training.losses import AdaptiveKLController, FixedKLController, kl_penalty
-from training.torch_functional import bound_log_ratio, masked_mean, zero_masked
+from training.losses import (
+    AdaptiveKLController,
+    FixedKLController,
+    bound_log_ratio,
+    kl_penalty,
+    masked_mean,
+    zero_masked,
+)
 
 MEAN_MISMATCH = "rollout_mismatch/abs_log_prob_diff"
 MAX_MISMATCH_RATIO = "rollout_mismatch/max_ratio"

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from data.protocol import DataProto
 from data.sampler import Dynamic, PromptLoader, hears_metrics
+from training.core_algos import Groups
 from training.episode_rows import EpisodeRows
-from training.estimators import Groups
+from training.losses import masked_sum
 from training.mini_batches import rows_by_prompt
-from training.torch_functional import masked_sum
 
 TOLERANCE = 1e-6  # float32 sums of the same rewards of several turns may differ in the last bit
 LATER = ("advantages", "returns")  # computed after rows were left out

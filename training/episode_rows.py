@@ -16,7 +16,7 @@ from torch import Tensor
 from data.padding import last_token
 from data.protocol import DataProto, object_array
 from data.types import ENVIRONMENT_FAILURES, FAILED_END_REASONS
-from training.estimators import Groups
+from training.core_algos import Groups
 
 BROUGHT = "__reward_score__"  # column [B]: the score that a row brings from its agent loop; None: it is scored as any
 # What an estimator cannot be given of an episode of several rows: each of them has a prompt of its own.

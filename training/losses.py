@@ -25,8 +25,9 @@ from torch import Tensor
 from configs.import_utils import bind, callable_name
 from configs.schema import AGGREGATION_MODES
 from configs.settings import Readable
-from training.torch_functional import EPSILON, bound_log_ratio, clip_by_value, masked_mean, masked_sum, zero_masked
 
+EPSILON = 1e-8  # verl's, in every masked denominator: part of the numerics to agree with
+MAX_LOG_RATIO = 20.0  # keeps exp() finite; a token further off policy than this gets no gradient through its ratio
 MAX_SEQUENCE_LOG_RATIO = 10.0  # of gspo: bounds a row's mean log-ratio, from above only
 
 Pair = tuple[Tensor, Tensor]
@@ -80,6 +81,58 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return get_policy_loss(name).function
+
+
+# A mask is bool, int or float; what lies under its zeros never matters, not even a NaN.
+
+
+def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Keeps `values` where the mask is set, else 0, broadcasting; NaN and Inf leak neither forward nor backward."""
+    return torch.where(mask.bool(), values, 0)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Sum of `values · mask` over `axis` (all axes if None)."""
+    return (zero_masked(values, mask) * mask).sum(axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Mean over the mask; 0 where the mask is empty."""
+    return masked_sum(values, mask, axis) / (mask.sum(axis) + EPSILON)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Scalar variance over the mask, with Bessel's correction n / (n - 1) if `unbiased`.
+
+    Raises ValueError if `unbiased` and the mask holds fewer than two elements.
+    """
+    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    if not unbiased:
+        return variance
+    count = mask.sum()
+    if count <= 1:
+        raise ValueError(
+            f"the mask selects {int(count)} elements, but an unbiased variance needs at least 2: "
+            "pass more valid tokens, or unbiased=False"
+        )
+    return variance * count / (count - 1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale to unit variance over the mask and, if `shift_mean`, to mean 0; positions outside the mask move along."""
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + EPSILON)
+    return whitened if shift_mean else whitened + mean
+
+
+def bound_log_ratio(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` clamped to ±20, so that its exp() is finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clip_by_value(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    """Clamp between tensors; where the bounds cross, `lo` wins."""
+    return torch.maximum(torch.minimum(x, hi), lo)
 
 
 def agg_loss(

@@ -40,6 +40,7 @@ from data.tool_parsers import ToolParser
 from data.tools import load_tools
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
 from training.environment import (
     AGENT_COLUMN,
     SINGLE_TURN,
@@ -54,7 +55,6 @@ from training.environment import (
     load_agents,
     load_users,
 )
-from training.estimators import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
 from training.observers import check_observers
 from training.ray_trainer import RayPPOTrainer

@@ -13,10 +13,17 @@ from configs.schema import ActorConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
 from training.advantage import MAX_MISMATCH_RATIO, rollout_mismatch
-from training.losses import ReadableNamespace, agg_loss, call_policy_loss, get_policy_loss, kl_penalty
+from training.losses import (
+    ReadableNamespace,
+    agg_loss,
+    call_policy_loss,
+    get_policy_loss,
+    kl_penalty,
+    masked_mean,
+    zero_masked,
+)
 from training.mini_batches import Update
 from training.roles import TEACHER_KEY, loss_reads, loss_settings
-from training.torch_functional import masked_mean, zero_masked
 from workers.collectives import data_rank, gather_shares
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score

@@ -7,9 +7,8 @@ import torch
 from configs.schema import CriticConfig
 from data.protocol import DataProto
 from data.seeding import forked_rng
-from training.losses import compute_value_loss
+from training.losses import compute_value_loss, masked_mean
 from training.mini_batches import Update
-from training.torch_functional import masked_mean
 from workers.engine import TrainedModel, TrainEngine
 from workers.micro_batches import MicroBatch, MicroBatchSize, PooledMetrics, cut_share, score
 from workers.model_worker import ModelWorker

@@ -17,12 +17,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import OptimConfig
-from training.torch_functional import (
-    constant_schedule_multiplier,
-    cosine_schedule_multiplier,
-    linear_schedule_multiplier,
-    wsd_schedule_multiplier,
-)
 from workers.collectives import gather
 from workers.model_checkpoint import ModelCheckpoint
 
@@ -32,14 +26,44 @@ WORTH_BFLOAT16 = 50_000_000  # parameters; on a CPU, the casts of smaller models
 def learning_rate_multiplier(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Makes the function from step k (from 0) to the factor on `optim.lr`; resuming needs no other state."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
-    decaying = {"warmup_steps": warmup, "total_steps": total_steps, "min_lr_ratio": optim.min_lr_ratio}
-    schedules = {
-        "constant": partial(constant_schedule_multiplier, warmup_steps=warmup),
-        "linear": partial(linear_schedule_multiplier, **decaying),
-        "cosine": partial(cosine_schedule_multiplier, **decaying, num_cycles=optim.num_cycles),
-        "wsd": partial(wsd_schedule_multiplier, **decaying, num_cycles=optim.num_cycles),
-    }
-    return schedules[optim.lr_scheduler_type]
+    return partial(
+        scheduled_multiplier,
+        kind=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def scheduled_multiplier(
+    step: int,
+    kind: str,
+    warmup_steps: int,
+    total_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    stable_ratio: float = 0.9,
+) -> float:
+    """Returns the factor after `step` updates: a linear warm-up from 0 to 1, and then as `kind` says.
+
+    constant: 1; linear: down to `min_lr_ratio`; cosine: down to it in half a cycle; wsd: 1 for `stable_ratio` of the
+    rest, and then a cosine.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    if kind == "constant":
+        return 1.0
+    start, length = warmup_steps, total_steps - warmup_steps
+    if kind == "wsd":
+        stable_steps = int(length * stable_ratio)
+        start, length = start + stable_steps, length - stable_steps
+        if step < start or step >= total_steps:
+            return 1.0 if step < start else min_lr_ratio
+    progress = (step - start) / max(1, length)
+    if kind == "linear":
+        return 1 - (1 - min_lr_ratio) * min(1.0, progress)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(2 * math.pi * num_cycles * progress))
 
 
 class TrainEngine:

@@ -27,9 +27,9 @@ from data.pretrained import position_count
 from data.protocol import DataProto
 from data.seqlen_balancing import padded_parts
 from data.types import Completion, Request, Sample, SamplingParams
-from training.torch_functional import to_device
 from workers.collectives import common_notice
 from workers.forward_check import FAILURES, check_width, ragged_batch, scaled_up_weights, tolerance, trained_log_probs
+from workers.micro_batches import to_device
 from workers.rollout import Rollout, check_request, divergence, sample_of
 from workers.sampling import sample_rows
 

@@ -21,7 +21,6 @@ from configs.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig
 from data.padding import prompt_width, repeats_prompt
 from data.protocol import DataProto
 from data.seqlen_balancing import micro_batch_indices
-from training.torch_functional import to_device
 from workers.collectives import gather_shares
 
 
@@ -240,3 +239,11 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
         return [*map(float, values)]
     read = iter(torch.stack(on_gpu).tolist())
     return [next(read) if isinstance(value, Tensor) and value.is_cuda else float(value) for value in values]
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns `values` on `device`, to which the host copies without waiting for the work that it has launched there:
+    a GPU waits by itself, if the memory is pinned."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

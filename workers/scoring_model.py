@@ -12,14 +12,10 @@ from functools import partial
 from types import MethodType
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema import ModelConfig
-from training.torch_functional import (
-    calculate_sum_pi_squared_from_logits,
-    logprobs_and_entropy_from_logits,
-    logprobs_from_logits,
-)
 from workers.adapter import NoAdapter
 from workers.collectives import common_notice
 from workers.forward import forward_of
@@ -159,3 +155,30 @@ def padded_scores(
     if "entropy" in ask:
         return TokenScores(*logprobs_and_entropy_from_logits(logits, labels), squared)
     return TokenScores(logprobs_from_logits(logits, labels), None, squared)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Computes each label's log-probability: logits [..., V] of any float dtype, labels [...] int64 -> [...] float32."""
+    return _chosen(logits, labels) - logits.float().logsumexp(-1)
+
+
+def logprobs_and_entropy_from_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `logprobs_from_logits`, and the entropy in nats of each softmax, [...] float32, from one logsumexp."""
+    logits = logits.float()
+    log_normalizer = logits.logsumexp(-1)
+    log_probs = logits - log_normalizer.unsqueeze(-1)
+    # not normalizer - Σ p·logits, which cancels where logits are large
+    return _chosen(logits, labels) - log_normalizer, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Computes Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 where a token is certain, 1/V where none is.
+
+    As exp(logsumexp(2z) - 2 logsumexp(z)).
+    """
+    logits = logits.float()
+    return ((2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)).exp()
+
+
+def _chosen(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()

@@ -28,8 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from extras.kernels.ragged import MaskedBlock, Ragged, attend, masked_blocks
 from extras.kernels.token_head import score_tokens
-from training.torch_functional import to_device
-from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores
+from workers.micro_batches import WHOLE_SEQUENCE, MicroBatch, TokenScores, to_device
 
 NAME = "prefix_packed"
 OTHERS = ("softcap", "s_aux", "position_bias")  # what models have done to their scores, and is not done here

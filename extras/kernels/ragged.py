@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from training.torch_functional import to_device
+from workers.micro_batches import to_device
 
 BLOCK = 64  # columns; fewer compute less in vain, at a lower speed
 

@@ -25,9 +25,17 @@ from extras.rollout_correction.settings import (
     parse_rejection,
 )
 from training.advantage import estimator_needs
-from training.losses import LossConfig, compute_policy_loss_reinforce, compute_policy_loss_vanilla, register_policy_loss
+from training.losses import (
+    LossConfig,
+    bound_log_ratio,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_vanilla,
+    masked_mean,
+    masked_sum,
+    register_policy_loss,
+    zero_masked,
+)
 from training.roles import OF_POLICY
-from training.torch_functional import bound_log_ratio, masked_mean, masked_sum, zero_masked
 
 
 class RolloutCorrection(Stage):

@@ -46,8 +46,8 @@ from training.core_algos import (
     compute_optimal_token_baseline_advantage,
     compute_policy_loss_vanilla,
 )
+from training.losses import zero_masked
 from training.metric_utils import timer
-from training.torch_functional import zero_masked
 
 logger = logging.getLogger(__name__)
 

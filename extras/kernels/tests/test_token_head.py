@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from extras.kernels.token_head import MIN_BLOCK, score_tokens
 from tests.batches import relative_distance
-from training.torch_functional import calculate_sum_pi_squared_from_logits, logprobs_and_entropy_from_logits
+from workers.scoring_model import calculate_sum_pi_squared_from_logits, logprobs_and_entropy_from_logits
 
 EVERYTHING = {"with_entropy": True, "with_sum_pi_squared": True}
 KEEP_ALL = 1 << 40

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import extras.rules.gsm8k
 import training.core_algos
-import training.torch_functional
 from configs.schema import AGGREGATION_MODES, DataConfig, RewardConfig, RewardFunctionConfig
 from data.protocol import DataProto, object_array
 from data.sampler import AbstractCurriculumSampler
@@ -42,7 +41,7 @@ from extras.verl.imports import names_of_verl
 from tests.batches import aggregate, close
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from training.reward import load_reward_manager
-from training.torch_functional import logprobs_and_entropy_from_logits
+from workers.scoring_model import logprobs_and_entropy_from_logits
 
 NAN = math.nan
 # verl's anchor of the policy losses (spec 12.2): old log-probs, new ones, advantages, mask.
@@ -296,7 +295,7 @@ def test_the_forms_of_import_give_our_own_objects():
     names = {}
     exec("from verl.utils.reward_score import gsm8k\nimport verl.utils.torch_functional as verl_F\nimport verl", names)
     assert names["gsm8k"].compute_score is extras.rules.gsm8k.compute_score
-    assert names["verl_F"].masked_mean is training.torch_functional.masked_mean
+    assert names["verl_F"].masked_mean is training.core_algos.masked_mean
     assert names["verl"].utils.reward_score.search_r1_like_qa_em.subem_check("The cat sat", ["a dog", "cat"]) == 1
     assert names["verl"].DataProto is DataProto and names["verl"].utils.fs.copy_to_local("a") == "a"
     assert not hasattr(names["verl"], "nothing")
