@@ -158,7 +158,7 @@ def padded_scores(
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Computes each label's log-probability: logits [..., V] of any float dtype, labels [...] int64 -> [...] float32."""
+    """Log-probability of each label: logits [..., V] of any float dtype, labels [...] int64 -> [...] float32."""
     return _chosen(logits, labels) - logits.float().logsumexp(-1)
 
 
@@ -172,7 +172,7 @@ def logprobs_and_entropy_from_logits(logits: Tensor, labels: Tensor) -> tuple[Te
 
 
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
-    """Computes Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 where a token is certain, 1/V where none is.
+    """Σ_v π_v² of the softmax π of logits [..., V]: [...] float32, 1 where one token is certain and 1/V where none is.
 
     As exp(logsumexp(2z) - 2 logsumexp(z)).
     """
