@@ -191,7 +191,7 @@ BEFORE_ANYTHING_STARTS = [
     Case("a label without its truth", "", "give the argument a default: ground_truth=None",
          rows_jsonl='{"prompt": "1+2=", "reward_model": {"style": "rule"}, "ground_truth": null}\n' * 8),
     Case("all steps are the critic's", "trainer.critic_warmup=9 trainer.total_training_steps=8", "and the run has 8: "
-         "it would never learn", "Set it below 8, or raise trainer.total_training_steps"),
+         "it would never learn", "Set it below 8"),
     Case("greedy best of n", "actor_rollout_ref.rollout.val_kwargs.n=4", "4 greedy answers to a prompt, which are all",
          "val_kwargs.do_sample=true with a temperature above 0, or .*val_kwargs.n=1"),
     Case("best of n at temperature 0", "actor_rollout_ref.rollout.val_kwargs='{n: 2, do_sample: true, temperature: 0}'",

@@ -1,10 +1,9 @@
-"""Computes the metrics of steps, validations and evaluations: pure functions to `{metric name: float}`.
+"""Computes the metrics of steps and validations: pure functions to `{metric name: float}`.
 
 Names and formulas are verl 0.9.1's; `group/...`, `end_reason/...` and `episode/...` are ours. A row is aborted if it
 has no response token or ended in one of FAILED_END_REASONS: its score is no measurement and enters no statistic but
 `aborted_ratio` and the plain lengths. An episode of several rows is one sample, scored by their sum; lengths are those
 of rows. A statistic over nothing (say, every row aborted) is left out; verl reports NaN there.
-Left out as well: verl's `Metric` class, its variance-proxy metrics and its `expected_acc_counts`.
 """
 
 import math
@@ -12,10 +11,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from data.protocol import DataProto
 from data.types import END_REASONS, FAILED_END_REASONS
 from training.episode_rows import EpisodeRows
 
-Figures = dict[str, float]  # of an evaluation, by name; NAME/stderr beside a mean over several prompts
 NestedMetrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
 # Columns that an episode's samples may have, and what they are called beside its data source.
 OF_EPISODES = {
@@ -40,15 +36,6 @@ OF_EPISODES = {
 CORE_VARIABLES = ("acc", "reward", "return")
 
 
-@dataclass(frozen=True)
-class Graded:
-    """A prompt's responses: the score of each, and, if the reward says, the answer that it read in each."""
-
-    data_source: str
-    scores: list[float]
-    answers: list[str] | None = None
-
-
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Scores, rewards, advantages, returns, values and lengths of one training batch.
 
@@ -58,8 +45,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     `clip_ratio` is the share of rows that fill the padded width.
     """
     prompt_lengths, response_lengths = _lengths(batch)
-    completed = ~_aborted(batch)
-    episodes, finished = _episodes(batch)
+    episodes, finished, completed = _episodes(batch)
     trained = batch.response_mask.bool() & completed.unsqueeze(-1)  # [B, R]
     max_response_length = batch.responses.size(-1)
     max_prompt_length = batch.attention_mask.size(-1) - max_response_length
@@ -97,17 +83,17 @@ def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
     Roles are policy, observation and prompt; an episode of several rows has as many prompts. Those that failed count
     nowhere, and those of which nobody says whether they were a success not in that.
     """
-    episodes, finished = _episodes(batch)
+    episodes, finished, _ = _episodes(batch)
     ends = batch.select_idxs(episodes.last_row[finished.numpy()])
     values_of: dict[str, list[float]] = defaultdict(list)
     for name, column in OF_EPISODES.items():
         for source, value in zip(ends.data_source, ends.get(column, [None] * len(ends)), strict=True):
             if value is not None:
                 values_of[f"episode/{source}/{name}/mean"].append(float(value))
-    failures = [found or {} for found in ends.get("tool_failures", [None] * len(ends))]
-    for kind in sorted({kind for found in failures for kind in found}):
-        for source, found in zip(ends.data_source, failures, strict=True):
-            values_of[f"episode/{source}/tool_failures/{kind}/mean"].append(float(found.get(kind, 0)))
+    failures = [counts or {} for counts in ends.get("tool_failures", [None] * len(ends))]
+    for kind in sorted({kind for counts in failures for kind in counts}):
+        for source, counts in zip(ends.data_source, failures, strict=True):
+            values_of[f"episode/{source}/tool_failures/{kind}/mean"].append(float(counts.get(kind, 0)))
     prompts, responses = _lengths(batch)
     policy = batch.response_mask.sum(-1).float()
     for role, tokens in (("policy", policy), ("observation", responses - policy), ("prompt", prompts)):
@@ -123,11 +109,15 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
     `zero_std_frac` is the sum. If the whole batch scores alike there is no best: a positive score passes, others fail.
     """
     metrics: dict[str, float] = {}
+    episodes, finished, _ = _episodes(batch)
     if "end_reason" in batch:
-        reasons = batch.end_reason[EpisodeRows(batch).last_row].tolist()
+        reasons = batch.end_reason[episodes.last_row].tolist()
         counts = dict.fromkeys(END_REASONS, 0) | Counter(reasons)
         metrics = {f"end_reason/{reason}": count / len(reasons) for reason, count in counts.items()}
-    groups = _scores_by_group(batch)
+    scores_of: dict[Hashable, list[float]] = defaultdict(list)
+    for uid, score in zip(batch.uid[episodes.last_row[finished.numpy()]], episodes.scores()[finished], strict=True):
+        scores_of[uid].append(score.item())
+    groups = [scores for scores in scores_of.values() if len(scores) > 1]
     if not groups:
         return metrics
     worst, best = min(map(min, groups)), max(map(max, groups))
@@ -139,7 +129,7 @@ def compute_group_metrics(batch: DataProto) -> dict[str, float]:
 
 def compute_source_metrics(batch: DataProto) -> dict[str, float]:
     """`source/<data source>/score/mean`, and its share of the samples, for each source of a batch that has several."""
-    episodes, finished = _episodes(batch)
+    episodes, finished, _ = _episodes(batch)
     names = batch.data_source[episodes.last_row] if "data_source" in batch else []
     sources, metrics = np.array([str(name) for name in names]), {}
     for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
@@ -291,42 +281,6 @@ def process_validation_metrics(
     }
 
 
-def compute_evaluation_metrics(prompts: Sequence[Graded], pass_score: float) -> Figures:
-    """Computes what an evaluation of saved responses reports: means over prompts, each with its standard error.
-
-    With n the fewest responses of a prompt: mean@n, pass@k for k = 1, 2, 4 … and n, and, if the answers are known,
-    majority@n, the score of the most frequent of the first n answers. That is not verl's maj@n of a validation, which
-    resamples the n answers before each vote.
-    """
-    n = min(len(prompt.scores) for prompt in prompts)
-    columns = {f"mean@{n}": [fmean(prompt.scores) for prompt in prompts]}
-    for k in sorted({1, *_subset_sizes(n)}):
-        columns[f"pass@{k}"] = [
-            pass_at_k(len(prompt.scores), sum(score >= pass_score for score in prompt.scores), k) for prompt in prompts
-        ]
-    if all(prompt.answers is not None for prompt in prompts):
-        ballots = [
-            [{"answer": answer, "score": score} for answer, score in zip(prompt.answers, prompt.scores, strict=True)]
-            for prompt in prompts
-        ]
-        columns[f"majority@{n}"] = [calc_maj_val(found[:n], "answer", "score") for found in ballots]
-    figures: Figures = {"prompts": len(prompts), "responses": sum(len(prompt.scores) for prompt in prompts)}
-    for name, values in columns.items():
-        figures[name] = fmean(values)
-        if len(values) > 1:
-            figures[f"{name}/stderr"] = stdev(values) / math.sqrt(len(values))
-    return figures
-
-
-def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that of k of the n responses, drawn without replacement, at least one is among the `passed`.
-
-    1 − C(n − c, k) / C(n, k): unbiased for k responses drawn anew (arXiv:2107.03374, section 2.1).
-    """
-    assert 0 <= passed <= n and 1 <= k <= n, f"pass@{k} of {passed} in {n}"
-    return 1 - math.comb(n - passed, k) / math.comb(n, k)
-
-
 def flatten_validation_metrics(nested: NestedMetrics, num_turns: Sequence[int] | None = None) -> dict[str, float]:
     """`{section}/{source}/{variable}/{metric}` for each metric of `process_validation_metrics`.
 
@@ -354,19 +308,13 @@ def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     return mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
 
 
-def _aborted(batch: DataProto) -> Tensor:
-    """[B] bool: rows without a response token, and rows whose episode failed."""
-    empty = _lengths(batch)[1] == 0
-    if "end_reason" not in batch:
-        return empty
-    failed = [reason in FAILED_END_REASONS for reason in batch.end_reason]
-    return empty | torch.tensor(failed, device=empty.device)
-
-
-def _episodes(batch: DataProto) -> tuple[EpisodeRows, Tensor]:
-    """The batch by episode, and which of them are measurements, [E] bool: those with a row that is not aborted."""
+def _episodes(batch: DataProto) -> tuple[EpisodeRows, Tensor, Tensor]:
+    """Groups the batch by episode; marks those that are measurements, [E] bool, and rows that are not aborted, [B]."""
+    completed = _lengths(batch)[1] > 0
+    if "end_reason" in batch:
+        completed &= torch.tensor([reason not in FAILED_END_REASONS for reason in batch.end_reason])
     episodes = EpisodeRows(batch)
-    return episodes, episodes.total((~_aborted(batch)).int()) > 0
+    return episodes, episodes.total(completed.int()) > 0, completed
 
 
 def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
@@ -379,17 +327,6 @@ def _length_metrics(name: str, lengths: Tensor, max_length: int) -> dict[str, fl
     if metrics:
         metrics[f"{name}/clip_ratio"] = (lengths == max_length).float().mean().item()
     return metrics
-
-
-def _scores_by_group(batch: DataProto) -> list[list[float]]:
-    """Summed scores of the completed samples of each uid, where there are at least two."""
-    scores_of: dict[Hashable, list[float]] = defaultdict(list)
-    episodes, finished = _episodes(batch)
-    samples = zip(batch.uid[episodes.last_row], episodes.scores().tolist(), finished.tolist(), strict=True)
-    for uid, score, measured in samples:
-        if measured:
-            scores_of[uid].append(score)
-    return [scores for scores in scores_of.values() if len(scores) > 1]
 
 
 def _group_verdict(scores: list[float], worst: float, best: float) -> str:
@@ -416,7 +353,7 @@ def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float
     metrics[f"std@{num_samples}"] = float(np.std(values))
     has_answers = any(ballot["pred"] is not None for ballot in ballots)
     majority = partial(calc_maj_val, vote_key="pred", val_key="val")
-    for n in _subset_sizes(num_samples):
+    for n in subset_sizes(num_samples):
         results = {}
         results["best"], results["worst"] = bootstrap_metric(values, n, [np.maximum, np.minimum], seed=seed)
         if has_answers:
@@ -426,7 +363,7 @@ def _prompt_metrics(ballots: list[dict[str, Any]], seed: int) -> dict[str, float
     return metrics
 
 
-def _subset_sizes(num_samples: int) -> list[int]:
+def subset_sizes(num_samples: int) -> list[int]:
     """2, 4, 8 ... below `num_samples`, then `num_samples` itself."""
     return [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples] + [num_samples]
 

@@ -40,7 +40,7 @@ from data.tool_parsers import ToolParser
 from data.tools import load_tools
 from training.advantage import estimator_needs
 from training.checkpoint import checkpoint_to_resume
-from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS, register_adv_est
+from training.core_algos import ADV_ESTIMATOR_REGISTRY, NEEDS_GROUPS
 from training.environment import (
     AGENT_COLUMN,
     SINGLE_TURN,
@@ -55,7 +55,7 @@ from training.environment import (
     load_agents,
     load_users,
 )
-from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss, register_policy_loss
+from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
 from training.observers import check_observers
 from training.ray_trainer import RayPPOTrainer
 from training.reward import ChecksRows, RewardManager, load_reward_manager
@@ -154,7 +154,7 @@ def check_warmup(config: Config, total_steps: int) -> None:
     if warmup > total_steps and not config.trainer.val_only:
         raise ConfigError(
             f"trainer.critic_warmup={warmup}: the policy learns from that step on, and the run has {total_steps}: "
-            f"it would never learn. Set it below {total_steps}, or raise trainer.total_training_steps."
+            f"it would never learn. Set it below {total_steps}."
         )
 
 
@@ -175,85 +175,73 @@ def check_models(config: Config) -> None:
     Raises:
         ValueError: it cannot; names key and remedy.
     """
-    model, rollout, roles = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, needed_roles(config)
-    longest = config.data.max_prompt_length + rollout.response_length
-    policy = load_model_config(model, model.path, "actor_rollout_ref.model.path")
-    check_is_decoder(policy, "actor_rollout_ref.model.path")
-    lengths = "data.max_prompt_length + data.max_response_length"
-    check_positions(policy, longest, "actor_rollout_ref.model.path", lengths)
-    find("adapter", model.adapter, "actor_rollout_ref.model").check_settings(model, "actor_rollout_ref.model")
-    check_teacher(config, longest, lengths)
-    if "critic" in roles:
-        critic = load_model_config(model, config.critic.model.path, "critic.model.path")
-        check_has_value_head(critic, "critic.model.path")
-        check_positions(critic, longest, "critic.model.path", lengths)
-
-
-def check_teacher(config: Config, longest: int, lengths: str) -> None:
-    """Raises ValueError where ref.model.path names another model than the policy's, and it cannot be its reference."""
-    policy, path, key = config.actor_rollout_ref.model, config.actor_rollout_ref.ref.model.path, f"{TEACHER_KEY}.path"
-    if path == policy.path:
-        return
-    if not config.trainer.val_only and "ref" not in needed_roles(config):
+    actor, ref, roles = config.actor_rollout_ref, config.actor_rollout_ref.ref.model.path, needed_roles(config)
+    teaches = ref != actor.model.path
+    if teaches and not config.trainer.val_only and "ref" not in roles:
         raise ConfigError(
-            f"{key} names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor.use_kl_loss=true, or "
-            "algorithm.use_kl_in_reward=true, or leave it out."
+            f"{TEACHER_KEY}.path names a teacher, and nothing reads ref_log_prob: set actor_rollout_ref.actor."
+            "use_kl_loss=true or algorithm.use_kl_in_reward=true, or leave it out."
         )
-    teacher = load_model_config(policy, path, key)
-    check_is_decoder(teacher, key)
-    check_positions(teacher, longest, key, lengths)
-    if load_tokenizer(replace(policy, path=path)).get_vocab() != load_tokenizer(policy).get_vocab():
-        raise ConfigError(f"{key}={path} has other tokens than the policy, whose token ids it would score.")
+    models = [("actor_rollout_ref.model.path", actor.model.path, check_is_decoder)]
+    models += [(f"{TEACHER_KEY}.path", ref, check_is_decoder)] if teaches else []
+    models += [("critic.model.path", config.critic.model.path, check_has_value_head)] if "critic" in roles else []
+    longest = config.data.max_prompt_length + actor.rollout.response_length
+    for key, path, check_kind in models:
+        model_config = load_model_config(actor.model, path, key)
+        check_kind(model_config, key)
+        check_positions(model_config, longest, key, "data.max_prompt_length + data.max_response_length")
+    find("adapter", actor.model.adapter, "actor_rollout_ref.model").check_settings(
+        actor.model, "actor_rollout_ref.model"
+    )
+    if (
+        teaches
+        and load_tokenizer(replace(actor.model, path=ref)).get_vocab() != load_tokenizer(actor.model).get_vocab()
+    ):
+        raise ConfigError(f"{TEACHER_KEY}.path={ref} has other tokens than the policy, whose token ids it would score.")
 
 
 def check_algorithm(config: Config) -> None:
-    """The estimator and the policy loss exist, can be called, and are given what they need.
+    """Checks that the estimator and the policy loss exist, can be called, and are given what they need.
 
     Raises:
         ConfigError: names the known ones and the files that were imported.
     """
-    algorithm, settings = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    algorithm, settings = config.algorithm, loss_settings(config)
     name, samples = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    mode = loss_settings(config).loss_mode
     loss_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     losses = {known: loss.function for known, loss in POLICY_LOSS_REGISTRY.items()}
-    for key, chosen, known, decorator, kwargs in (
-        ("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY, register_adv_est, algorithm.adv_estimator_kwargs),
-        (loss_key, mode, losses, register_policy_loss, settings.kwargs),
-    ):
-        if chosen not in known:
-            plain, loaded = chosen.lower(), config.actor_rollout_ref.model.external_lib
-            is_recipe = plain in options("recipe") and plain not in known
-            guess = f" Did you mean recipe={plain}?" if is_recipe else did_you_mean(plain, list(known))
-            raise ConfigError(
-                f"{key}={chosen}: there is none of this name.{guess} There are {list(known)}; one of yours stands "
-                f"under @{decorator.__name__}({chosen!r}) in a file that actor_rollout_ref.model.external_lib names; "
-                f"it names {loaded or 'none'}."
-            )
-        if strangers := sorted(argument for argument in kwargs if not accepts(known[chosen], argument)):
-            raise ConfigError(f"{key}={chosen} takes no argument {strangers}: its kwargs are {kwargs}.")
+    check_known(config, "algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY, algorithm.adv_estimator_kwargs)
+    check_known(config, loss_key, settings.loss_mode, losses, settings.kwargs)
     if name in NEEDS_GROUPS and samples < 2:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n={samples}: algorithm.adv_estimator={name} compares the samples of one prompt "
             "and needs at least 2 (8 is usual)."
         )
     if config.critic.enable is False and "values" in estimator_needs(name):
-        raise ConfigError(
-            f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave critic.enable null, or "
-            "choose an estimator without a critic, e.g. grpo."
-        )
+        raise ConfigError(f"algorithm.adv_estimator={name} needs values, and critic.enable=false: leave that out.")
     for stage in stages(config):
         stage.check(config)
-    check_loss(config, loss_key)
+    others = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
+    function = policy_loss_of(config).function
+    bind_policy_loss(function, TENSOR_ARGS, None, None, others, f"{loss_key}={settings.loss_mode}")
     roles = needed_roles(config)
     check_token_budgets(config, "ref" in roles, "critic" in roles)
 
 
-def check_loss(config: Config, key: str) -> None:
-    """Raises ValueError unless the policy loss, named by the setting `key`, can be called with what the run has."""
-    settings = loss_settings(config)
-    others = dict.fromkeys({"rollout_is_weights"} & columns_made(config) | loss_reads(config)) | settings.kwargs
-    bind_policy_loss(policy_loss_of(config).function, TENSOR_ARGS, None, None, others, f"{key}={settings.loss_mode}")
+def check_known(config: Config, key: str, name: str, known: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a function is registered as `name`, by the setting `key`, and accepts `kwargs`."""
+    if name not in known:
+        plain, loaded = name.lower(), config.actor_rollout_ref.model.external_lib
+        is_recipe = plain in options("recipe") and plain not in known
+        guess = f" Did you mean recipe={plain}?" if is_recipe else did_you_mean(plain, list(known))
+        decorator = "register_adv_est" if known is ADV_ESTIMATOR_REGISTRY else "register_policy_loss"
+        raise ConfigError(
+            f"{key}={name}: there is none of this name.{guess} There are {list(known)}; one of yours stands under "
+            f"@{decorator}({name!r}) in a file that actor_rollout_ref.model.external_lib names; it names "
+            f"{loaded or 'none'}."
+        )
+    if unknown := sorted(argument for argument in kwargs if not accepts(known[name], argument)):
+        raise ConfigError(f"{key}={name} takes no argument {unknown}: its kwargs are {dict(kwargs)}.")
 
 
 def build_train_loader(
@@ -265,8 +253,11 @@ def build_train_loader(
         left_out = overlong_rows(dataset, tokenizer, data)
     else:
         dataset = env_dataset(data, environment, tokenizer, size=config.env.train_size)
-    sampler, make_row = create_rl_sampler(data, dataset, data.seed), row_maker(dataset, tokenizer, data)
-    batch_size = fitting_batch_size(data, epoch_rows(dataset, sampler, left_out))
+    sampler = create_rl_sampler(data, dataset, data.seed)
+    batch_size, make_row = (
+        fitting_batch_size(data, epoch_rows(dataset, sampler, left_out)),
+        row_maker(dataset, tokenizer, data),
+    )
     return PromptLoader(dataset, batch_size, sampler, make_row=make_row, left_out=left_out)
 
 
@@ -282,14 +273,9 @@ def build_val_loader(
         left_out = overlong_rows(dataset, tokenizer, data)
     else:
         return None
-    return PromptLoader(
-        dataset,
-        data.val_batch_size or len(dataset),
-        SequentialSampler(dataset, data),
-        make_row=row_maker(dataset, tokenizer, data),
-        drop_last=False,
-        left_out=left_out,
-    )
+    sampler, make_row = SequentialSampler(dataset, data), row_maker(dataset, tokenizer, data)
+    batch_size = data.val_batch_size or len(dataset)
+    return PromptLoader(dataset, batch_size, sampler, make_row=make_row, drop_last=False, left_out=left_out)
 
 
 def check_has_state(loader: PromptLoader) -> None:
@@ -297,7 +283,7 @@ def check_has_state(loader: PromptLoader) -> None:
     if "state" not in (loader.row(0).get("extra_info") or {}):
         raise ConfigError(
             f"env.mode=episode: row 0 of {type(loader.dataset).__name__} has no extra_info['state'], with which its "
-            "episode begins: CustomEnvDataset.columns (custom/env_dataset.py) puts it there."
+            "episode begins (CustomEnvDataset.columns)."
         )
 
 
@@ -324,9 +310,8 @@ def describe_tools(settings: MultiTurnConfig, tokenizer: PreTrainedTokenizerBase
         )
     elif not shows_tools(tokenizer):
         notice(
-            f"the chat template does not show tools, and {MULTI_TURN}.format={settings.format} cannot describe them in "
-            f"a system message of it, so the policy reads nothing of {', '.join(tools)}: say in the prompts how they "
-            "are called, begin with a model that knows it, or set actor_rollout_ref.model.custom_chat_template."
+            f"neither the chat template nor {MULTI_TURN}.format={settings.format} shows tools, so the policy reads "
+            f"nothing of {', '.join(tools)}: say in the prompts how they are called, or set custom_chat_template."
         )
     return kwargs
 
@@ -342,7 +327,8 @@ def check_goes_on(config: Config, chat: ChatFormat) -> None:
 def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable[int]) -> None:
     """Checks that rows ask for agents that exist, conversations only if there are some, and for such simulated users.
 
-    Rows of files are all looked at, those that a dataset makes at these positions.
+    Rows of files are all looked at, those that a dataset makes at these positions, and an environment's, which begin
+    none, not at all.
 
     Raises:
         ConfigError: names the row and the remedy.
@@ -351,17 +337,15 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
     users = load_users(settings) if settings.enable else None
     if isinstance(dataset, RLHFDataset) and dataset.rows and gives_rows_as_they_are(dataset):
         rows = enumerate(dataset.rows)
-    else:  # an environment's begin none
-        wanted = () if isinstance(dataset, StateDataset) else positions
-        rows = ((position, loader.row(position)) for position in wanted)
+    else:
+        rows = ((position, loader.row(position)) for position in positions if not isinstance(dataset, StateDataset))
     for position, row in rows:
         agent = row.get(AGENT_COLUMN, SINGLE_TURN)
         if agent not in (SINGLE_TURN, TOOL_AGENT, *agents):
             raise ConfigError(f"row {position} has {AGENT_COLUMN}={agent}; {known_names(agents)}")
         if agent == TOOL_AGENT and not settings.enable:
             raise ConfigError(
-                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}, and {MULTI_TURN}.enable=false: it would be answered "
-                f"once, without tools. Set {MULTI_TURN}.enable=true, or take the column away."
+                f"row {position} has {AGENT_COLUMN}={TOOL_AGENT}: set {MULTI_TURN}.enable=true, or drop the column."
             )
         try:
             if users is not None:
@@ -371,19 +355,17 @@ def check_rows(rollout: RolloutConfig, loader: PromptLoader, positions: Iterable
 
 
 def overlong_rows(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> frozenset[int]:
-    """The positions of rows to leave out, as their prompts are longer than data.max_prompt_length; in a warning, too.
+    """Finds the rows to leave out, as their prompts are longer than data.max_prompt_length; says so in a warning.
 
-    For a class of the user's, all rows of which are made once: those of files were measured when they were read, and
-    those that change by the step (`on_batch_end`) cannot be. None are left out where prompts may be cut instead
-    (data.filter_overlong_prompts=false data.truncation=left): nothing is measured then.
+    All rows of a class of the user's are made once for it: those of files were measured when they were read, those that
+    change by the step (`on_batch_end`) cannot be, and where prompts may be cut instead, nothing is measured.
 
     Raises:
         OverlongPrompt: the first such row, if data.filter_overlong_prompts is false and data.truncation "error".
         ValueError: all rows are too long, or a row cannot be used.
     """
-    measured = gives_rows_as_they_are(dataset)
     may_be_cut = not config.filter_overlong_prompts and config.truncation != "error"
-    if measured or may_be_cut or isinstance(dataset, Dynamic):
+    if gives_rows_as_they_are(dataset) or may_be_cut or isinstance(dataset, Dynamic):
         return frozenset()
     make_row = row_maker(dataset, tokenizer, replace(config, truncation="error"))
     total, overlong = len(dataset), {}

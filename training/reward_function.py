@@ -185,7 +185,7 @@ class FunctionReward:
         if self.form.needs_ground_truth and all(label.get("ground_truth") is None for label in labels):
             raise ConfigError(
                 f"the reward {self.title} needs ground_truth, and none of {len(rows)} rows has one: fill reward_model."
-                "ground_truth or a column ground_truth, or give it a default: ground_truth=None."
+                "ground_truth or a column ground_truth, or give the argument a default: ground_truth=None."
             )
 
     def _begin(self, data: DataProto) -> Callable[[], Any]:

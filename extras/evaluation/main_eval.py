@@ -29,7 +29,7 @@ from configs.schema import ScoringConfig
 from data.files import replacing
 from data.rows import Origin, read_rows, with_labels
 from data.types import Row
-from training.metric_utils import Figures, Graded, compute_evaluation_metrics
+from extras.evaluation.figures import Figures, Graded, compute_evaluation_metrics
 from training.reward import RewardManager, RewardRun, view_of_rows, view_scores
 from training.reward_function import load_functions
 

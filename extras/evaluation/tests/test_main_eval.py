@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from extras.evaluation.figures import Graded, compute_evaluation_metrics, pass_at_k
 from extras.evaluation.main_eval import evaluate, main
-from training.metric_utils import Graded, compute_evaluation_metrics, pass_at_k, process_validation_metrics
+from training.metric_utils import process_validation_metrics
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
