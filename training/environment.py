@@ -20,8 +20,6 @@ from data.types import Message
 from training.reward import RewardManager, load_reward_manager, reward_name
 
 STARTS_CHECKED = 64  # validation episodes whose first prompts are measured before anything expensive
-
-
 AGENT_KEY = "actor_rollout_ref.rollout.agent"
 AGENT_COLUMN = "agent_name"  # verl's: what begins with a row
 SINGLE_TURN, TOOL_AGENT, ENVIRONMENT = "single_turn_agent", "tool_agent", "environment"
@@ -96,16 +94,15 @@ def build_environment(config: Config) -> Any | None:
     factory = load_extern_object(settings.path, settings.name)
     seed = derive_seed(config.trainer.seed, "environment")
     given = {"seed": seed, "max_turns": settings.max_turns, "exclude_seeds": episode_seeds(settings)}
-    optional = {"max_walk": settings.max_walk, "invalid_action": settings.invalid_action}
-    given |= {key: value for key, value in optional.items() if value is not None}  # a factory need not know the others
-    if settings.mode == "episode":
-        given["from_start"] = True
-    if settings.in_processes or settings.timeout != EnvConfig().timeout:
-        given |= {"timeout": settings.timeout}
-    of_extras = [item.name for item in fields(settings) if "factory" in item.metadata]
-    given |= {name: settings[name] for name in of_extras if settings[name]}
-    if settings.success != SuccessConfig():
-        given["success"] = settings.success
+    optional = {  # which a factory need not know
+        "max_walk": settings.max_walk,
+        "invalid_action": settings.invalid_action,
+        "from_start": True if settings.mode == "episode" else None,
+        "timeout": settings.timeout if settings.in_processes or settings.timeout != EnvConfig().timeout else None,
+        "success": settings.success if settings.success != SuccessConfig() else None,
+        **{item.name: settings[item.name] or None for item in fields(settings) if "factory" in item.metadata},
+    }
+    given |= {key: value for key, value in optional.items() if value is not None}
     try:
         return factory(settings.id, **given, **settings.kwargs)
     except (ValueError, TypeError, ImportError) as error:
@@ -113,21 +110,19 @@ def build_environment(config: Config) -> Any | None:
 
 
 def data_settings(config: Config, tools: Mapping[str, Any] | None = None) -> DataConfig:
-    """The data section with its seed, which is derived from trainer.seed unless it is set, and with the arguments that
-    describe `tools` in every prompt (`data.chat.tool_kwargs`)."""
-    seed, data = config.data.seed, config.data
+    """Returns the data section with its seed, by default of trainer.seed, and with the arguments that describe `tools`
+    in every prompt (`data.chat.tool_kwargs`)."""
+    data = config.data
     template = {**(tools or {}), **data.apply_chat_template_kwargs}
-    seed = derive_seed(config.trainer.seed, "data") if seed is None else seed
+    seed = derive_seed(config.trainer.seed, "data") if data.seed is None else data.seed
     return replace(data, seed=seed, apply_chat_template_kwargs=template)
 
 
 def env_dataset(data: DataConfig, environment: Any, tokenizer: PreTrainedTokenizerBase, **places: int) -> Any:
     """The dataset around an environment, of the class data.custom_cls, or that of custom/env_dataset.py."""
-    if data.custom_cls.path is None:
-        found = load_extern_object("custom/env_dataset.py", "CustomEnvDataset")
-    else:
-        found = get_dataset_class(data)
-    return found(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
+    is_ours = data.custom_cls.path is None
+    cls = load_extern_object("custom/env_dataset.py", "CustomEnvDataset") if is_ours else get_dataset_class(data)
+    return cls(environment, tokenizer, data, **places, **data.custom_cls.kwargs)
 
 
 def build_env_setup(config: Config, environment: Any, dataset: Any, reward: RewardManager) -> EnvSetup:
@@ -137,9 +132,9 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
         ConfigError: the dataset cannot show a state, or prompts of first states are too long.
     """
     if not isinstance(dataset, StateDataset):
-        wanted = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
+        setting = f"env.val_episodes={config.env.val_episodes}" if config.env.mode == "step" else "env.mode=episode"
         raise ConfigError(
-            f"{wanted}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
+            f"{setting}: data.custom_cls.name={config.data.custom_cls.name} has no encode_state(state) and "
             "turn_messages(state): make it a subclass of CustomEnvDataset, or set env.mode=step and env.val_episodes=0."
         )
     classes = [one for one in type(reward).__mro__ if one.__module__ != "custom.reward_manager"]
@@ -147,7 +142,7 @@ def build_env_setup(config: Config, environment: Any, dataset: Any, reward: Rewa
     if config.env.mode == "episode" and unused:
         notice(
             f"{reward_name(reward)}: env.mode=episode does not call its {' and '.join(unused)}: the environment pays. "
-            "Put the reward into a gymnasium wrapper, or train on single states: env.mode=step."
+            "Put the reward into a gymnasium wrapper, or set env.mode=step."
         )
     if seeds := episode_seeds(config.env)[:STARTS_CHECKED]:
         dataset.check_sizes(map(environment.start_state, seeds), "validation episodes")
@@ -158,9 +153,9 @@ def worker_env_setup(config: Config, tokenizer: PreTrainedTokenizerBase) -> EnvS
     """Builds the setup that the driver has checked anew from the config, where episodes are played."""
     environment, rollout, tools = build_environment(config), config.actor_rollout_ref.rollout, {}
     if uses_tools(rollout):
-        found = load_tools(rollout.multi_turn)
         parser = ToolParser.get_tool_parser(rollout.multi_turn.format, tokenizer)
-        tools = tool_kwargs([tool.tool_schema.model_dump() for tool in found.values()], parser, tokenizer)
+        schemas = [tool.tool_schema.model_dump() for tool in load_tools(rollout.multi_turn).values()]
+        tools = tool_kwargs(schemas, parser, tokenizer)
     dataset = env_dataset(data_settings(config, tools), environment, tokenizer, size=1)
     reward = load_reward_manager(config.reward, tokenizer, environment, config)
     return EnvSetup(environment, dataset, reward if isinstance(reward, ActionReader) else environment)
@@ -238,13 +233,11 @@ def begin_episodes(prompts: DataProto, agent: str) -> DataProto:
 
 def assign_agents(prompts: DataProto, config: Config) -> DataProto:
     """Says of each row what it begins: an episode of the environment, a conversation, or a single answer."""
-    if config.env.mode == "episode" and config.env.id is not None:
-        return begin_episodes(prompts, ENVIRONMENT)
-    if config.actor_rollout_ref.rollout.agent.default_agent_loop is not None and config.env.id is None:
-        return begin_episodes(prompts, config.actor_rollout_ref.rollout.agent.default_agent_loop)
-    if config.actor_rollout_ref.rollout.multi_turn.enable and config.env.id is None:
-        return begin_episodes(prompts, TOOL_AGENT)
-    return prompts
+    rollout = config.actor_rollout_ref.rollout
+    agent = rollout.agent.default_agent_loop or (TOOL_AGENT if rollout.multi_turn.enable else SINGLE_TURN)
+    if config.env.id is not None:
+        agent = ENVIRONMENT if config.env.mode == "episode" else SINGLE_TURN
+    return prompts if agent == SINGLE_TURN else begin_episodes(prompts, agent)
 
 
 def are_episodes(prompts: DataProto) -> bool:

@@ -41,6 +41,7 @@ def scheduled_multiplier(
     kind: str,
     warmup_steps: int,
     total_steps: int,
+    *,
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
     stable_ratio: float = 0.9,
