@@ -23,11 +23,11 @@ from tests.batches import Turn, episode_batch, padded
 from tests.engines import trainer_on
 from tests.runs import compose, learning_metrics, short_run, state_files
 from tests.test_resume import run_until
-from training.observers import Observers
 from training.preparation import prepare
 from training.ray_trainer import RayPPOTrainer
 from training.reward import RewardManager
 from training.reward_function import FunctionReward
+from training.tracking import Observers
 from workers.hf_rollout import HFRollout
 from workers.models import load_causal_lm
 

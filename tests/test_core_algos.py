@@ -62,7 +62,7 @@ class TestRegistries:
         assert get_adv_estimator_fn("mine") is mine
 
     def test_a_second_function_under_a_taken_name_is_refused_and_the_first_stays(self):
-        with pytest.raises(ValueError, match=r"'grpo' has already been registered, by module training\.estimators"):
+        with pytest.raises(ValueError, match=r"'grpo' has already been registered, by module training\.core_algos"):
             register_adv_est(AdvantageEstimator.GRPO)(lambda **kwargs: None)
         assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
 

@@ -26,8 +26,8 @@ from tests.runs import (
     signalled,
     state_files,
 )
-from training.observers import Observers
 from training.ray_trainer import RayPPOTrainer
+from training.tracking import Observers
 from workers.engine import TrainEngine
 from workers.model_worker import ModelWorker
 

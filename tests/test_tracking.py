@@ -25,8 +25,7 @@ from data.types import Observer
 from tests.forked import python
 from tests.runs import files_of_at_most
 from training import tracking
-from training.observers import Observers, observers_of
-from training.tracking import METRICS_FILE, short_number
+from training.tracking import METRICS_FILE, Observers, observers_of, short_number
 
 ROOT = Path(__file__).parent.parent
 OF_EXTRAS = ("extras.report.observer", "extras.watch.health")

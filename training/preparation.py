@@ -56,7 +56,6 @@ from training.environment import (
     load_users,
 )
 from training.losses import POLICY_LOSS_REGISTRY, TENSOR_ARGS, bind_policy_loss
-from training.observers import check_observers
 from training.ray_trainer import RayPPOTrainer
 from training.reward import ChecksRows, RewardManager, load_reward_manager
 from training.roles import (
@@ -68,6 +67,7 @@ from training.roles import (
     policy_loss_of,
     stages,
 )
+from training.tracking import check_observers
 
 ROWS_LOOKED_AT = 32  # from all over the data set
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"

@@ -29,8 +29,8 @@ from training.checkpoint import (
 )
 from training.messages import ended_early, files_left, nothing_left, steps_lost
 from training.metric_utils import timer
-from training.observers import Observers
 from training.roles import WorkerError
+from training.tracking import Observers
 
 Metrics = dict[str, float]
 
@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
         metrics, validation: metrics of the last step and of the last validation.
-        observers: told of every step (training/observers.py).
+        observers: told of every step (training/tracking.py).
         timing: seconds of what is done outside `step`, by stage, since the last line of the record.
         began: when its clock started, by time.monotonic().
     """

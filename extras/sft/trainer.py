@@ -37,9 +37,8 @@ from extras.sft.settings import SFTConfig, SFTTrainerConfig
 from training.checkpoint import CONFIG_FILE, checkpoint_to_resume
 from training.metric_utils import timer
 from training.mini_batches import Update
-from training.observers import check_observers
 from training.run import Metrics, Run
-from training.tracking import METRICS_FILE
+from training.tracking import METRICS_FILE, check_observers
 from workers.group import Role, roles_of
 from workers.ray_group import check_machine, start_command, start_pools, worker_summary
 

@@ -112,7 +112,7 @@ def likeliest_cause(metrics: Mapping[str, float]) -> str:
         return (
             f"{late} responses were not scored in time, and {broken} made the reward raise "
             "(reward/timeout, reward/error; the warnings name the line). Mend the function, which `python -m "
-            "training.reward` tries, or raise reward.timeout."
+            "extras.try_reward` tries, or raise reward.timeout."
         )
     if "critic/score/max" not in metrics:
         return "every rollout failed (response/aborted_ratio is 1). Look at end_reason/… in metrics.jsonl."

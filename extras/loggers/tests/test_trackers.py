@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from configs.errors import ConfigError
 from configs.schema import Config, TrainerConfig
 from tests.test_tracking import start
-from training.observers import check_observers
+from training.tracking import check_observers
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from extras.sft.dataset import SFTDataset
 from extras.sft.settings import SFTConfig, SFTDataConfig
 from extras.sft.trainer import SFTTrainer, prepare, run, worker_config
 from tests.runs import Stopped, learning_metrics, signalled, state_files
-from training.observers import Observers
 from training.roles import ROLES
+from training.tracking import Observers
 from workers.dp_actor import DataParallelPPOActor
 from workers.group import LocalGroup, Role
 from workers.micro_batches import PooledMetrics
