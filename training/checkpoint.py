@@ -1,11 +1,10 @@
 """Writes and finds checkpoints that survive a kill at any moment.
 
 A checkpoint is written under a temporary name, flushed to disk, renamed to global_step_N, then named in
-latest_checkpointed_iteration.txt; only after that are older ones removed. So a folder called global_step_N is whole at
-any moment, and so is the one that file names. Layout: actor/, critic/ (supervised training has the one model's files
-beside the others), data.pt (position in the data), trainer_state.pt (step, its metrics, KL coefficient, random
-generators), config.yaml. A model has model/ and optim/ (weights and moments, in shards: training/model_shards.py), a
-file of random generators a worker (extra_state_world_size_N_rank_i.pt), and huggingface/ for from_pretrained.
+latest_checkpointed_iteration.txt; only after that are older ones removed. Layout: actor/, critic/ (supervised training
+has the one model's files beside the others), data.pt (position in the data), trainer_state.pt (step, its metrics, KL
+coefficient, random generators), config.yaml. A model has model/ and optim/ (training/model_shards.py), a file of random
+generators a worker (extra_state_world_size_N_rank_i.pt), and huggingface/ for from_pretrained.
 """
 
 import json
@@ -77,8 +76,7 @@ class Saver:
         self.error: Exception | None = None  # of the last save
 
     def save(self, step: int) -> dict[str, float]:
-        """Writes the checkpoint of `step`, when the one before it is whole; returns metrics. What goes on in the
-        background is left to `finish`. If the disk is full, warns: the run goes on."""
+        """Writes the checkpoint of `step`, once the one before it is whole; returns metrics. A full disk is a warning."""
         metrics = self.finish()
         self.error = None
         try:
@@ -89,11 +87,7 @@ class Saver:
         return metrics | self.finish(wait=False)
 
     def finish(self, wait: bool = True) -> dict[str, float]:
-        """Names the checkpoint that is being written, if there is one and as soon as it is whole; returns metrics.
-
-        Args:
-            wait: until it is whole; otherwise this is for a later call.
-        """
+        """Names the checkpoint that is being written, if it is whole (`wait`: when it is); returns metrics."""
         if self.unnamed is None:
             return {}
         step = self.unnamed
@@ -125,11 +119,7 @@ class Saver:
 
 
 def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Writes the checkpoint of `step` by `write(folder)`, aside.
-
-    Raises:
-        WRITE_ERRORS: the disk is full or unwritable; older checkpoints are untouched.
-    """
+    """Writes the checkpoint of `step` by `write(folder)`, aside. Raises WRITE_ERRORS; older ones are untouched."""
     clear_leftovers(root)
     temporary = root / f"{WRITING}global_step_{step}"
     with ExitStack() as undone:
@@ -184,11 +174,7 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def find_checkpoint(root: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
-    """Finds the folder to resume from; None: start afresh. Nothing is written: another run may hold `root`.
-
-    Raises:
-        ValueError: the folder that is named (by the user or by the tracker file) is not there.
-    """
+    """Finds the folder to resume from; None: start afresh. Raises ValueError if the one that is named is not there."""
     if resume_mode == "disable":
         return None
     if resume_mode == "resume_path":
@@ -210,8 +196,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 
     Raises:
         ValueError: as `find_checkpoint`.
-        ConfigError: the newest checkpoint is of another model than the run is to train; or a named one has LoRA's
-            matrices of another.
+        ConfigError: the newest is of another model than the run is to train; or a named one has LoRA's matrices of it.
     """
     trainer, key = config.trainer, config.model_key
     folder = find_checkpoint(Path(trainer.default_local_dir), trainer.resume_mode, trainer.resume_from_path)
@@ -245,10 +230,7 @@ def find_whole(folder: Path) -> Path | None:
 
 def read_part(path: Path, restore: Callable[[Any], Any], trusted: bool = False, mapped: bool = False) -> None:
     """Calls `restore` with the content of a torch.save file. `trusted` files may hold any Python object; the tensors of
-    `mapped` ones are read when they are used.
-
-    Raises:
-        ValueError: unreadable, or of another shape than the run; names the file and the remedy.
+    `mapped` ones are read when they are used. Raises ValueError if it is unreadable, or does not fit the run.
     """
     try:
         if not trusted:
@@ -280,11 +262,7 @@ def config_yaml(config: Config) -> str:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Reads the config.yaml of a checkpoint, by dotted key.
-
-    Raises:
-        ValueError: unreadable; names the file and the remedy.
-    """
+    """Reads the config.yaml of a checkpoint, by dotted key. Raises ValueError if it is unreadable."""
     try:
         return dict(flatten(OmegaConf.to_container(OmegaConf.load(path))))
     except FILE_ERRORS as error:

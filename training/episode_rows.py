@@ -1,7 +1,6 @@
 """The rows of a batch by episode: with env.history=turns an episode is several rows, one a turn.
 
-Estimators, the statistics of groups and metrics count episodes. Here rows become episodes, and numbers of episodes
-numbers of their rows (pure functions of a batch).
+Estimators, the statistics of groups and metrics count episodes.
 """
 
 import logging
@@ -168,17 +167,14 @@ def check_failures(batch: DataProto, limit: float) -> None:
     counts = ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
     [(place, times)] = Counter(map(place_of, causes)).most_common(1)
     example = next(cause for cause in causes if place_of(cause) == place)
-    failed, most = (
-        f"{len(causes)} of {len(ends)} episodes failed ({counts})",
-        f"Most frequent, {times} times: {example}",
-    )
+    failed = f"{len(causes)} of {len(ends)} episodes failed ({counts})"
+    most = f"Most frequent, {times} times: {example}"
     if len(causes) <= limit * len(ends):
         logger.warning("%s, and are left out. %s", failed, most)
         return
     raise RuntimeError(
-        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, or "
-        "let it take longer (env.timeout); what fails now and then is left out of all statistics, and "
-        "env.max_failed_fraction says how much of it a run may bear."
+        f"{failed}, more than env.max_failed_fraction={limit:g} allows. {most}. Mend what raises or hangs there, "
+        "or raise env.timeout."
     )
 
 

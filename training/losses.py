@@ -1,7 +1,6 @@
 """Policy losses, the value loss and KL penalties, as a catalogue of pure functions over padded tensors.
 
-A new policy loss is a short function under `@register_policy_loss("name")`. `call_policy_loss` calls one, shipped or of
-the user's, and checks what it returns.
+A new policy loss is a short function under `@register_policy_loss("name")`.
 
 Shapes: B sequences, R the padded response width. `response_mask` [B, R] is 1 on tokens the policy produced and 0 on
 padding, observations and tool text; a row whose mask is all zero is a failed episode. What lies under the zeros does
@@ -111,10 +110,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
         return variance
     count = mask.sum()
     if count <= 1:
-        raise ValueError(
-            f"the mask selects {int(count)} elements, but an unbiased variance needs at least 2: "
-            "pass more valid tokens, or unbiased=False"
-        )
+        raise ValueError(f"the mask selects {int(count)} elements, but an unbiased variance needs at least 2")
     return variance * count / (count - 1)
 
 
@@ -155,10 +151,9 @@ def agg_loss(
     | seq-mean-token-mean | sum over sequences of their token means / sequences |
     | seq-mean-token-sum-norm | sum over tokens / sequences / `loss_scale_factor` (default R) |
 
-    For a piece of a mini-batch pass the counts of the whole: `batch_num_tokens` valid tokens, `global_batch_size`
-    sequences with at least one, and `loss_scale_factor` where widths may differ. Then the losses and gradients of
-    any cut into micro-batches add up to the whole's. Without them, the counts are this tensor's own.
-    `dp_size` cancels a gradient all-reduce that averages over that many ranks; leave it 1 where gradients are summed.
+    With the counts of the whole (`batch_num_tokens` valid tokens, `global_batch_size` sequences with at least one, and
+    `loss_scale_factor` where widths may differ) any cut into micro-batches adds up to the whole; else they are this
+    tensor's own. `dp_size` cancels a gradient all-reduce that averages over that many ranks.
     Differs from verl: no mode lets NaN out from under the mask, and an empty mask gives 0 with zero gradient, not NaN.
 
     Raises ValueError on an unknown mode, or if dp_size > 1 and the mode's global count is missing.
@@ -211,8 +206,8 @@ def token_loss(
 ) -> Callable[[Callable[[Tokens, LossConfig], TokenLosses]], PolicyLossFn]:
     """Makes a policy loss, registered under `name`, of a function of `Tokens` and the config.
 
-    The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or, if
-    none is, in the config's; without one, as in a call by hand, in `default`.
+    The losses are multiplied by the importance weights and aggregated by `agg_loss`, in the `mode` given here or else
+    in the config's; a call by hand in `default`.
     """
 
     def decorate(token_losses: Callable[[Tokens, LossConfig], TokenLosses]) -> PolicyLossFn:
@@ -361,7 +356,6 @@ def compute_policy_loss_clip_cov(t: Tokens, config: LossConfig) -> TokenLosses:
 
     Drawn, by torch's global CPU generator, are `clip_cov_ratio` of the valid tokens, from those that the clip leaves
     alone and whose `token_covariances` lie between `clip_cov_lb` and `clip_cov_ub`; `pg_clipfrac` counts them alone.
-    Means, share and draw are over the tokens of this call, which the actor makes once a mini-batch.
     """
     settings = config.policy_loss
     losses, clipped = clip_loss(t.log_ratio.exp(), t.advantages, *clip_bounds(config))
@@ -377,8 +371,7 @@ def compute_policy_loss_clip_cov(t: Tokens, config: LossConfig) -> TokenLosses:
 def compute_policy_loss_kl_cov(t: Tokens, config: LossConfig) -> TokenLosses:
     """KL-Cov (arXiv:2505.22617): -A · ratio, plus `ppo_kl_coef` · |log ratio| at the tokens of highest covariance.
 
-    Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. Nothing is clipped. Means and choice are over
-    the tokens of this call, which the actor makes once a mini-batch. `ppo_kl` is the mean of |log ratio|.
+    Those are `kl_cov_ratio` of the valid tokens, by `token_covariances`. `ppo_kl` is the mean of |log ratio|.
     """
     highest = token_covariances(t).flatten().topk(share_of_tokens(config.policy_loss.kl_cov_ratio, t.mask)).indices
     penalised = torch.zeros_like(t.mask, dtype=torch.bool).flatten().index_fill(0, highest, True).view_as(t.mask)
@@ -398,11 +391,10 @@ def compute_policy_loss_geo_mean(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
     """GMPO (arXiv:2507.20673): -(mean A) · exp(mean u) of each row, averaged over the rows that have tokens, whatever
-    the mode; u is the log-ratio clipped to the config's bounds if that is worse, i.e. smaller where A > 0 and larger
-    where A < 0, and 0 where A is.
+    the mode; u is the log-ratio clipped to the config's bounds where that is worse, and 0 where A is.
 
     Importance weights enter as their geometric mean over the row. Differs from verl, which divides by all rows of the
-    call, those without tokens too: here `global_batch_size` counts, and the cut into micro-batches does not.
+    call, those without tokens too.
     """
     clip_low, clip_high = clip_bounds(config)
     log_ratio, sign = zero_masked(log_prob - old_log_prob, response_mask), advantages.sign()
@@ -487,8 +479,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
             inverse = bound_log_ratio(-log_ratio)
             return (inverse.exp() - inverse - 1).clamp(-10, 10)
     raise NotImplementedError(
-        f"kl_penalty is {kl_penalty!r}, but must be one of kl, k1, abs, mse, k2, low_var_kl, k3, each also with a "
-        "trailing '+' for the gradient of k2; 'full' needs the logits of both models"
+        f"kl_penalty is {kl_penalty!r}, but must be kl, k1, abs, mse, k2, low_var_kl or k3, perhaps with a trailing '+'"
     )
 
 
@@ -527,7 +518,7 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller for `algorithm.kl_ctrl` (type, kl_coef, target_kl, horizon in samples).
+    """Makes the controller for `algorithm.kl_ctrl` (type, kl_coef, target_kl, horizon in samples).
 
     Raises NotImplementedError on another type than "fixed" or "adaptive", AssertionError on a horizon <= 0.
     """
@@ -557,19 +548,17 @@ def bind_policy_loss(
     extra_kwargs: dict[str, Any],
     key: str = "the policy loss",
 ) -> Callable[[], Any]:
-    """Binds a loss to the `tensors` of `TENSOR_ARGS` by position and to the rest of its arguments.
-
-    It is given `loss_agg_mode` and `config` if it accepts them, the mode also as a fifth argument of another name, and
-    `extra_kwargs`, which are rollout_is_weights and policy_loss.kwargs, in any case.
+    """Binds a loss to the `tensors` of `TENSOR_ARGS` by position, to `loss_agg_mode` (also as a fifth argument of any
+    name) and `config` if it accepts them, and to `extra_kwargs`: rollout_is_weights and policy_loss.kwargs.
 
     Raises:
         ValueError: it needs another argument, or does not accept what was set; names `key`, which chose it.
     """
     positional = dict(zip(TENSOR_ARGS, tensors, strict=True))
     parameters = inspect.signature(function).parameters.values()
-    own = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
-    has_mode = own and (own[0].default is own[0].empty or isinstance(own[0].default, str))
-    if has_mode and own[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
+    rest = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(TENSOR_ARGS) :]
+    has_mode = rest and (rest[0].default is rest[0].empty or isinstance(rest[0].default, str))
+    if has_mode and rest[0].name not in ("config", "rollout_is_weights", *extra_kwargs):
         positional["loss_agg_mode"] = loss_agg_mode
     offered = {"loss_agg_mode": loss_agg_mode, "config": config}
     settings = "rollout_is_weights and policy_loss.kwargs"
@@ -586,11 +575,11 @@ def arguments_of(function: Callable, extra: tuple[str, ...]) -> tuple[int, tuple
 def call_policy_loss(
     function: Callable, tensors: Sequence[Tensor], loss_agg_mode: str, config: LossConfig, extra_kwargs: dict[str, Any]
 ) -> tuple[Tensor, Metrics]:
-    """The loss of some rows, by the `tensors` of `TENSOR_ARGS` ([B, R]), a tensor of shape (), and its metrics.
+    """Returns the loss of some rows, by the `tensors` of `TENSOR_ARGS` ([B, R]), a tensor of shape (), and its metrics.
 
     Raises:
         ValueError: it returned anything but a loss that depends on the log-probs, and a dict of numbers, or verl's
-            older four values: the loss, and the numbers that are called `OLDER_METRICS`.
+            older four values: the loss, and `OLDER_METRICS`.
     """
     places, names = arguments_of(function, (*extra_kwargs,))
     given = {"loss_agg_mode": loss_agg_mode, "config": config} | extra_kwargs
@@ -601,8 +590,7 @@ def call_policy_loss(
     if problem := problem_of(parts, learns=tensors[1].requires_grad):
         raise ValueError(
             f"the policy loss {callable_name(function)} returned {problem}; it must return the loss, a tensor of "
-            "shape () as from agg_loss, and a dict of metrics, each a number (or verl's older four values: the loss, "
-            "the clipped fraction, the KL, the lower clipped fraction)."
+            "shape () as from agg_loss, and a dict of metrics, each a number."
         )
     loss, metrics = parts
     return loss, {

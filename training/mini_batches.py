@@ -1,8 +1,4 @@
-"""Splits a batch into mini-batches: the rows and counts of each update, and whether it is on-policy.
-
-A batch of rollouts is cut into mini-batches of whole prompts, each for one step of the optimiser. Everything that
-decides what such a step learns from is here; how a mini-batch is cut again to fit memory is the workers' business.
-"""
+"""Cuts a batch into mini-batches of whole prompts, each for one step of the optimiser: its rows, counts and seed."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass

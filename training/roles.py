@@ -1,8 +1,7 @@
 """The roles of a run, in one table: which columns each makes, whether it learns, and how a worker builds it.
 
-The step has a role make the columns that the estimator, the policy loss or the trainer names; it updates those that
-learn; a checkpoint holds them. A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by
-`register_role`, and is loaded by the driver and by every worker.
+A file of yours, named by actor_rollout_ref.model.external_lib, adds a role by `register_role`, and is loaded by the
+driver and by every worker.
 """
 
 from collections.abc import Callable, Collection
@@ -167,9 +166,8 @@ def needs_reference(config: Config) -> bool:
 
 def columns_read(config: Config, updates_policy: bool = True) -> set[str]:
     """Names the columns of roles that are read in a step: by the estimator, the policy loss, a KL term, a stage, and
-    every update but a batch's first, whose ratio is 1; without those that a stage makes.
-
-    The entropies are for the samples: they come with a pass over the policy, if there is one and the run logs entropy.
+    every update but a batch's first, whose ratio is 1; without those that a stage makes. Entropies come with a pass
+    over the policy, if there is one and the run logs them.
     """
     algorithm, actor, prompts = config.algorithm, config.actor_rollout_ref.actor, config.data.train_batch_size
     read = estimator_needs(algorithm.adv_estimator) | loss_reads(config)

@@ -39,10 +39,7 @@ class Run:
     """Trains step by step in a folder, and continues there after an interruption.
 
     Args:
-        config: the run's.
-        tokenizer: saved beside every model.
-        train_loader: training rows, with a position that is saved and restored.
-        total_steps: the last step's number.
+        config, tokenizer, train_loader, total_steps: of the run; the loader's position is saved and restored.
         models: the roles that learn, by their folders in a checkpoint ("." is the checkpoint itself).
         contents: the parts of a model that a checkpoint holds.
         in_background: whether training goes on while a checkpoint is written.
@@ -141,10 +138,7 @@ class Run:
         return self.validation
 
     def train(self) -> int | None:
-        """Runs the steps that are left; returns the signal that ended them early, if one did.
-
-        A signal waits for the end of a step, which is then saved, whenever the next save is due.
-        """
+        """Runs the steps that are left; returns the signal that ended them, after the end of a step, if one did."""
         settings, ending = self.config.trainer, None
         with Requests(self.outlook) as requests:
             while self.global_step < self.total_steps and ending is None:
@@ -154,9 +148,9 @@ class Run:
                     with timer("testing", self.timing):
                         self.metrics |= self.validate()
                 self.after_step(batch)
-                asked, ending = requests.take()
+                save_requested, ending = requests.take()
                 self.metrics |= self.saver.finish(wait=False)
-                saves, last = asked or self.is_due(settings.save_freq), self.global_step == self.total_steps
+                saves, last = save_requested or self.is_due(settings.save_freq), self.global_step == self.total_steps
                 if saves or last or ending is not None:
                     with timer("save_checkpoint", self.timing):
                         self.metrics |= self.save() if saves else {}
