@@ -16,7 +16,6 @@ from training.advantage import (
     estimator_needs,
     kl_in_reward,
     overlong_in_reward,
-    overlong_penalty,
     token_level_rewards,
 )
 from training.core_algos import (
@@ -82,20 +81,6 @@ def test_the_classical_signature_works(estimator):
     assert batch.advantages[1, 0] == 0.0
     torch.testing.assert_close(batch.advantages[0], torch.tensor([-0.375, -0.25, 0.0, 0.5]))
     assert torch.equal(batch.returns, batch.advantages + values)
-
-
-def test_kwargs_receive_everything_there_is(estimator):
-    given = {}
-
-    @estimator
-    def mine(rewards, **kwargs):
-        given.update(kwargs)
-        return rewards, rewards
-
-    advantages_of(make_batch(old_log_probs=SCORES, rollout_is_weights=SCORES, difficulty=[1, 2, 3]))
-    expected = {"token_level_rewards", "response_mask", "index", "gamma", "lam", "gae_lambda", "dones", "config"}
-    assert expected | {"old_log_probs", "rollout_is_weights", "difficulty", "uid"} <= given.keys()
-    assert "values" not in given and "rewards" not in given
 
 
 def test_an_estimator_may_ask_for_any_column_and_cannot_spoil_the_scores(estimator):
@@ -209,15 +194,6 @@ def test_the_configs_kwargs_reach_the_estimator_and_win_over_what_the_run_has(es
     assert given == {"gamma": 0.25, "bonus": {"a": 1}}
 
 
-@pytest.mark.parametrize("max_length", [1, 7, 20])
-@pytest.mark.parametrize("buffer", [1, 4, 20])
-def test_the_overlong_penalty_is_the_papers_formula(max_length, buffer):
-    lengths = torch.arange(0, 30)
-    expected = [min(-(length - (max_length - buffer)) / buffer * 0.7, 0) for length in range(30)]
-    assert overlong_penalty(lengths, max_length, buffer, 0.7).tolist() == pytest.approx(expected)
-    assert overlong_penalty(lengths, max_length, 0, 0.7).tolist() == [0.0] * 30
-
-
 def long_batch() -> DataProto:
     """Responses of 10, 9, 8 and 3 tokens, an observation at the end of the first; the last, of 10, failed."""
     lengths, prompt = [10, 9, 8, 3, 10], 2
@@ -256,24 +232,3 @@ def test_beyond_the_longest_length_the_penalty_goes_on():
     torch.testing.assert_close(penalty.sum(1), -torch.tensor([1.5, 1.25, 1.0, 0.0, 0.0]))
     penalty, _ = overlong_in_reward(batch, replace(settings, overlong_buffer_cfg=OverlongBufferConfig(enable=True)))
     torch.testing.assert_close(penalty.sum(1), -torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0]))  # a fifth of 8 is 1
-
-
-def test_the_overlong_penalty_comes_beside_the_kl():
-    batch = long_batch()
-    batch.batch["old_log_probs"] = torch.zeros(5, 10)
-    batch.batch["ref_log_prob"] = torch.full((5, 10), -0.5)
-    keys = ["algorithm.use_kl_in_reward=true", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
-    config = compose("data.max_response_length=10", *keys, name="ppo_trainer")
-    columns, metrics = token_level_rewards(batch, config, FixedKLController(0.1))
-    penalty, _ = overlong_in_reward(batch, config.reward.reward_kwargs)
-    torch.testing.assert_close(
-        columns["token_level_rewards"], batch.token_level_scores - 0.05 * batch.response_mask + penalty
-    )
-    assert {"actor/reward_kl_penalty", "reward/overlong/mean"} <= metrics.keys()
-
-
-def test_without_the_overlong_buffer_rewards_are_the_scores():
-    batch = long_batch()
-    config = compose("data.max_response_length=10", name="ppo_trainer")
-    columns, metrics = token_level_rewards(batch, config, FixedKLController(0))
-    assert torch.equal(columns["token_level_rewards"], batch.token_level_scores) and metrics == {}

@@ -108,12 +108,6 @@ def test_the_baseline_of_each_row_is_the_score_of_the_greedy_answer_to_its_promp
     assert {"data", "gen", "reward", "gen_max"} == timing.keys() and metrics == ALL_SCORED
 
 
-def test_without_remax_nothing_is_generated_twice():
-    parts = collector(rows_of(("1", "2"), ("4", "5")))
-    batch, _ = parts.collect({})
-    assert len(parts.rollout.asked) == 1 and "reward_baselines" not in batch
-
-
 def with_length(solution_str: str) -> dict[str, float]:
     return {"score": float(solution_str or 0), "double": 2 * float(solution_str or 0), "size": len(solution_str)}
 
@@ -289,17 +283,6 @@ def test_a_metric_that_the_reward_does_not_return_is_named(metric):
         parts.collect({})
 
 
-def test_the_reward_may_name_its_keys_in_any_order():
-    calls = itertools.count()
-
-    def moody(solution_str: str) -> dict[str, float]:
-        result = {"score": as_number(solution_str), "a": 1.0, "b": 2.0}
-        return result if next(calls) < 4 else dict(reversed(result.items()))
-
-    batch, _ = collector(rows_of(TIE, DIFFER, DIFFER, TIE), FILTER, reward=FunctionReward(moody)).collect({})
-    assert batch.a.tolist() == [1.0] * 4
-
-
 def test_every_draw_has_uids_and_a_seed_of_its_own():
     parts = collector(rows_of(TIE, TIE, TIE, DIFFER, TIE, DIFFER), FILTER)
     uids: set[str] = set()
@@ -310,12 +293,6 @@ def test_every_draw_has_uids_and_a_seed_of_its_own():
         assert set(Counter(prompts.uid).values()) == {2} and not uids & set(prompts.uid)
         uids |= set(prompts.uid)
     assert len(asked) == 6 and len(set(parts.rollout.seeds)) == 6
-
-
-def test_the_greedy_baseline_goes_with_its_group():
-    rows = rows_of(TIE, DIFFER, TIE, DIFFER, greedy="5678")
-    batch, _ = collector(rows, FILTER, REMAX).collect({})
-    assert places(batch) == [1, 1, 3, 3] and batch.batch["reward_baselines"].tolist() == [6, 6, 8, 8]
 
 
 @example(kinds=[False] * 6, limit=2)

@@ -51,12 +51,6 @@ def test_transcript_and_turns_give_the_same_advantages(name, seed):
         torch.testing.assert_close(by_token(turns, cut[column]), by_token(transcript, whole[column]))
 
 
-def test_the_estimators_see_more_than_one_row_an_episode_and_failures():
-    pairs = [both(seed) for seed in range(8)]
-    assert all(len(turns) > len(transcript) for transcript, turns in pairs)
-    assert sum("timeout" in batch.end_reason for batch, _ in pairs) > 2
-
-
 def test_an_estimator_of_the_users_sees_each_episode_as_one_row():
     seen = {}
 
@@ -88,39 +82,11 @@ def test_prompts_are_no_column_of_an_episode_of_several_rows():
     assert "prompts" not in EpisodeRows(batch).join() and "attention_mask" not in EpisodeRows(batch).join()
 
 
-def test_rows_without_the_column_are_an_episode_each():
-    batch = DataProto.from_single_dict({"response_mask": torch.tensor([[1, 0], [0, 0]]), "uid": ["a", "a"]})
-    episodes = EpisodeRows(batch)
-    assert episodes.count == 2 and episodes.join() is batch and episodes.is_complete().tolist() == [True, False]
-    column = torch.rand(2, 2)
-    assert episodes.cut(column) is column
-
-
 def test_rows_of_an_episode_need_not_be_neighbours():
     batch = episode_batch([[[Turn(1), Turn(1)], [Turn(1)]]], "turns").select_idxs([0, 2, 1])
     episodes = EpisodeRows(batch)
     assert episodes.of_row.tolist() == [0, 1, 0] and episodes.last_row.tolist() == [2, 1]
     assert episodes.join().batch["responses"].tolist() == [[10, 11], [10, 0]]
-
-
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("failed", [0, 2])
-def test_a_single_episode_is_counted_as_one(history, failed):
-    """Alone in its batch, or the only one that did not fail, which then has no baseline."""
-    groups = [[[Turn(1, 1, 0.5), Turn(2, 0, 1.0)], *[[]] * failed]]
-    columns = {name: [1.0] * (1 + failed) for name in ("acc", "invalid_actions", "data_source", "dataset_position")}
-    batch = episode_batch(groups, history, **columns)
-    batch.meta_info["reward_extra_keys"] = ["acc"]
-    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-    metrics = metrics_of(batch)
-    assert metrics["critic/score/mean"] == metrics["episode/1.0/return/mean"] == 1.5 and metrics["num_turns/mean"] == 2
-    assert metrics["end_reason/terminated"] == 1 / (1 + failed) and reward_metrics(batch)["reward/acc/mean"] == 1.0
-    assert sample_metrics(batch)["reward"].tolist() == [1.5] + [0.0] * failed and len(valid_episodes(batch)) == 1
-    assert not rows_with_signal(batch, "score").any() and not rows_with_signal(batch, "acc").any()
-    assert {*greedy_scores(batch.select_idxs(batch.episode == 0), batch).tolist()} == {1.5}
-    found, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="grpo"))
-    expected = torch.full((3,), 0.0 if failed else 1.5)
-    torch.testing.assert_close(by_token(batch, found["advantages"]), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -346,24 +346,6 @@ def test_each_option_equals_its_twin(name, settings, twin, seed):
     close(batch.estimate(name, **settings)[0][batch.mask.bool()], flat(twin(list(batch.rows()))))
 
 
-def test_the_batches_meet_what_twins_are_for():
-    met = set()
-    for batch in map(Batch.draw, SEEDS):
-        rows = list(batch.rows())
-        sizes = [len(peers(rows, row)) for row in rows]
-        met |= {
-            "one of many": max(sizes) > 2,
-            "alone": any(size == 1 and not row.survives for size, row in zip(sizes, rows, strict=True)),
-            "the only one that did not fail": any(row.survives for row in rows),
-            "score of 0": any(row.score == 0 for row in rows),
-        }.items()
-        met |= {
-            "an observation": bool((batch.mask.diff() == 1).any()),
-            "lost group": len({*batch.index}) > len({r.group for r in rows}),
-        }.items()
-    assert {name for name, was_met in met if was_met} == {name for name, _ in met}
-
-
 # The anchors of the specification: 4 samples of 4 tokens, groups a, a, b, b.
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0]])
@@ -518,16 +500,6 @@ def test_a_batch_of_failures_gives_zero(name):
     assert not batch.estimate(name)[0].any()
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_with_one_token_there_is_nothing_to_whiten(name):
-    batch = Batch.draw(0)
-    batch.mask[:] = 0
-    batch.mask[1, 0] = 1
-    advantages, returns = batch.estimate(name)
-    assert not advantages.any()
-    close(returns[1, 0], batch.tokens["token_level_rewards"][1, 0])
-
-
 @pytest.mark.parametrize("name", sorted(OUTCOME))
 @given(score=st.floats(-100, 100, width=32), lengths=st.lists(st.integers(1, 4), min_size=2, max_size=9))
 @settings(max_examples=30, deadline=None)
@@ -610,22 +582,6 @@ def test_equal_rewards_to_go_are_exactly_their_optimal_baseline_wherever_the_tok
     assert not batch.estimate("optimal_token_baseline", handle_zero_tail=False)[0].any()
 
 
-def test_tokens_that_are_certain_are_compared_with_the_plain_mean():
-    """A policy that is sure of each token has no energy, only rounding around 0, where a ratio would be anything."""
-    batch = replace(
-        ANCHOR,
-        mask=torch.ones(4, 4, dtype=torch.int64),
-        tokens={**ANCHOR.tokens, "old_log_probs": torch.zeros(4, 4), "sum_pi_squared": torch.full((4, 4), 1 - 1e-7)},
-    )
-    advantages, _ = batch.estimate("optimal_token_baseline")
-    close(advantages[:, 0], [0.25, -0.25, 0.5, -0.5])
-
-
-def test_two_best_samples_lead_by_nothing():
-    rewards, mask = torch.tensor([[2.0], [2.0], [1.0]]), torch.ones(3, 1)
-    assert not ADV_ESTIMATOR_REGISTRY["grpo_passk"](rewards, mask, ["a"] * 3)[0].any()
-
-
 @pytest.mark.parametrize(
     ("keys", "weights", "columns", "message"),
     [
@@ -648,12 +604,6 @@ def test_a_row_takes_no_part_in_a_reward_that_is_none_there():
     found = ANCHOR.estimate("gdpo", config=config, non_tensor_batch=columns)[0]
     rest = {"code": np.array([0, 1, 0, 0]), "maths": np.zeros(4)}  # of maths alone in its group: no baseline
     close(found, ANCHOR.estimate("gdpo", config=config, non_tensor_batch=rest)[0])
-
-
-def test_a_batch_whose_rows_all_failed_needs_no_columns_of_gdpo():
-    config, nothing = SimpleNamespace(gdpo_reward_keys=["code"], gdpo_reward_weights=None), torch.zeros(2, 3)
-    estimate = ADV_ESTIMATOR_REGISTRY["gdpo"]
-    assert not estimate(nothing, nothing.long(), ["a", "a"], config=config, non_tensor_batch={})[0].any()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,11 +62,6 @@ def test_every_row_once_an_epoch_and_groups_stay_whole(uids, size, epochs, shuff
         assert sizes[:-1] == [full] * (len(sizes) - 1) and 1 <= sizes[-1] <= full
 
 
-def test_without_shuffling_prompts_come_in_their_order_and_the_last_mini_batch_may_be_smaller():
-    batch = make_batch(["a", "b", "a", "c", "b", "c"])
-    assert rows_of(cut(batch, ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2))) == [[0, 2, 1, 4], [3, 5]] * 2
-
-
 def test_the_shuffle_depends_on_seed_step_and_epoch_alone():
     config = ActorConfig(ppo_mini_batch_size=3, ppo_epochs=2, shuffle=True)
     batch = make_batch(list(range(12)))
@@ -90,12 +84,6 @@ def test_each_update_is_told_its_counts_seed_step_and_temperature():
     assert all(update.counts["loss_scale_factor"] == 3 and update.counts["dp_size"] == 1 for update in updates)
     assert {(update.step, update.temperature) for update in updates} == {(3, 0.7)}
     assert len({update.seed for update in updates}) == 3
-
-
-@pytest.mark.parametrize(("role", "factor"), [(ActorConfig(loss_scale_factor=100.0), 100.0), (CRITIC, 3)])
-def test_the_scale_factor_is_the_actors_setting_or_the_padded_width(role, factor):
-    [(_, update)] = cut(make_batch(["a"]), role)
-    assert update.counts["loss_scale_factor"] == factor
 
 
 def test_an_update_sees_the_loss_mask_as_its_response_mask_and_the_batch_keeps_both():

@@ -281,25 +281,6 @@ def test_the_actors_warm_up_and_decay_lie_within_the_steps_in_which_it_learns(tm
     assert critic[:2] == [0.0, 1e-3] and critic[2] > critic[3] > critic[4] > 1e-4
 
 
-def test_metrics_of_several_updates_become_one(tmp_path):
-    trainer, bandit = make_trainer(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=1")
-    trainer.fit()
-    metrics = learning_metrics(tmp_path)[1]
-    assert len(bandit.updates) == 4
-    assert metrics["actor/ratio_max"] == 4  # a maximum stays one, all else is averaged
-    assert math.isfinite(metrics["actor/pg_loss"])
-
-
-def test_samples_of_a_prompt_share_a_uid_and_every_step_has_its_own_seed(tmp_path):
-    trainer, bandit = make_trainer(tmp_path, ALL_ROWS, steps=2)
-    trainer.fit()
-    uids = [[*update.uid] for update in bandit.updates]
-    assert uids[0] == [uid for place in range(4) for uid in [f"1-0-{place}"] * 4]
-    assert not set(uids[0]) & set(uids[1])
-    assert [update.step for update in bandit.told] == [0, 1]
-    assert len({update.seed for update in bandit.told}) == 2
-
-
 def test_the_sampler_hears_of_every_step_with_rewards(tmp_path):
     trainer, _ = make_trainer(tmp_path, steps=2)
     trainer.fit()
@@ -403,28 +384,6 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 def test_the_log_prob_pass_is_made_where_something_reads_it_and_for_that_alone(overrides, columns):
     config = compose("data.train_batch_size=4", "algorithm.adv_estimator=grpo", *overrides, name="ppo_trainer")
     assert sorted(columns_read(config, first_policy_step(config) <= 1).intersection(OF_POLICY)) == columns
-
-
-@pytest.mark.parametrize("shuffle", ["false", "true"])
-@pytest.mark.parametrize(("mini_batch", "epochs"), [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2), (2, 2)])
-def test_every_update_but_the_first_has_the_old_log_probs(tmp_path, mini_batch, epochs, shuffle):
-    scored = (mini_batch, epochs) != (4, 1)
-    actor = "actor_rollout_ref.actor"
-    settings = (
-        f"{actor}.ppo_mini_batch_size={mini_batch}",
-        f"{actor}.ppo_epochs={epochs}",
-        f"{actor}.shuffle={shuffle}",
-    )
-    trainer, bandit = make_trainer(tmp_path, *settings)
-    trainer.global_step = 1
-    _, metrics = trainer.step()
-    assert bandit.calls.count("old_log_prob") == scored
-    assert ("rollout_mismatch/k3_kl" in metrics) is scored
-    assert ("timing_s/old_log_prob" in metrics) is scored
-    first, *later = bandit.updates
-    assert "old_log_probs" not in first.batch
-    for update in later:
-        torch.testing.assert_close(update.old_log_probs, torch.full_like(update.old_log_probs, math.log(0.5)))
 
 
 REAL = ("data.max_response_length=4", "actor_rollout_ref.rollout.temperature=0.7", "trainer.total_training_steps=2")

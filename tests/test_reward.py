@@ -120,11 +120,6 @@ def test_every_form_works_alone_and_in_a_run_and_is_given_its_kwargs(tmp_path, f
     assert scores.sum(1).tolist() == [0.5, 0.0]
 
 
-def test_reward_kwargs_win_over_what_the_caller_passes(tmp_path):
-    reward = load(tmp_path, PER_SAMPLE, "compute_score", ground_truth="idea")
-    assert reward(ALONE) == [0.0, 1.0]
-
-
 def test_a_function_is_given_what_it_names_and_verls_four_by_kwargs():
     given = []
     columns = {"prompts": ["p"], "responses": ["r"], "ground_truths": ["g"], "data_source": ["d"], "extra_info": [{}]}
@@ -218,14 +213,6 @@ def test_an_async_reward_that_takes_too_long_ends_the_run_and_names_row_and_key(
     assert cancelled == ["stuck"]
 
 
-def test_a_timeout_of_the_functions_own_is_reported_as_its_own():
-    async def compute_score(solution_str):
-        raise TimeoutError("the judge is away")
-
-    with pytest.raises(TimeoutError, match=r"^the judge is away$"):
-        FunctionReward(compute_score, timeout=9.0)(ALONE)
-
-
 @pytest.mark.filterwarnings("error")  # a coroutine that was never awaited
 def test_the_first_failure_ends_all_calls_begun_and_waiting():
     begun, cancelled = [], []
@@ -268,14 +255,6 @@ def test_an_interrupt_ends_an_async_reward_at_once(blocks):
         FunctionReward(compute_score)(DataProto.from_single_dict({"responses": ["a"]}))
     assert cancelled == ([] if blocks else ["a"]) and ended == []
     release.set()
-
-
-def test_the_limits_of_async_rewards_are_the_configs(tmp_path):
-    file = tmp_path / "my_reward.py"
-    file.write_text(PER_SAMPLE_ASYNC)
-    function = RewardFunctionConfig(str(file), "compute_score")
-    reward = load_reward_manager(RewardConfig(function, max_concurrent=3, timeout=2.5, **HERE), TOKENIZER, None)
-    assert (reward.caller.max_concurrent, reward.caller.timeout) == (3, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -555,14 +534,6 @@ def test_rows_that_could_not_be_scored_are_masked_out_counted_and_said(caplog):
     assert metrics["reward/size/mean"] == 4 and [*batch.pred] == ["good", None, None]
     [said] = [record.getMessage() for record in caplog.records]
     assert "2 of 3 responses could not be scored (1 error, 1 timeout), and are left out: " in said
-
-
-def test_they_may_get_a_score_instead():
-    config = ScoringConfig(max_failed_fraction=0.7, on_failure="score", failure_score=-0.5)
-    batch = add_scores(rollout("good", "bad", end_reason=["terminated"] * 2), fails, TOKENIZER, config)
-    assert batch.token_level_scores.sum(1).tolist() == [1.0, -0.5]
-    assert batch.batch["response_mask"].any(1).all() and [*batch.end_reason] == ["terminated"] * 2
-    assert reward_metrics(batch)["reward/error"] == 1
 
 
 @pytest.mark.parametrize(("answers", "limit", "counts"), [

@@ -153,11 +153,6 @@ def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_mod
     assert not (tmp_path / "global_step_1/critic").exists()
 
 
-def test_a_checkpoint_without_a_model_promises_none(tiny_model, tmp_path, capsys):
-    main.run(compose(*short_run(tiny_model, tmp_path, *TWO_STEPS, SAVE_CONTENTS.format("model,optimizer,extra"))))
-    assert "config.yaml, global_step_2.\n" in capsys.readouterr().out
-
-
 SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
 
 

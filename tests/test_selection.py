@@ -53,13 +53,6 @@ def test_the_last_bits_of_float32_are_no_difference(scale):
     assert rows_with_signal(batch, "score").all()
 
 
-def test_any_number_that_the_reward_returns_can_be_the_metric():
-    batch = scored([0, 1, 0, 1], "aabb", acc=[True, True, 1, np.float32(0)])
-    assert rows_with_signal(batch, "acc").tolist() == [False, False, True, True]
-    assert rows_with_signal(batch, "score").all()
-    assert rows_with_signal(scored([0, 1], "aa"), "acc").all()  # a lone number is called so, as in verl
-
-
 @pytest.mark.parametrize(
     ("metric", "says"),
     [

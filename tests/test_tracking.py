@@ -15,8 +15,6 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.schema import Config, TrainerConfig
@@ -78,14 +76,6 @@ def test_each_step_is_one_line_with_its_numbers_in_full_precision(tmp_path):
     ]
 
 
-@settings(max_examples=30, deadline=None)
-@given(value=st.floats(allow_nan=False, allow_infinity=False))
-def test_a_float_survives_the_record(tmp_path_factory, value):
-    folder = tmp_path_factory.mktemp("run")
-    start(folder).log(1, {"x": value})
-    assert read_metrics(folder / METRICS_FILE) == [{"step": 1, "data": {"x": value}}]
-
-
 def test_non_finite_numbers_are_null_in_strict_json(tmp_path):
     start(tmp_path).log(1, {"nan": float("nan"), "inf": -np.inf, "x": 1.0})
 
@@ -134,13 +124,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path, torn):
     assert read_metrics(tmp_path / METRICS_FILE)[-1]["data"] == {"x": 40.0}
     assert (tmp_path / f"{METRICS_FILE}.bak-1").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS_FILE, f"{METRICS_FILE}.bak-1"]
-
-
-def test_resuming_after_the_last_line_changes_nothing(tmp_path):
-    before = write_run(tmp_path, range(4))
-    start(tmp_path, resume_step=3)
-    assert (tmp_path / METRICS_FILE).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
 def test_a_fresh_start_sets_earlier_records_aside(tmp_path):
@@ -242,13 +225,6 @@ def test_an_observer_of_the_users_is_named_by_its_file(tmp_path):
     assert mine.__name__ == "Mine"
 
 
-@pytest.mark.parametrize("logger", ["file", ["file"], [], None])
-def test_the_record_needs_no_logger(tmp_path, capsys, logger):
-    start(tmp_path, logger).log(1, {"x": 1.0})
-    assert recorded_steps(tmp_path) == [1]
-    assert capsys.readouterr().out == ""
-
-
 STEP = {
     "critic/score/mean": 0.614,
     "actor/entropy": 0.8312,
@@ -283,13 +259,6 @@ def test_plain_lines_are_rare_but_show_validations_and_the_last_step(tmp_path, c
             track.log(step, {"val-core/maze/reward/mean@1": 0.5} if step == 3 else STEP)
     steps = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert steps == ["1/6", "3/6", "6/6"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (99.4, "99 s"), (480, "8 min"), (5999, "100 min"), (11520, "3.2 h")]
-)
-def test_durations_are_short(seconds, text):
-    assert tracking.short_duration(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Saver:
         self.error: Exception | None = None  # of the last save
 
     def save(self, step: int) -> dict[str, float]:
-        """Writes the checkpoint of `step`, once the one before it is whole; returns metrics. A full disk is a warning."""
+        """Writes the checkpoint of `step`, once the one before is whole; returns metrics. A full disk is a warning."""
         metrics = self.finish()
         self.error = None
         try:

@@ -1,14 +1,12 @@
 """Corrects for a rollout engine whose probabilities are not the trainer's ("rollout correction" in verl).
 
-Importance weights for the policy loss, rejection of tokens or rows that drifted too far, and diagnostics of the drift:
-pure functions, tensors in, tensors and floats out; only the combined ones know a batch. `log_ratio` [B, R] is
-x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that the policy produced.
-What lies under its zeros does not matter, and a row of zeros, a failed episode, enters no statistic.
-Left out: means over ranks, as the driver sees the whole batch.
+Importance weights for the policy loss, rejection of tokens or rows that drifted too far, and diagnostics of the drift.
+`log_ratio` [B, R] is x = log π_train - log π_rollout of the sampled tokens; `response_mask` [B, R] is 1 on tokens that
+the policy produced. What lies under its zeros does not matter, and a row of zeros enters no statistic.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,22 +98,9 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> Metric
     return metrics | compute_rollout_probs_diff(*log_probs, mask)
 
 
-class Level(NamedTuple):
-    """The unit that one importance weight belongs to."""
-
-    log_weight: Callable[[Tensor, Tensor], Tensor]  # (log_ratio, mask) -> [B, R] or, one a row, [B, 1]
-    units: Callable[[Tensor, Tensor], Tensor]  # (weights [B, R], mask) -> [number of weights]
-
-
 def row_means(values: Tensor, response_mask: Tensor) -> Tensor:
     """Mean over the tokens of each row that has any: [B, R] -> [rows that did not fail]."""
     return masked_mean(values, response_mask, axis=-1)[response_mask.bool().any(-1)]
-
-
-IS_LEVELS = {
-    "token": Level(lambda x, mask: x, lambda weights, mask: weights[mask.bool()]),
-    "sequence": Level(lambda x, mask: masked_sum(x, mask, axis=-1).unsqueeze(-1), row_means),
-}
 
 
 @torch.no_grad()
@@ -134,42 +119,37 @@ def compute_rollout_correction_weights(
 
     Raises ValueError on another level, an impossible threshold or an empty mask, TypeError on a threshold's type.
     """
-    if rollout_is not in IS_LEVELS:
-        raise ValueError(f"rollout_is is {rollout_is!r}, but must be null or one of {', '.join(IS_LEVELS)}")
+    if rollout_is not in ("token", "sequence"):
+        raise ValueError(f"rollout_is is {rollout_is!r}, but must be null or one of token, sequence")
     lower, upper = parse_band("rollout_is_threshold", rollout_is_threshold)
     _refuse_empty(response_mask)
-    level = IS_LEVELS[rollout_is]
-    raw = zero_masked(bound_log_ratio(level.log_weight(log_ratio, response_mask)).exp(), response_mask)
+    valid, of_rows = response_mask.bool(), rollout_is == "sequence"
+    log_weight = masked_sum(log_ratio, response_mask, axis=-1).unsqueeze(-1) if of_rows else log_ratio
+    raw = zero_masked(bound_log_ratio(log_weight).exp(), response_mask)
     icepop, lower = lower is not None, lower or 1 / upper
     outside = (raw < lower) | (raw > upper)
     weights = raw.masked_fill(outside, 0) if icepop else raw.clamp(max=upper)
-    metrics = _is_metrics(raw, weights, response_mask, level, (lower, upper))
-    if icepop:
-        metrics["rollout_is_oob_ratio"] = _share(outside[response_mask.bool()]).item()
-    if rollout_is_batch_normalize:
-        mean = level.units(weights, response_mask).mean().item()
-        factor = mean if mean > 1e-8 else 1.0  # nothing is left to normalise if every weight is 0
-        weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, factor
-    return weights, metrics
-
-
-def _is_metrics(
-    raw: Tensor, weights: Tensor, response_mask: Tensor, level: Level, band: tuple[float, float]
-) -> dict[str, float]:
-    """Statistics of the applied weights; of the raw ones the shares beyond the band, and a row's max and min."""
-    tokens, rows = weights[response_mask.bool()], row_means(weights, response_mask)
-    extremes = row_means(raw, response_mask) if level is IS_LEVELS["sequence"] else tokens
+    # Of the applied weights; of the raw ones the shares beyond the band, and a row's max and min.
+    tokens, rows, raw_rows, band = weights[valid], row_means(weights, valid), row_means(raw, valid), (lower, upper)
+    extremes = raw_rows if of_rows else tokens
     metrics = {
         "mean": tokens.mean(),
         "max": extremes.max(),
         "min": extremes.min(),
         "std": tokens.std(correction=0),
         "eff_sample_size": tokens.mean() ** 2 / (tokens**2).mean().clamp(min=1e-30),  # 0 if IcePop left no weight
-        **_beyond("ratio_fraction", level.units(raw, response_mask), band),
+        **_beyond("ratio_fraction", raw_rows if of_rows else raw[valid], band),
         **_row_metrics(rows, center=1.0),
-        **_beyond("seq_fraction", row_means(raw, response_mask), band),
+        **_beyond("seq_fraction", raw_rows, band),
     }
-    return _floats({f"rollout_is_{name}": value for name, value in metrics.items()})
+    if icepop:
+        metrics["oob_ratio"] = _share(outside[valid])
+    metrics = _floats({f"rollout_is_{name}": value for name, value in metrics.items()})
+    if rollout_is_batch_normalize:
+        mean = (rows if of_rows else tokens).mean().item()
+        factor = mean if mean > 1e-8 else 1.0  # nothing is left to normalise if every weight is 0
+        weights, metrics["rollout_is_batch_norm_factor"] = weights / factor, factor
+    return weights, metrics
 
 
 # Estimators of the KL divergence of the rollout from the training policy (http://joschu.net/blog/kl-approx.html). k1
@@ -311,24 +291,6 @@ def correct_log_probs(
     return weights, new_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def compute_rollout_correction_and_add_to_batch(
-    batch: DataProto, config: RolloutCorrectionConfig
-) -> tuple[DataProto, dict[str, float]]:
-    """The batch with `response_mask` after rejection and, if asked for, the column rollout_is_weights; the metrics.
-
-    Reads old_log_probs, rollout_log_probs and response_mask. If every row failed nothing happens.
-    """
-    columns = batch.batch
-    if not columns["response_mask"].any():
-        return batch, {}
-    weights, columns["response_mask"], metrics = correct_log_probs(
-        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"], config
-    )
-    if weights is not None:
-        columns["rollout_is_weights"] = weights
-    return batch, metrics
-
-
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
@@ -352,11 +314,8 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_rollout_probs_diff(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """Measures how far the sampled tokens' probabilities differ: training/rollout_probs_diff_{valid, max, mean, std}.
-
-    valid is 1. Beside them training/rollout_actor_probs_pearson_corr. What is not defined (the spread of one token,
-    the correlation of a constant) is left out, and an empty mask gives {}.
-    """
+    """Measures how far the sampled tokens' probabilities differ, as training/rollout_probs_diff_{valid, max, mean, std}
+    and training/rollout_actor_probs_pearson_corr. What is not defined is left out; an empty mask gives {}."""
     valid = response_mask.bool()
     if not valid.any():
         return {}

@@ -7,7 +7,7 @@ import main
 from configs.settings import with_settings
 from custom.tiny_model import build_tokenizer
 from data.protocol import DataProto
-from extras.dry_run.dry_run import DryRun, brief_ids, findings, highlight_trained, is_templated_twice, value_range
+from extras.dry_run.dry_run import DryRun, findings, highlight_trained, is_templated_twice
 from tests.batches import padded
 from tests.runs import compose, short_run
 from training.ray_trainer import RayPPOTrainer
@@ -32,16 +32,6 @@ def test_the_config_of_a_dry_run_is_one_small_step_that_learns_nothing():
     assert small.actor_rollout_ref.actor.optim.lr == small.critic.optim.lr == 0
     assert small.actor_rollout_ref.rollout == config.actor_rollout_ref.rollout and small.env == config.env
     assert config.trainer.action == "dry_run" and CONFIG.trainer.action == "train"
-
-
-@pytest.mark.parametrize(("workers", "samples", "prompts"), [(1, 1, 2), (4, 8, 2), (4, 1, 4), (3, 2, 2), (8, 4, 2)])
-def test_every_worker_has_one_of_its_samples(workers, samples, prompts):
-    asked = {
-        "trainer.dry_run": True,
-        "trainer.n_gpus_per_node": workers,
-        "actor_rollout_ref.rollout.n": samples,
-    }
-    assert DryRun.settle(with_settings(CONFIG, asked)).data.train_batch_size == prompts
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "frozenlake_ppo", "frozenlake_multiturn"])
@@ -97,11 +87,6 @@ def test_prompts_that_may_be_cut_are_counted_unless_none_can_be():
     [said] = found(full, data__truncation="left")
     assert said.startswith("1 of 2 prompts fill data.max_prompt_length=8")
     assert found(full, data__truncation="error") == []
-
-
-def test_rows_without_a_trained_token_are_counted():
-    [said] = found(batch_of(["a", "b"], ["yes", ""]))
-    assert said.startswith("1 of 2 rows have no token that is trained")
 
 
 def test_responses_that_never_end_by_themselves_are_named_where_they_could():
@@ -164,14 +149,4 @@ def test_what_is_trained_is_marked():
         ("yes", "bold green"),
         ("<|end|>", "dim"),
         ("ok", "bold green"),
-    ]
-
-
-def test_numbers_are_brief():
-    assert brief_ids([*range(24)]) == str([*range(24)])
-    assert brief_ids([*range(1000)]).startswith("[0, 1, 2") and "11, …, 988" in brief_ids([*range(1000)])
-    assert [value_range(torch.tensor(values)) for values in ([], [0.5, 0.5], [0.0, 1.0])] == [
-        "none",
-        "0.50",
-        "0.00 to 1.00",
     ]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from data.protocol import DataProto
-from extras.pf_ppo import stage
 from extras.pf_ppo.settings import PFPPOConfig
 from extras.pf_ppo.stage import draw_rows, pf_ppo_weights
 from tests.batches import Turn, episode_batch
@@ -45,26 +44,6 @@ def test_rows_are_drawn_as_often_as_their_weights_say(method):
         assert abs(counts[row] - 5000 * probability) <= four_sigma, (row, counts)
     assert not any(counts[row] for row in FAILED)  # though its score is the best of all
     assert not any(counts[row] for row, weight in zip(COMPLETED, weights, strict=True) if weight == 0)
-
-
-def test_the_exponent_is_the_settings():
-    batch = scored([1.0, 2.0], "ab")
-    count = Counter(row for seed in range(500) for row in pf_ppo(batch, seed, weight_pow=3.0))
-    assert count[1] / 1000 == pytest.approx(8 / 9, abs=0.04)  # four standard deviations
-
-
-def test_rows_whose_scores_are_all_zero_are_drawn_alike():
-    batch = scored([0.0, 0.0, 0.0], "abc")
-    rows = [row for seed in range(300) for row in pf_ppo(batch, seed)]
-    assert all(abs(rows.count(row) - 300) < 60 for row in range(3))
-
-
-def test_draws_follow_from_the_seed_and_the_batch_stays():
-    assert drawn("pow", 1) == drawn("pow", 1)
-    assert len({tuple(drawn("pow", seed)) for seed in range(10)}) > 5
-    batch = scored(SCORES, "aabbb", FAILED)
-    drawn("pow", 1, batch)
-    assert batch.batch["number"].tolist() == list(range(5)) and "drawn_row" not in batch
 
 
 def test_if_all_failed_each_row_stays():
@@ -109,12 +88,3 @@ def test_pf_ppo_changes_what_is_learnt_and_neither_the_batch_nor_the_number_of_u
         taught["first"][1].responses, taught["plain"][1].responses
     )
     assert learnt["first"] != learnt["other seed"]
-
-
-def test_pf_ppo_draws_anew_in_every_step(tmp_path, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(stage, "draw_rows", lambda *args: [seeds.append(args[-1]), draw_rows(*args)][1])
-    for seed in (0, 1):
-        trainer, _ = make_trainer(tmp_path / str(seed), "algorithm.use_pf_ppo=true", f"trainer.seed={seed}", steps=2)
-        trainer.fit()
-    assert len(set(seeds)) == 4

@@ -17,7 +17,7 @@ from data.protocol import DataProto, object_array
 from data.seeding import derive_seed
 from extras.reward_model.model import LearnedReward, load_reward_model
 from extras.reward_model.settings import RewardModelConfig
-from extras.reward_model.stage import add_model_scores, zero_reward
+from extras.reward_model.stage import add_model_scores
 from scripts import reward_model as script
 from tests.batches import ragged_batch, unpadded
 from tests.runs import compose, learning_metrics, short_run
@@ -62,10 +62,6 @@ def test_every_row_is_scored_as_alone_however_the_batch_is_cut(reward_model: Pat
     alone = [score_alone(reward_model, unpadded(batch, row)[0].tolist()) for row in range(len(batch))]
     torch.testing.assert_close(found, torch.tensor(alone), rtol=0, atol=1e-5)
     assert found.std() > 0.01
-
-
-def test_a_share_without_rows_has_no_scores(reward_model: Path):
-    assert role(reward_model).compute_rm_score(ragged_batch()[0:0]).batch["rm_scores"].shape == (0,)
 
 
 def test_of_a_longer_conversation_the_last_tokens_are_read(reward_model: Path):
@@ -144,13 +140,6 @@ def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weig
     assert batch.batch["token_level_scores"].nonzero().tolist() == [[row, place] for row, place in enumerate(last)]
     assert batch.meta_info["reward_extra_keys"] == ["function_score", "place", "rm_score"]
     assert [*batch.rm_score] == [0.5, -1.0, 2.0] and [*batch.function_score] == [0.0, 1.0, 2.0]
-
-
-def test_a_model_alone_has_no_score_of_a_function():
-    batch = add_scores(rows(), zero_reward, TOKENIZER)
-    add_model_scores(batch, Says(0.5, -1.0, 2.0), 0.0, is_alone=True)
-    assert batch.batch["token_level_scores"].sum(1).tolist() == [0.5, -1.0, 2.0]
-    assert batch.meta_info["reward_extra_keys"] == ["rm_score"]
 
 
 def test_a_score_that_is_not_finite_names_its_row():
