@@ -153,9 +153,6 @@ def test_a_run_with_checkpoints_says_where_its_model_is_and_it_is_there(tiny_mod
     assert not (tmp_path / "global_step_1/critic").exists()
 
 
-SAVE_CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[{}]"
-
-
 @pytest.fixture
 def sampling_model(tiny_model, tmp_path) -> Path:
     """A model whose generation_config transformers loads, and refuses to save."""

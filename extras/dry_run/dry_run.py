@@ -41,53 +41,38 @@ class DryRun(Training):
 
     @staticmethod
     def settle(config: Config) -> Config:
-        return rehearsal(config)
-
-    @staticmethod
-    def act(trainer: "RayPPOTrainer") -> Metrics:
-        return dry_run(trainer)
-
-
-def rehearsal(config: Config) -> Config:
-    """Reduces a config to one step on two prompts at a learning rate of 0.
-
-    Takes more prompts only where a worker would be without a sequence.
-    """
-    prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
-    return with_settings(
-        config,
-        {
+        """Reduces a config to one step on two prompts, or one a worker, at a learning rate of 0."""
+        prompts = max(PROMPTS, -(-workers_asked_for(config.trainer) // config.actor_rollout_ref.rollout.n))
+        learns = {"ppo_mini_batch_size": prompts, "ppo_epochs": 1, "optim.lr": 0.0}
+        settings = {
+            f"{role}.{name}": value for role in ("actor_rollout_ref.actor", "critic") for name, value in learns.items()
+        }
+        settings |= {
             "data.train_batch_size": prompts,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
-            "actor_rollout_ref.actor.ppo_epochs": 1,
-            "actor_rollout_ref.actor.optim.lr": 0.0,
-            "critic.ppo_mini_batch_size": prompts,
-            "critic.ppo_epochs": 1,
-            "critic.optim.lr": 0.0,
             "algorithm.filter_groups.max_num_gen_batches": 1,
             "trainer.critic_warmup": 0,
             "trainer.total_training_steps": 1,
             "trainer.resume_mode": "disable",
-        },
-    )
+        }
+        return with_settings(config, settings)
 
-
-def dry_run(trainer: "RayPPOTrainer") -> Metrics:
-    """Does one step; prints its batch, the metrics that a run would log, and likely mistakes; returns the metrics."""
-    trainer.global_step = 1
-    batch, metrics = trainer.step()
-    found = [*findings(batch, metrics, trainer.config, trainer.tokenizer)]
-    console = Console()
-    groups = rows_by_prompt(batch)
-    for number, rows in enumerate(groups, start=1):
-        title = Text(f"prompt {number} of {len(groups)}, with {len(rows)} rows")
-        console.print(Panel(prompt_view(batch, rows, trainer.tokenizer), title=title, title_align="left"))
-    console.print(Panel(metrics_table(metrics), title="what would be logged", title_align="left"))
-    seen = Group(*(Text(f"- {line}") for line in found)) if found else Text("nothing that a dry run can see")
-    style = "yellow" if found else "green"
-    console.print(Panel(seen, title="what looks wrong", title_align="left", border_style=style))
-    print("dry run: no weight has changed, and nothing was written.")
-    return metrics
+    @staticmethod
+    def act(trainer: "RayPPOTrainer") -> Metrics:
+        """Does one step; prints its batch, the metrics that a run would log, and likely mistakes."""
+        trainer.global_step = 1
+        batch, metrics = trainer.step()
+        console, groups = Console(), rows_by_prompt(batch)
+        for number, rows in enumerate(groups, start=1):
+            title = Text(f"prompt {number} of {len(groups)}, with {len(rows)} rows")
+            console.print(Panel(prompt_view(batch, rows, trainer.tokenizer), title=title, title_align="left"))
+        logged = fields_table({name: metrics[name] for name in sorted(metrics)})
+        console.print(Panel(logged, title="what would be logged", title_align="left"))
+        lines = [Text(f"- {line}") for line in findings(batch, metrics, trainer.config, trainer.tokenizer)]
+        seen = Group(*lines or [Text("nothing that a dry run can see")])
+        style = "yellow" if lines else "green"
+        console.print(Panel(seen, title="what looks wrong", title_align="left", border_style=style))
+        print("dry run: no weight has changed, and nothing was written.")
+        return metrics
 
 
 def fields_table(fields: dict[str, Any]) -> Table:
@@ -161,23 +146,12 @@ def prompt_ids(batch: DataProto, row: int) -> list[int]:
     return prompts[row][batch.batch["attention_mask"][row, : prompts.shape[1]].bool()].tolist()
 
 
-def metrics_table(metrics: Metrics) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name in sorted(metrics):
-        table.add_row(name, short_number(metrics[name]))
-    return table
-
-
 def findings(batch: DataProto, metrics: Metrics, config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yields likely mistakes in the batch of a step, each with the remedy."""
     prompts = [prompt_ids(batch, rows[0]) for rows in rows_by_prompt(batch)]
     yield from prompt_findings(prompts, config, tokenizer)
-    untrained = (batch.batch["loss_mask"].sum(1) == 0).sum().item()
-    if untrained:
-        yield (
-            f"{untrained} of {len(batch)} rows have no token that is trained: they failed, or rollout_correction "
-            "rejects them (see end_reason above)."
-        )
+    if untrained := (batch.batch["loss_mask"].sum(1) == 0).sum().item():
+        yield f"{untrained} of {len(batch)} rows have no token that is trained: see end_reason above."
     yield from response_findings(batch, config)
     if teaches_nothing(metrics):
         yield likeliest_cause(metrics)
@@ -200,8 +174,7 @@ def prompt_findings(prompts: list[list[int]], config: Config, tokenizer: PreTrai
 
 
 def response_findings(batch: DataProto, config: Config) -> Iterator[str]:
-    """Yields likely mistakes in the responses: none ends by itself, no episode goes beyond its first turn, or one ended
-    for want of room."""
+    """Yields likely mistakes in the responses: none ends by itself, none has a second turn, one ended without room."""
     length = config.actor_rollout_ref.rollout.response_length
     if "episode" in batch:
         if "__num_turns__" in batch and max(batch.non_tensor_batch["__num_turns__"]) <= 1 < config.env.max_turns:

@@ -15,7 +15,7 @@ from data import http
 from data.protocol import DataProto
 from data.types import NotScored
 from extras.judge import judge as module
-from extras.judge.judge import GRADE, judge, read_grade, read_template
+from extras.judge.judge import GRADE, fill_template, judge, read_grade, read_template
 from tests import servers
 from training.reward import load_reward_manager
 
@@ -77,6 +77,11 @@ def test_the_last_grade_counts(said, grade):
 def test_what_is_no_grade_is_no_score(said, problem):
     with pytest.raises(ValueError, match=problem):
         read_grade(said, GRADE, 0, 10)
+
+
+def test_what_is_filled_in_is_not_filled_in_again():
+    filled = fill_template("{prompt}|{response}|{ground_truth}", "{response}", "{ground_truth} {x}", "4")
+    assert filled == "{response}|{ground_truth} {x}|4"
 
 
 def test_a_template_may_be_a_file_and_shows_the_response(tmp_path: Path):
@@ -147,14 +152,6 @@ def test_answers_are_kept_by_all_that_decides_them(tmp_path: Path):
             with pytest.raises(ValueError, match="no grade"):
                 asked_of(url, "third", cache=cache)
         assert len(asked) == 2  # such an answer is not kept
-
-
-KEEP = """
-import sys
-from extras.judge.judge import remember
-for number in range(int(sys.argv[2]), int(sys.argv[2]) + 40):
-    remember(sys.argv[1], str(number), f"said {number}")
-"""
 
 
 def manager(timeout: float = 60.0, **reward_kwargs: Any) -> Any:
