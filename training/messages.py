@@ -78,12 +78,12 @@ def validation_summary(step: int, metrics: Mapping[str, float]) -> str:
 
     `acc` is the share of right answers or successful episodes, `reward` of an answer, `return` of an episode.
     """
-    found: dict[str, list[str]] = {}
+    means_of: dict[str, list[str]] = {}
     names = re.compile(rf"val-\w+/(?P<source>.+)/(?P<variable>{'|'.join(CORE_VARIABLES)})/mean@\d+")
     for name, value in metrics.items():
         if match := names.fullmatch(name):
-            found.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
-    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in found.items())
+            means_of.setdefault(match["source"], []).append(f"{match['variable']} {value:.4g}")
+    return "\n".join(f"validation at step {step}: {source}: {', '.join(means)}" for source, means in means_of.items())
 
 
 def spread(scores: Sequence[float], count: int) -> list[int]:
@@ -95,14 +95,11 @@ def spread(scores: Sequence[float], count: int) -> list[int]:
 def print_samples(title: str, batch: DataProto, tokenizer: PreTrainedTokenizerBase, numbers: Sequence[int]) -> None:
     """Prints samples of a scored batch, numbered as by `EpisodeRows`: dim what the policy was shown, bold its words."""
     episodes, console = EpisodeRows(batch), Console()
-    scores, columns = (
-        episodes.scores().tolist(),
-        ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ())),
-    )
+    scores = episodes.scores().tolist()
+    columns = ("end_reason", "failure", *batch.meta_info.get("reward_extra_keys", ()))
     for place, number in enumerate(numbers, start=1):
         rows = (episodes.of_row == number).nonzero()[:, 0].tolist()
-        text = Text("\n").join(row_text(batch, row, tokenizer) for row in rows)
-        text = without_middle(text)
+        text = without_middle(Text("\n").join(row_text(batch, row, tokenizer) for row in rows))
         facts = {name: batch.get(name)[rows[-1]] for name in columns if name in batch}
         about = "".join(f", {name} {value}" for name, value in facts.items() if value is not None)
         text.append(f"\nscore {short_number(scores[number])}{about}")
@@ -124,12 +121,11 @@ def without_middle(text: Text) -> Text:
 def row_text(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:
     """Decodes the tokens of a row, without padding: those of the policy bold."""
     attended, mask = batch.batch["attention_mask"][row].bool(), batch.batch["response_mask"][row].bool()
-    width, text = len(mask), Text()
     prompt, response = batch.batch["prompts"][row], batch.batch["responses"][row]
-    pieces = [(prompt[attended[:-width]].tolist(), "dim")]
-    kept = attended[-width:]
-    for said, tokens in groupby(zip(response[kept].tolist(), mask[kept].tolist(), strict=True), key=itemgetter(1)):
-        pieces.append(([token for token, _ in tokens], "bold" if said else "dim"))
+    kept, text = attended[-len(mask) :], Text()
+    pieces = [(prompt[attended[: -len(mask)]].tolist(), "dim")]
+    by_speaker = groupby(zip(response[kept].tolist(), mask[kept].tolist(), strict=True), key=itemgetter(1))
+    pieces += [([token for token, _ in tokens], "bold" if policy else "dim") for policy, tokens in by_speaker]
     for ids, style in pieces:
         text.append_text(Text.from_ansi(tokenizer.decode(ids, skip_special_tokens=True), style=style))
     return text

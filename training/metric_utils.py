@@ -39,10 +39,8 @@ CORE_VARIABLES = ("acc", "reward", "return")
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Scores, rewards, advantages, returns, values and lengths of one training batch.
 
-    Reads responses, attention_mask, response_mask, token_level_scores, token_level_rewards, advantages, returns, with
-    `use_critic` values, and where they exist episode, end_reason, __num_turns__, tool_call_counts, invalid_actions and
-    __agent_metrics__. Lengths are sums of the attention mask, in tokens, so that observations between two turns count;
-    `clip_ratio` is the share of rows that fill the padded width.
+    Lengths are sums of the attention mask, in tokens, so that observations between two turns count; `clip_ratio` is the
+    share of rows that fill the padded width.
     """
     prompt_lengths, response_lengths = _lengths(batch)
     episodes, finished, completed = _episodes(batch)
@@ -78,10 +76,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 def compute_episode_metrics(batch: DataProto) -> dict[str, float]:
     """Means over episodes: `episode/<data source>/<quantity>/mean` and `episode/tokens/<role>/mean`.
 
-    Quantities are those of `OF_EPISODES` and, of calls of tools that failed, `tool_failures/<kind>`.
-
-    Roles are policy, observation and prompt; an episode of several rows has as many prompts. Those that failed count
-    nowhere, and those of which nobody says whether they were a success not in that.
+    Quantities are those of `OF_EPISODES` and, of calls of tools that failed, `tool_failures/<kind>`; roles are policy,
+    observation and prompt. Episodes that failed count nowhere, and those without a verdict not in success.
     """
     episodes, finished, _ = _episodes(batch)
     ends = batch.select_idxs(episodes.last_row[finished.numpy()])
@@ -215,11 +211,11 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """(mean, population std) of each reducer over `n_bootstrap` resamples of `subset_size` items with replacement.
+    """Computes (mean, population std) of each reducer over `n_bootstrap` resamples of `subset_size` items.
 
-    A reducer takes one resample, a list, and returns a number. A ufunc (np.maximum) is reduced over all resamples at
-    once: the same numbers, some twenty times faster. Every call draws the resamples that verl draws after
-    `np.random.seed(seed)`, but leaves numpy's global generator alone. Raises ValueError if `data` is empty.
+    A reducer maps one resample, a list, to a number; a ufunc (np.maximum) is reduced over all at once, twenty times
+    faster. Draws what verl draws after `np.random.seed(seed)`, and leaves numpy's global generator alone.
+    Raises ValueError if `data` is empty.
     """
     if len(data) == 0:
         raise ValueError("bootstrap_metric got no data to resample: leave out prompts without samples")
@@ -247,14 +243,12 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
 def process_validation_metrics(
     data_sources: Sequence[str], sample_uids: Sequence[Hashable], infos_dict: Mapping[str, Sequence], seed: int = 42
 ) -> NestedMetrics:
-    """data source -> variable -> metric, each metric computed per prompt (uid) and averaged over prompts.
+    """Maps data source -> variable -> metric, each metric computed per prompt (uid) and averaged over prompts.
 
     `infos_dict` maps a variable ("reward", "acc", "pred", ...) to one value a sample, or to an empty list. With N the
     samples of a prompt: `mean@N`; if N > 1 also `std@N` and, for n = 2, 4, 8 ... below N and for N itself, the
     bootstrapped `best@n/mean`, `best@n/std`, `worst@n/...` and, if "pred" holds the answers, `maj@n/...`. None values
     are dropped (a None answer is a vote of its own); variables that hold anything but numbers have no metrics.
-
-    Raises AssertionError for a variable with another number of values than there are samples.
     """
     rows_of_prompt: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, sample_uids, strict=True)):

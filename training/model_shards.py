@@ -30,11 +30,7 @@ SHOWN = 3  # names in an error
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Writes `tensors`, of which each rank may have a part, into `folder`; all ranks of `group` take part.
-
-    Raises:
-        WRITE_ERRORS: on all ranks, where one of them could not write.
-    """
+    """Writes `tensors`, of which each rank of `group` may have a part, to `folder`. Raises WRITE_ERRORS on all ranks."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks), save_distributed=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -64,10 +60,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class Shards(HuggingFaceStorageReader):
-    """The tensors that `save_shards` wrote into `folder`.
-
-    Attributes:
-        shapes: of the whole tensors, by name.
+    """The tensors that `save_shards` wrote into `folder`; `shapes` has those of the whole ones, by name.
 
     Raises:
         ValueError: a file is missing, cut short or no safetensors; names it and the remedy.
@@ -115,8 +108,8 @@ class Shards(HuggingFaceStorageReader):
 
     def whole(self) -> dict[str, Tensor]:
         """Reads all tensors, whole."""
-        found = self.metadata.state_dict_metadata.items()
-        tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in found}
+        items = self.metadata.state_dict_metadata.items()
+        tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in items}
         self.fill(tensors)
         return tensors
 
