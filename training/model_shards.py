@@ -30,7 +30,7 @@ SHOWN = 3  # names in an error
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Writes `tensors`, of which each rank of `group` may have a part, to `folder`. Raises WRITE_ERRORS on all ranks."""
+    """Writes `tensors`, of which each rank of `group` may have a part. Raises WRITE_ERRORS on all ranks."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     writer = HuggingFaceStorageWriter(str(folder), files_of(tensors, ranks), save_distributed=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
