@@ -11,7 +11,7 @@ from custom.tiny_model import save_tiny_model
 from tests.runs import compose, learning_metrics, short_run
 from training.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 from training.preparation import prepare
-from training.roles import ROLES, RoleSpec, columns_read, needed_roles, register_role
+from training.roles import ROLES, columns_read, needed_roles
 
 GUESSER = """
 import torch
@@ -113,11 +113,6 @@ def test_a_role_plays_only_where_its_columns_are_read(tiny_model, tmp_path, gues
     assert needed_roles(config) == ["actor", "rollout", "guesser"]
     assert needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL))) == ["actor", "rollout"]
     assert "guesser" in needed_roles(compose(*short_run(tiny_model, tmp_path, NO_KL)), trainer_reads=["guesses"])
-
-
-def test_two_roles_cannot_make_one_column():
-    with pytest.raises(ValueError, match=r"role second makes \['values'\], which the role critic makes"):
-        register_role(RoleSpec("second", "nowhere:build", columns=("values",)))
 
 
 KL = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1", "env.val_episodes=0"]

@@ -142,11 +142,6 @@ def test_the_models_score_is_learnt_and_the_functions_as_much_as_its_weight(weig
     assert [*batch.rm_score] == [0.5, -1.0, 2.0] and [*batch.function_score] == [0.0, 1.0, 2.0]
 
 
-def test_a_score_that_is_not_finite_names_its_row():
-    with pytest.raises(FloatingPointError, match=r"gives nan to row 1 .*fsdp_config\.dtype=float32"):
-        add_model_scores(rows(), Says(0.5, float("nan"), 2.0), 0.0, is_alone=True)
-
-
 def test_weights_without_a_trained_head_are_refused(tiny_model: Path):
     model = PretrainedModelConfig(path=str(tiny_model), override_config={"num_labels": 1})
     with pytest.raises(ValueError, match=r"weights lack score.weight of LlamaForSequenceClassification.*noise"):

@@ -18,7 +18,7 @@ from tests.runs import compose, learning_metrics, short_run
 from tests.test_advantage import MASK, make_batch
 from tests.test_config import load
 from tests.test_ray_trainer import ALL_ROWS, ARMS, MINI, REAL, Bandit, assert_stages_run, make_trainer
-from training.mini_batches import PolicyUpdates, first_policy_step
+from training.mini_batches import first_policy_step
 from training.preparation import check_algorithm
 from training.roles import OF_POLICY, columns_read
 
@@ -139,17 +139,6 @@ def test_stages_run_in_order_and_only_where_needed(tmp_path, case):
     assert_stages_run(tmp_path, *STAGES[case])
 
 
-def test_in_bypass_mode_every_mini_batch_has_old_log_probs_and_the_first_measures_the_mismatch():
-    config = compose(
-        "actor_rollout_ref.actor.ppo_mini_batch_size=1", f"{CORRECTION}=bypass_ppo_clip", name="ppo_trainer"
-    )
-    names = ["loss_mask", "advantages", "rollout_log_probs", "old_log_probs"]
-    batch = DataProto.from_single_dict({**{name: torch.ones(3, 2) for name in names}, "uid": ["a", "b", "c"]})
-    pairs = [*PolicyUpdates(config)(batch, step=1)]
-    assert ["rollout_log_probs" in mini_batch for mini_batch, _ in pairs] == [True, False, False]
-    assert all("old_log_probs" in mini_batch for mini_batch, _ in pairs)
-
-
 def corrected(batch: DataProto, settings: RolloutCorrectionConfig) -> dict[str, float]:
     batch.batch["loss_mask"] = batch.batch["response_mask"]
     return correct_rollout(batch, settings)
@@ -175,13 +164,6 @@ def test_without_old_log_probs_and_in_bypass_mode_nothing_is_corrected(missing):
     assert corrected(batch, RolloutCorrectionConfig(rollout_is="token", bypass_mode=missing == "bypass")) == {}
     assert torch.equal(batch.loss_mask, MASK) and "rollout_is_weights" not in batch
     assert missing != "bypass" or torch.equal(batch.old_log_probs, batch.rollout_log_probs)
-
-
-def test_a_batch_of_failures_has_nothing_to_correct():
-    batch = make_batch(old_log_probs=torch.zeros(3, 4), rollout_log_probs=torch.ones(3, 4))
-    batch.batch["response_mask"] = torch.zeros_like(MASK)
-    assert corrected(batch, RolloutCorrectionConfig(rollout_is="token")) == {}
-    assert not batch.loss_mask.any() and "rollout_is_weights" not in batch
 
 
 def test_without_the_engines_log_probs_nothing_is_corrected_and_a_correction_is_refused():
