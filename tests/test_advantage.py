@@ -11,8 +11,7 @@ from configs.schema import AlgorithmConfig, OverlongBufferConfig, RewardKwargsCo
 from data.protocol import DataProto
 from tests.runs import compose
 from training.advantage import (
-    add_columns,
-    compute_advantage,
+    Estimator,
     estimator_needs,
     kl_in_reward,
     overlong_in_reward,
@@ -43,7 +42,7 @@ def estimator():
 
 def advantages_of(batch: DataProto, **settings) -> DataProto:
     config = AlgorithmConfig(**{"adv_estimator": "mine", **settings})
-    assert add_columns(batch, compute_advantage(batch, config)) == {}
+    batch.batch.update(Estimator(config)(batch))
     return batch
 
 
@@ -126,8 +125,8 @@ def test_kl_in_the_reward_by_hand():
     penalty, metrics = kl_in_reward(batch, FixedKLController(0.1), "kl")
     torch.testing.assert_close(penalty, torch.tensor([[0.1, 0.0, 0.0, 0.3], [-0.04, 0.0, 0.0, 0.0], [0.0] * 4]))
     config = compose("algorithm.use_kl_in_reward=true", name="ppo_trainer")
-    columns, same = token_level_rewards(batch, config, FixedKLController(0.1))
-    torch.testing.assert_close(columns, {"token_level_rewards": SCORES - penalty})
+    rewards, same = token_level_rewards(batch, config, FixedKLController(0.1))
+    torch.testing.assert_close(rewards, SCORES - penalty)
     assert same == metrics and torch.equal(batch.token_level_scores, SCORES)
     mean_of_rows = ((1.0 + 0.0 + 3.0) / 3 + (-0.4)) / 2  # the failed row is no measurement
     assert metrics == pytest.approx(
@@ -214,11 +213,11 @@ def test_the_overlong_penalty_is_taken_off_the_last_policy_token_by_hand():
     overrides = ["data.max_response_length=10", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"]
     factor = "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5"
     config = compose(*overrides, factor, name="ppo_trainer")
-    columns, metrics = token_level_rewards(batch, config, FixedKLController(0.0))
+    rewards, metrics = token_level_rewards(batch, config, FixedKLController(0.0))
     expected = scores.clone()
     expected[0, 7] -= 0.5  # observations count as length, and are not paid
     expected[1, 8] -= 0.25
-    torch.testing.assert_close(columns, {"token_level_rewards": expected})
+    torch.testing.assert_close(rewards, expected)
     assert torch.equal(batch.token_level_scores, scores)
     assert metrics == pytest.approx(
         {"reward/overlong_reward/mean": -0.75 / 4, "reward/overlong/mean": 2 / 4}  # of those that did not fail

@@ -26,7 +26,7 @@ from data.tools import FunctionTool
 from data.types import Completion, Reply, Request, SamplingParams
 from tests.engines import Scripted
 from tests.runs import compose
-from training.advantage import compute_advantage
+from training.advantage import Estimator
 from training.environment import ENVIRONMENT, EnvSetup, begin_episodes
 from workers.agent_loop import AgentLoop
 from workers.agents import user_code
@@ -268,8 +268,8 @@ def test_what_raises_hangs_or_says_nonsense_is_left_out_and_the_others_are_as_wi
     healthy = batch.select_idxs(~failed)
     for part in (batch, healthy):
         part.batch["token_level_rewards"] = part.batch["token_level_scores"]
-    columns, _ = compute_advantage(batch, config.algorithm)
-    alone, _ = compute_advantage(healthy, config.algorithm)
+    columns = Estimator(config.algorithm)(batch)
+    alone = Estimator(config.algorithm)(healthy)
     assert torch.equal(columns["advantages"][torch.tensor(~failed)], alone["advantages"])
 
 

@@ -10,7 +10,7 @@ from configs.schema import AlgorithmConfig
 from data.protocol import DataProto
 from data.types import FAILED_END_REASONS
 from tests.batches import Turn, episode_batch, random_groups
-from training.advantage import compute_advantage, kl_in_reward
+from training.advantage import Estimator, kl_in_reward
 from training.collection import groups_by_signal, rows_with_signal, sample_metrics
 from training.core_algos import ADV_ESTIMATOR_REGISTRY, AdaptiveKLController, AdvantageEstimator, register_adv_est
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
@@ -45,7 +45,7 @@ def test_transcript_and_turns_give_the_same_advantages(name, seed):
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, gdpo_reward_keys=DIMENSIONS)
     for batch in (transcript, turns):
         batch.batch["reward_baselines"] = torch.full((len(batch),), 0.25)
-    (whole, _), (cut, _) = (compute_advantage(batch, config) for batch in (transcript, turns))
+    whole, cut = (Estimator(config)(batch) for batch in (transcript, turns))
     for column in ("advantages", "returns"):
         assert cut[column].shape == turns.batch["response_mask"].shape
         torch.testing.assert_close(by_token(turns, cut[column]), by_token(transcript, whole[column]))
@@ -64,7 +64,7 @@ def test_an_estimator_of_the_users_sees_each_episode_as_one_row():
     )
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     try:
-        found, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="mine"))
+        found = Estimator(AlgorithmConfig(adv_estimator="mine"))(batch)
     finally:
         del ADV_ESTIMATOR_REGISTRY["mine"]
     assert len(batch) == 4 and batch.batch["responses"].shape == (4, 3)
@@ -101,7 +101,7 @@ def test_failed_episodes_change_no_statistic(history, seed):
         batch = episode_batch(some, history, seed, data_source=["lake"] * sum(map(len, some)))
         batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         metrics = {name: value for name, value in metrics_of(batch).items() if not re.match(ALL_ROWS, name)}
-        advantages, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo"))
+        advantages = Estimator(AlgorithmConfig(adv_estimator="rloo"))(batch)
         found.append((metrics, by_token(batch, advantages["advantages"])))
     (with_failed, advantages), (without, expected) = found
     values = ("critic/values", "critic/advantages", "critic/returns", "critic/vf")  # random numbers, others in each

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from configs.schema import AlgorithmConfig
 from data.protocol import DataProto
 from tests.batches import close
-from training.advantage import compute_advantage
+from training.advantage import Estimator
 from training.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     NEEDS_GROUPS,
@@ -619,6 +619,6 @@ def test_the_driver_calls_every_estimator(name):
         }
     )
     config = SimpleNamespace(**asdict(AlgorithmConfig(adv_estimator=name, lam=LAM)) | vars(CONFIG))
-    found, _ = compute_advantage(proto, config)
+    found = Estimator(config)(proto)
     for column, expected in zip(("advantages", "returns"), batch.estimate(name), strict=True):
         torch.testing.assert_close(found[column], expected, rtol=0, atol=0, equal_nan=True)

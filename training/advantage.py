@@ -1,7 +1,6 @@
 """Computes advantages from scores on the driver, between the rollout and the updates (pure tensors on the CPU).
 
-Each call of the stage reads a batch and returns new columns and metrics; `add_columns` puts the columns beside those
-that are there. The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).
+The batch keeps what was measured: what is learnt from is a column of its own (loss_mask).
 """
 
 from typing import Any
@@ -30,26 +29,18 @@ Columns = dict[str, Tensor]
 Metrics = dict[str, float]
 
 
-def add_columns(batch: DataProto, found: tuple[Columns, Metrics]) -> Metrics:
-    """Adds the new columns to `batch`, and returns the metrics."""
-    columns, metrics = found
-    batch.batch.update(columns)
-    return metrics
-
-
 def token_level_rewards(
     batch: DataProto, config: Config, kl_ctrl: AdaptiveKLController | FixedKLController
-) -> tuple[Columns, Metrics]:
-    """Column token_level_rewards, [B, R]: the scores, less the KL to the reference and the overlong penalty if asked
-    for."""
+) -> tuple[Tensor, Metrics]:
+    """Computes the scores, less the KL to the reference and the overlong penalty if asked for: [B, R], and metrics."""
     rewards, metrics = batch.batch["token_level_scores"], {}
     if config.algorithm.use_kl_in_reward:
-        penalty, found = kl_in_reward(batch, kl_ctrl, config.algorithm.kl_penalty)
-        rewards, metrics = rewards - penalty, metrics | found
+        penalty, measured = kl_in_reward(batch, kl_ctrl, config.algorithm.kl_penalty)
+        rewards, metrics = rewards - penalty, metrics | measured
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
-        penalty, found = overlong_in_reward(batch, config.reward.reward_kwargs)
-        rewards, metrics = rewards + penalty, metrics | found
-    return {"token_level_rewards": rewards}, metrics
+        penalty, measured = overlong_in_reward(batch, config.reward.reward_kwargs)
+        rewards, metrics = rewards + penalty, metrics | measured
+    return rewards, metrics
 
 
 def kl_in_reward(
@@ -100,8 +91,8 @@ def measure_mismatch(batch: DataProto) -> Metrics:
     mask = batch.batch["response_mask"]
     if not {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys() or not mask.any():
         return {}
-    found = rollout_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
-    return {name: float(value) for name, value in found.items()}
+    measured = rollout_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+    return {name: float(value) for name, value in measured.items()}
 
 
 @torch.no_grad()
@@ -139,8 +130,8 @@ class Estimator:
         self.present: set[str] = set()  # what the last batch had
         self.names: list[str] = []  # what of it the function is given
 
-    def __call__(self, batch: DataProto) -> tuple[Columns, Metrics]:
-        """Columns advantages and returns, [B, R]; no metrics.
+    def __call__(self, batch: DataProto) -> Columns:
+        """Computes the columns advantages and returns, [B, R].
 
         Raises:
             ValueError: it needs something that this run does not have, or returns anything but two tensors of the
@@ -156,13 +147,13 @@ class Estimator:
         result = self.function(**{name: given[name] for name in self.names})
         shape = whole.batch["response_mask"].shape
         pair = result if isinstance(result, tuple | list) else (result,)
-        found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
-        if found != [tuple(shape)] * 2:
+        shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in pair]
+        if shapes != [tuple(shape)] * 2:
             raise ValueError(
-                f"{self.key}: {callable_name(self.function)} returned {found}; it must return advantages and returns, "
+                f"{self.key}: {callable_name(self.function)} returned {shapes}; it must return advantages and returns, "
                 f"both tensors of shape {tuple(shape)}."
             )
-        return dict(zip(("advantages", "returns"), map(episodes.cut, pair), strict=True)), {}
+        return dict(zip(("advantages", "returns"), map(episodes.cut, pair), strict=True))
 
     def bind(self, columns: dict[str, Any], offered: dict[str, Any]) -> None:
         """Chooses what the function is given of a batch that has `columns`, and of what is `offered` beside them."""
@@ -170,16 +161,10 @@ class Estimator:
         if missing := set(required_arguments(self.function)) - present.keys():
             raise ValueError(
                 f"{self.key} needs {sorted(missing)}, which this run does not have. It has: {sorted(present)}. Columns "
-                "come from the data set and from what the reward returns beside the score; settings of an estimator of "
-                "yours from algorithm.adv_estimator_kwargs."
+                "come from the data and the reward, settings from algorithm.adv_estimator_kwargs."
             )
         self.names = [*bind(self.function, present, key=self.key).keywords]
         self.present = columns.keys() | offered.keys()
-
-
-def compute_advantage(batch: DataProto, config: AlgorithmConfig) -> tuple[Columns, Metrics]:
-    """`Estimator` for one batch."""
-    return Estimator(config)(batch)
 
 
 def run_arguments(batch: DataProto, config: AlgorithmConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from data.protocol import DataProto
 from data.sampler import PromptLoader
 from data.seeding import derive_seed
 from data.types import SamplingParams
-from training.advantage import Estimator, add_columns, estimator_needs, measure_mismatch, token_level_rewards
+from training.advantage import Estimator, estimator_needs, measure_mismatch, token_level_rewards
 from training.collection import groups_by_signal, update_sampler
 from training.environment import EnvSetup, assign_agents, episode_prompts, episode_seeds
 from training.episode_rows import EpisodeRows, check_failures, greedy_scores, valid_episodes
@@ -113,7 +113,8 @@ class RayPPOTrainer(Run):
             metrics |= self.compute_advantages(batch, timing)
             metrics |= self.update(batch, timing)
         with timer("metrics", self.timing):
-            metrics |= self.describe(batch, timing)
+            metrics |= {"training/global_step": self.global_step, "training/epoch": self.train_loader.epoch}
+            metrics |= compute_step_metrics(batch, timing, use_critic="critic" in self.roles, n_gpus=self.num_workers)
         return batch, metrics
 
     def collect(self, timing: dict[str, float]) -> tuple[DataProto, Metrics]:
@@ -203,9 +204,9 @@ class RayPPOTrainer(Run):
         with timer("adv", timing):
             metrics = measure_mismatch(batch)
             metrics |= self.run_stages("prepared", batch, timing)
-            metrics |= add_columns(batch, token_level_rewards(batch, self.config, self.kl_ctrl))
-            metrics |= add_columns(batch, self.estimator(batch))
-            metrics |= self.run_stages("advantaged", batch, timing)
+            batch.batch["token_level_rewards"], rewards = token_level_rewards(batch, self.config, self.kl_ctrl)
+            batch.batch.update(self.estimator(batch))
+            metrics |= rewards | self.run_stages("advantaged", batch, timing)
         return metrics
 
     def update(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
@@ -241,14 +242,6 @@ class RayPPOTrainer(Run):
             path = self.folder / f"refused_update_step_{self.global_step}.pkl"
             with dispensable(str(path)):
                 mini_batch.save_to_disk(path)
-
-    def describe(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
-        """Metrics of the data, of time and of throughput."""
-        return {
-            "training/global_step": self.global_step,
-            "training/epoch": self.train_loader.epoch,
-            **compute_step_metrics(batch, timing, use_critic="critic" in self.roles, n_gpus=self.num_workers),
-        }
 
     def after_step(self, batch: DataProto) -> None:
         """Reports the finished batch to the sampler."""

@@ -30,7 +30,7 @@ from extras.report.transcripts import (
 from extras.try_reward.__main__ import load_reward, read_views, score_rows
 from tests.batches import Turn, episode_batch, padded, random_groups
 from tests.runs import compose, files_of_at_most
-from training.advantage import add_columns, compute_advantage
+from training.advantage import Estimator
 from training.reward import add_scores, load_reward_manager
 
 TINY = build_tokenizer()
@@ -114,7 +114,7 @@ def test_records_of_episodes_have_the_numbers_of_the_batch(history, estimator, t
     batch = episode_batch(random_groups(3), history, 3)
     batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
     batch.batch["rollout_log_probs"] = torch.where(batch.response_mask.bool(), batch.batch["old_log_probs"], 0.0)
-    add_columns(batch, compute_advantage(batch, AlgorithmConfig(adv_estimator=estimator)))
+    batch.batch.update(Estimator(AlgorithmConfig(adv_estimator=estimator))(batch))
     dump_jsonl(tmp_path / "3.jsonl", sample_rows(batch, TINY, step=3))
     records = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text().splitlines()]
     assert_records_are_the_batch(records, batch, TINY)

@@ -36,7 +36,7 @@ from extras.verl.imports import table_of_verl
 from extras.verl.managers import move_to_policy
 from tests.engines import Scripted
 from tests.runs import compose
-from training.advantage import compute_advantage
+from training.advantage import Estimator
 from training.core_algos import get_policy_loss_fn
 from training.environment import begin_episodes, data_settings
 from training.losses import ReadableNamespace, call_policy_loss
@@ -224,7 +224,7 @@ def test_an_estimator_of_verls_is_given_groups():
         "token_level_rewards": torch.tensor([[0.0, 1], [0, 2], [0, 3], [4, 0]]), "response_mask": torch.ones(4, 2),
         "uid": ["a", "a", "a", "b"],
     })  # fmt: skip
-    columns, _ = compute_advantage(batch, AlgorithmConfig(adv_estimator="median"))
+    columns = Estimator(AlgorithmConfig(adv_estimator="median"))(batch)
     assert columns["advantages"].tolist() == columns["returns"].tolist() == [[-1, -1], [0, 0], [1, 1], [0, 0]]
 
 
