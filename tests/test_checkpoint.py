@@ -17,7 +17,7 @@ import torch
 from data.protocol import DataProto
 from data.seeding import rng_state, set_rng_state
 from tests.runs import compose, tree_of
-from training import observers
+from training import tracking
 from training.checkpoint import (
     LATEST,
     Saver,
@@ -165,7 +165,7 @@ def test_a_step_that_raises_leaves_the_checkpoint_whole_that_is_being_written(tm
                 raise error
             return DataProto(), {}
 
-    monkeypatch.setattr(observers, "observers_of", lambda config: [])
+    monkeypatch.setattr(tracking, "observers_of", lambda config: [])
     config = compose(f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=1", "trainer.logger=[]")
     loader, models = Mock(state_dict=dict), {".": Slow()}
     parts = {"tokenizer": Mock(), "train_loader": loader, "total_steps": 3, "models": models, "contents": ["model"]}
