@@ -27,10 +27,11 @@ TABLE: dict[str, dict[str, str]] = {
     "parallel": {"replicas": "workers.parallel:Replicas", "fsdp2": "extras.sharding.layout:Sharded"},
     "adapter": {"none": "workers.adapter:NoAdapter", "lora": "extras.lora.lora:Lora"},
     "imports": {"verl": "extras.verl.imports:StandIns"},
+    # by the setting that asks for it
     "stage": {
-        "reward_model": "extras.reward_model.stage:ModelScores",
-        "rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
-        "pf_ppo": "extras.pf_ppo.stage:PFPPO",
+        "reward.reward_model.enable": "extras.reward_model.stage:ModelScores",
+        "algorithm.rollout_correction": "extras.rollout_correction.correction:RolloutCorrection",
+        "algorithm.use_pf_ppo": "extras.pf_ppo.stage:PFPPO",
     },
     "episode": {
         "class": "workers.agents.user_code:UsersEpisode",
@@ -162,7 +163,7 @@ def present(kind: str) -> Iterator[str]:
 def is_here(module: str) -> bool:
     """Says whether a module of the repository is in this copy."""
     top, _, rest = module.partition(".")
-    return top != "extras" or (FOLDER / rest.partition(".")[0] / "__init__.py").is_file()
+    return top != "extras" or any((FOLDER / rest.partition(".")[0]).glob("*.py"))
 
 
 def absence(extra: str) -> str:

@@ -189,7 +189,7 @@ class Sample:
 class Stage:
     """Does a part of the step that a run can do without: adds columns to the batch, and returns metrics.
 
-    The run makes one of each class of the table that says `is_wanted`, with the trainer, and calls it at its place.
+    A run whose settings ask for it (the names of the table) makes one with its trainer, and calls it at its place.
 
     Attributes:
         at: "scored": a batch of responses has its scores (each draw of dynamic sampling, ReMax's greedy responses);
@@ -197,11 +197,6 @@ class Stage:
     """
 
     at: ClassVar[str]
-
-    @classmethod
-    def is_wanted(cls, config: Config) -> bool:
-        """Says whether a run by `config` has this stage."""
-        return True
 
     @classmethod
     def check(cls, config: Config) -> None:

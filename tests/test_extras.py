@@ -19,7 +19,7 @@ from tests.pages import SECTION, WRITTEN_FILE
 from tests.runs import learning_metrics, short_run
 
 pytestmark = pytest.mark.slow
-EXTRAS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+EXTRAS = sorted({path.parent.name for path in FOLDER.glob("*/*.py")})
 A_DAY = 3
 COPIED = (
     "configs",
@@ -92,14 +92,18 @@ def test_the_core_does_without_an_extra(extra: str, tmp_path: Path):
         pass_tests(copy, *sorted(core))
 
 
-def test_the_extra_of_the_page_is_three_files_and_three_lines_and_can_be_deleted(tiny_model: Path, tmp_path: Path):
+def test_the_extra_of_the_page_is_two_files_and_three_lines_and_can_be_deleted(tiny_model: Path, tmp_path: Path):
     copy, page = without(tmp_path / "copy"), (ROOT / "CONTRIBUTING.md").read_text()
     files = dict(WRITTEN_FILE.findall(dict(SECTION.findall(page))["An extra"]))
     for name, text in files.items():
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text(text)
     for file, before, line in (
-        ("configs/extras.py", '    "stage": {\n', '        "brevity": "extras.brevity.stage:Brevity",\n'),
+        (
+            "configs/extras.py",
+            '    "stage": {\n',
+            '        "algorithm.token_price": "extras.brevity.stage:Brevity",\n',
+        ),
         ("configs/extras.py", "SETTINGS: dict[str, tuple[str, ...]] = {", '"brevity": ("algorithm.token_price",), '),
         ("configs/schema.py", "class AlgorithmConfig(", 'section("brevity"), '),
     ):

@@ -227,10 +227,6 @@ class Told(Stage):
     """Asks for the old log-probs, and says when it runs and which columns the batch has by then."""
 
     @classmethod
-    def is_wanted(cls, config: Config) -> bool:
-        return config.algorithm.gamma < 1
-
-    @classmethod
     def reads(cls, config: Config) -> set[str]:
         return {"old_log_probs"}
 
@@ -241,16 +237,16 @@ class Told(Stage):
 
 @pytest.mark.parametrize(("at", "there"), [("scored", 1), ("prepared", 2), ("advantaged", 3)])
 def test_a_stage_of_the_table_runs_at_its_place_where_it_is_wanted(tmp_path, monkeypatch, at, there):
-    monkeypatch.setitem(TABLE, "stage", {"told": f"{__name__}:Told"})
+    monkeypatch.setitem(TABLE, "stage", {"algorithm.norm_adv_by_std_in_grpo": f"{__name__}:Told"})
     monkeypatch.setattr(Told, "at", at, raising=False)
     found = {}
-    for gamma in ("0.9", "1.0"):
-        trainer, bandit = make_trainer(tmp_path / gamma, f"algorithm.gamma={gamma}")
+    for value in ("true", "false"):
+        trainer, bandit = make_trainer(tmp_path / value, f"algorithm.norm_adv_by_std_in_grpo={value}")
         trainer.fit()
-        metrics = learning_metrics(tmp_path / gamma)[1]
-        found[gamma] = [*(name for name in metrics if name.startswith(f"{at}/"))], "old_log_prob" in bandit.calls
-    assert len(found["0.9"][0]) == there and found["0.9"][1]
-    assert found["1.0"] == ([], False)
+        metrics = learning_metrics(tmp_path / value)[1]
+        found[value] = [*(name for name in metrics if name.startswith(f"{at}/"))], "old_log_prob" in bandit.calls
+    assert len(found["true"][0]) == there and found["true"][1]
+    assert found["false"] == ([], False)
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (1, 4), (2, 3), (4, 1), (5, 0)])

@@ -128,7 +128,7 @@ for name in present("role"):  # of extras
 
 def stages(config: Config) -> list[type[Stage]]:
     """Lists the stages of a run, in the order of the table."""
-    return [stage for stage in (find("stage", name) for name in present("stage")) if stage.is_wanted(config)]
+    return [find("stage", key) for key in present("stage") if reduce(getattr, key.split("."), config)]
 
 
 def columns_made(config: Config) -> set[str]:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from configs.schema import Config
 from data.protocol import DataProto
 from data.seeding import derive_seed
 from data.types import Metrics, Stage
@@ -15,10 +14,6 @@ class PFPPO(Stage):
     """Adds the column drawn_row, [B]: the row that each place of a mini-batch is filled with."""
 
     at = "advantaged"
-
-    @classmethod
-    def is_wanted(cls, config: Config) -> bool:
-        return config.algorithm.use_pf_ppo
 
     def __call__(self, batch: DataProto, timing: dict[str, float]) -> Metrics:
         seed = derive_seed(self.config.trainer.seed, "pf_ppo", self.trainer.global_step)

@@ -35,10 +35,6 @@ class ModelScores(Stage):
     at = "scored"
 
     @classmethod
-    def is_wanted(cls, config: Config) -> bool:
-        return config.reward.reward_model.enable
-
-    @classmethod
     def check(cls, config: Config) -> None:
         model = config.reward.reward_model.model
         check_is_reward_model(load_model_config(model, model.path, f"{RM_KEY}.path"), f"{RM_KEY}.path")

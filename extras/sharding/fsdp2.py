@@ -36,32 +36,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.errors import ConfigError, notice_once
+from configs.errors import notice_once
 from configs.schema import OptimConfig
 from extras.sharding.offload import bytes_trained, local, make_optimizer
+from extras.sharding.settings import shard_count
 from extras.sharding.tensor_parallel import by_mesh, same_on_peers, split_layers, sum_partial_gradients
 from workers.collectives import Peers, common_notice, gather, group_size, rank
 from workers.parallel import Replicas
 from workers.rollout import Checksums, bit_sum
 
-SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 # Scores are such views, and nobody writes into them.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-
-
-def shard_count(fsdp_size: int, workers: int) -> int:
-    """Counts the workers that hold a model together: `fsdp_size`; all, where that is -1 or more than there are.
-
-    Raises:
-        ConfigError: the workers cannot be dealt out like that; names both numbers.
-    """
-    count = workers if fsdp_size < 0 else min(fsdp_size, workers)
-    if count == 0 or workers % count:
-        raise ConfigError(
-            f"{SIZE_KEY}={fsdp_size}: so many workers hold a model together, and {workers} cannot be dealt out like "
-            f"that. Take a divisor of {workers}, or -1 for all of them."
-        )
-    return count
 
 
 def make_mesh(fsdp_size: int, device: torch.device, tensor_parallel_size: int = 1) -> DeviceMesh | None:

@@ -8,7 +8,7 @@ import torch
 from configs.errors import ConfigError
 from configs.schema import AgentConfig, Config
 from data.pretrained import load_model_config
-from extras.sharding.settings import asks_for_it
+from extras.sharding.settings import asks_for_it, shard_count
 from training.roles import needs_critic
 from workers.collectives import compute_together, group_size
 from workers.parallel import Replicas
@@ -51,8 +51,6 @@ class Sharded:
     @staticmethod
     def check(config: Config, workers: int) -> None:
         """Raises ConfigError where models cannot be split and sharded over so many workers as `config` says."""
-        from extras.sharding.fsdp2 import shard_count
-
         policy, parts = config.actor_rollout_ref, config.actor_rollout_ref.actor.tensor_parallel_size
         if parts > 1:
             check_parts(config, workers)

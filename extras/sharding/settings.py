@@ -102,3 +102,17 @@ def asks_for_it(config: Any) -> list[str]:
         "reward.reward_model.fsdp_config.param_offload": bool(rm) and rm.fsdp_config.param_offload,
     }
     return [key for key, is_asked in asked.items() if is_asked]
+
+
+def shard_count(fsdp_size: int, workers: int) -> int:
+    """Counts the workers that hold a model together: `fsdp_size`; all, where that is -1 or more than there are.
+
+    Raises ConfigError if the workers cannot be dealt out like that; names both numbers.
+    """
+    count = workers if fsdp_size < 0 else min(fsdp_size, workers)
+    if count == 0 or workers % count:
+        key = f"{ACTOR}.fsdp_config.fsdp_size"
+        raise ConfigError(
+            f"{key}={fsdp_size}: {workers} workers cannot be dealt out so. Take a divisor, or -1 for all."
+        )
+    return count

@@ -1,1 +1,0 @@
-"""Adds rows to the training data while a run goes on."""

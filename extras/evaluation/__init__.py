@@ -1,1 +1,0 @@
-"""Answers the prompts of files, and scores answers, without training."""

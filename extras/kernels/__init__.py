@@ -1,1 +1,0 @@
-"""Computes faster what PyTorch and transformers compute: shared prompts, packed batches, the token head."""

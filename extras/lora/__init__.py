@@ -1,1 +1,0 @@
-"""Trains LoRA's matrices in place of all weights."""

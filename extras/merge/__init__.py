@@ -1,1 +1,0 @@
-"""Makes a Hugging Face folder of a checkpoint."""

@@ -1,1 +1,0 @@
-"""Samples from an OpenAI-compatible server as the engine."""

@@ -1,1 +1,0 @@
-"""PF-PPO: learns from rows that are drawn by their score."""

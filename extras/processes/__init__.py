@@ -1,1 +1,0 @@
-"""Processes that answer requests and can be killed: of reward functions, and of environments."""

@@ -1,1 +1,0 @@
-"""Scores responses by a learned reward model."""

@@ -1,1 +1,0 @@
-"""Corrects for rollouts whose probabilities are not the trainer's."""

@@ -1,1 +1,0 @@
-"""Rules that score the responses to public data sets, by a row's data source."""

@@ -1,1 +1,0 @@
-"""A sandbox for Python that a policy writes."""

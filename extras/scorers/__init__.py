@@ -1,1 +1,0 @@
-"""Processes that call a user's reward function and can be killed."""

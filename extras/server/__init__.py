@@ -1,1 +1,0 @@
-"""Serves a model by the OpenAI API."""

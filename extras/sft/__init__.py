@@ -1,1 +1,0 @@
-"""Trains by examples: supervised fine-tuning."""

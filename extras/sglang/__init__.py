@@ -1,1 +1,0 @@
-"""Samples from SGLang as the engine."""

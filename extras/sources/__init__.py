@@ -1,1 +1,0 @@
-"""Reads rows of packages: datasets:NAME of the Hugging Face hub, and reasoning_gym:TASK."""

@@ -1,1 +1,0 @@
-"""Tries a reward function on rows, without a model."""

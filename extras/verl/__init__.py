@@ -1,1 +1,0 @@
-"""Reads what is written for verl: command lines, yaml files, imports, managers and agent loops."""

@@ -1,1 +1,0 @@
-"""Watches a run for what looks wrong."""
