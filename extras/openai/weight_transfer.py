@@ -7,6 +7,9 @@ this node or another. On a CPU all of it is tried but NCCL itself, for which a t
 """
 
 import asyncio
+import fcntl
+import os
+import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +17,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,7 +30,6 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 from data.http import Json, RequestRefused, ServerError, api_root, ask_once
-from extras.openai.passing_folder import passing_folder
 from extras.openai.settings import KEY, OpenAISettings
 from workers.agents.user_code import in_thread
 from workers.rollout import Checksums
@@ -296,3 +300,28 @@ def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
         raise FileNotFoundError(f"there are no weights in {folder}, as this process sees it")
     for file in files:
         yield from load_file(file).items()
+
+
+@contextmanager
+def passing_folder(place: str | PathLike, prefix: str) -> Iterator[Path]:
+    """Makes a folder in `place` for as long as the block lasts, and removes those that killed processes have left."""
+    alone = fcntl.LOCK_EX | fcntl.LOCK_NB
+    for left in Path(place).glob(f"{prefix}*"):
+        with suppress(OSError), open_folder(left) as descriptor:
+            if any(left.iterdir()):  # else it may be another process's, which has not locked it yet
+                fcntl.flock(descriptor, alone)  # raises where a process has it
+                shutil.rmtree(left)
+    with TemporaryDirectory(prefix=prefix, dir=place) as folder, open_folder(folder) as descriptor:
+        with suppress(OSError):  # a file system without locks: nothing is removed there either
+            fcntl.flock(descriptor, alone)
+        yield Path(folder)
+
+
+@contextmanager
+def open_folder(path: str | PathLike) -> Iterator[int]:
+    """Opens a folder, which can then be locked."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -21,11 +21,13 @@ from extras.openai.weight_transfer import (
     buckets,
     check_weight_transfer,
     own_address,
+    passing_folder,
     read_weights,
     weight_transfer,
     write_weights,
 )
 from tests.engines import probe_distance
+from tests.forked import python
 from tests.runs import compose, files_of_at_most, learning_metrics, needs_vllm, run_main, short_run
 from tests.servers import KEY, answering
 from workers.engine import TrainEngine
@@ -337,3 +339,22 @@ def test_one_server_takes_weights_either_way(
 def test_settings_are_refused_by_name(settings: str, words: str):
     with pytest.raises(ConfigError, match=words):
         check_machine(compose("actor_rollout_ref.rollout.name=openai", f"{OWN}={settings}"))
+
+
+def test_a_folder_that_a_killed_process_left_goes_and_those_of_live_ones_stay(tmp_path):
+    program = f"""
+import os, signal
+from extras.openai.weight_transfer import passing_folder
+with passing_folder({str(tmp_path)!r}, "weights_") as folder:
+    (folder / "weight").write_text("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    python("-c", program)
+    [left] = tmp_path.iterdir()
+    (tmp_path / "weights_new").mkdir()  # which its process has not locked yet
+    with passing_folder(tmp_path, "weights_") as live:
+        assert not left.exists()
+        (live / "weight").write_text("x")
+        with passing_folder(tmp_path, "weights_"):
+            assert live.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights_new"]
